@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataLoader",
     "DistmpError",
     "DistributedGradScaler",
     "DivergenceConfig",
@@ -27,13 +28,16 @@ __all__ = [
     "StepOutcome",
     "TrainingError",
     "global_mean",
+    "init",
     "policy",
     "resolve",
 ]
 
 if TYPE_CHECKING:
     from distmp.buckets import Fp32GradBuckets
+    from distmp.data.dataloader import DataLoader
     from distmp.diagnosis.attribution import OverflowReport
+    from distmp.distributed.world import init
     from distmp.engine import Engine
     from distmp.engine.config import EngineConfig
     from distmp.engine.outcome import StepNumbers, StepOutcome
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
 else:
     _PUBLIC_NAMES = {
         "distmp.buckets": ("Fp32GradBuckets",),
+        "distmp.data.dataloader": ("DataLoader",),
+        "distmp.distributed.world": ("init",),
         "distmp.engine": ("Engine",),
         "distmp.engine.config": ("EngineConfig",),
         "distmp.errors": ("CheckpointError", "ConfigError", "DistmpError", "TrainingError"),

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distmp.data.checks import check_workers, problem_of
 from distmp.data.documents import PackedDocuments
+from distmp.data.loading import is_stream
 from distmp.data.open_tokens import check_validation, open_tokens
 from distmp.data.settings import DataConfig
+from distmp.data.streams import length_of
 from distmp.data.text import TextFile, TextFolder, list_text_files
 from distmp.data.windows import W, Windows
 from distmp.errors import ConfigError
@@ -23,10 +26,10 @@ class Datasets(NamedTuple):
     """The data sets of a run."""
 
     train: Any
-    """Map-style dataset (`__len__`, `__getitem__`)."""
+    """Map-style (`__len__`, `__getitem__`) or iterable dataset."""
 
     validation: Any | None
-    """Map-style dataset of held-out samples, or None."""
+    """Map-style dataset of held-out samples, an iterable one that ends, or None."""
 
     vocabulary_size: int | None
     """Number of different token ids; None if samples are not tokens."""
@@ -40,7 +43,7 @@ def build_datasets(config: DataConfig) -> Datasets:
 
     Raises:
         ConfigError: If files are missing, unreadable, empty, of the wrong size or too short for
-            one sample, or a user's callable does not return a map-style dataset.
+            one sample, or a user's callable does not return a data set.
     """
     build = {"text": _build_text, "tokens": _build_tokens}.get(config.source, _build_from_callable)
     datasets = build(config)
@@ -214,22 +217,34 @@ def _build_from_callable(config: DataConfig) -> Datasets:
         raise ConfigError("data.source", config.source, "returned None for split='train'")
     validation = _call(config, function, "validation")
     size = config.vocabulary_size or getattr(train, "vocabulary_size", None)
-    held_out = f"{len(validation):,} held out" if validation is not None else "nothing held out"
-    description = f"{config.source}: {len(train):,} samples for training, {held_out}"
+    samples = "a stream of" if length_of(train) is None else f"{len(train):,}"
+    description = f"{config.source}: {samples} samples for training, {_size(validation)} held out"
     return Datasets(train, validation, size, description)
+
+
+def _size(validation: Any | None) -> str:
+    if validation is None:
+        return "nothing"
+    return "a stream" if length_of(validation) is None else f"{len(validation):,}"
 
 
 def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
     dataset = function(split=split, sequence_length=config.sequence_length, **config.options)
     if dataset is None:
         return None
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if problem := problem_of(dataset):
+        kind = type(dataset).__name__
         raise ConfigError(
             "data.source",
             config.source,
-            f"returned a {type(dataset).__name__} for split={split!r}; return a map-style dataset,"
-            " with __len__ and __getitem__ (or None where there is no validation)",
+            f"for split={split!r} it returned a {kind}, which {problem}",
         )
-    if not len(dataset):
-        raise ConfigError("data.source", config.source, f"returned no sample for split={split!r}")
+    if config.document_masking and is_stream(dataset):
+        raise ConfigError(
+            "data.document_masking",
+            True,
+            "needs a map-style data set; let the samples of the iterable one contain 'positions'",
+        )
+    if split == "train":
+        check_workers("data.workers", config.workers, dataset)
     return dataset

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distmp.data.build import Datasets
+from distmp.data.streams import length_of
 
 
 def identity(datasets: Datasets) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def identity(datasets: Datasets) -> dict[str, Any]:
     """
     train = datasets.train
     return {
-        "samples": len(train),
+        "samples": length_of(train),
         "vocabulary": datasets.vocabulary_size,
         "digest": train.digest() if hasattr(train, "digest") else None,
     }

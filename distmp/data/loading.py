@@ -1,24 +1,33 @@
-"""Loads the microbatches of one rank: endless for training, finite for evaluation."""
+"""Loads the microbatches of one rank for training: an endless sequence of steps."""
 
 from __future__ import annotations
 
+import functools
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
 
-from distmp.data import IGNORED
-from distmp.data.order import MicrobatchSampler, microbatches_per_rank
-from distmp.data.seeded import SeededSamples
+from distmp.data.collation import collate
+from distmp.data.order import Division, MicrobatchSampler
+from distmp.data.seeded import SeededMicrobatches
+from distmp.data.streams import Step, StreamSteps, sample_checksum
+from distmp.distributed.collectives import device_of_host_values
+from distmp.distributed.compare_ranks import check_same
+from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.stopping import STOP_SIGNALS
-from distmp.errors import ConfigError
+from distmp.utils.generators import generators_kept
 from distmp.utils.parent_process import signal_when_parent_ends
 
 Batch = dict[str, Tensor]
+Collate = Callable[[list[Any]], Any]
+"""Combines the samples of a microbatch."""
 
 
 def step_batches(
@@ -32,12 +41,13 @@ def step_batches(
     world_size: int,
     workers: int = 0,
     pin_memory: bool = False,
+    collate_fn: Collate | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Generator[list[Batch], None, None]:
     """Return an endless generator of the microbatches of this rank, one list per step.
 
     Args:
-        dataset: Map-style dataset. It may draw random numbers (see `distmp.data.seeded`); an
-            attribute `draws_nothing = True` disables the seeding, which takes time.
+        dataset: Map-style or iterable data set, see `steps`.
         seed: Seed of the order (see `distmp.data.order`).
         first_sample: Number of samples that all ranks together have consumed before.
         global_batch_size: Samples of one step, over all ranks.
@@ -46,6 +56,8 @@ def step_batches(
         world_size: Number of ranks that share the batch.
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         pin_memory: Whether tensors are in page-locked memory, for faster copies to a GPU.
+        collate_fn: Combines samples into a microbatch; None uses `collate`.
+        group: Ranks that compare their data sets, see `steps`.
 
     Returns:
         A generator. Its workers end when it is closed or deleted.
@@ -53,29 +65,92 @@ def step_batches(
     Raises:
         ConfigError: Immediately, if the global batch cannot be divided over the ranks.
     """
-    count = microbatches_per_rank(global_batch_size, microbatch_size, world_size)
-    sampler = MicrobatchSampler(
-        size=len(dataset),
-        seed=seed,
-        first_sample=first_sample,
-        global_batch_size=global_batch_size,
-        microbatch_size=microbatch_size,
-        rank=rank,
-        world_size=world_size,
+    division = Division(first_sample, global_batch_size, microbatch_size, rank, world_size)
+    return _microbatches_of(
+        steps(
+            dataset,
+            division,
+            seed=seed,
+            workers=workers,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            group=group,
+        )
     )
-    places: Any = sampler
-    if not getattr(dataset, "draws_nothing", False):
-        dataset, places = SeededSamples(dataset, seed), _Places(sampler)
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_sampler=places,
+
+
+def _microbatches_of(
+    all_steps: Generator[Step, None, None],
+) -> Generator[list[Batch], None, None]:
+    with closing(all_steps):
+        for step in all_steps:
+            yield step.microbatches
+
+
+def steps(
+    dataset: Any,
+    division: Division,
+    *,
+    seed: int,
+    shuffle: bool = True,
+    workers: int = 0,
+    pin_memory: bool = False,
+    collate_fn: Collate | None = None,
+    group: dist.ProcessGroup | None = None,
+    setting: str = "data.source",
+) -> Generator[Step, None, None]:
+    """Yield the steps of this rank, without end.
+
+    Args:
+        dataset: Map-style data set, or an iterable one, which is read as `distmp.data.streams`
+            describes. It may draw random numbers (see `distmp.data.seeded`); an attribute
+            `draws_nothing = True` disables the seeding, which takes time.
+        division: How samples are divided over steps, ranks and microbatches.
+        seed: Seed of the order, and of what the data set and `collate_fn` draw.
+        shuffle: False reads a map-style data set in the order of its indices.
+        workers: Processes that prepare microbatches; 0 prepares them in this process.
+        pin_memory: Whether tensors are in page-locked memory.
+        collate_fn: Combines samples into a microbatch; None uses `collate`.
+        group: Ranks that compare their data sets: once, and a stream in every step. None compares
+            nothing.
+        setting: Name of the setting that holds the data set, for error messages.
+
+    Raises:
+        ConfigError: On every rank, if ranks have different data sets.
+    """
+    loads: Callable[..., TorchDataLoader[Any]] = functools.partial(
+        TorchDataLoader,
         num_workers=workers,
         pin_memory=pin_memory,
         worker_init_fn=_ignore_stop_signals,
         # Without a separate generator, the loader would draw from the one that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
-    return _group(loader, count)
+    same = _SameOnAllRanks(group, setting)
+    if is_stream(dataset):
+        combine = collate_fn or collate
+        read = StreamSteps(dataset, division, seed, combine, compared=same.needed)
+        loader = loads(read, batch_size=None, collate_fn=_unchanged)
+        return _compared(loader, division, same)
+    sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
+    seeded = SeededMicrobatches(dataset, seed, collate_fn or collate)
+    if collate_fn is None and getattr(dataset, "draws_nothing", False):
+        loader = loads(dataset, batch_sampler=sampler, collate_fn=collate)
+    else:
+        loader = loads(seeded, batch_sampler=_Places(sampler), collate_fn=_unchanged)
+    return _grouped(loader, sampler, seeded, same)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether samples of a data set have no index, and are read in its own order."""
+    if isinstance(dataset, IterableDataset):  # inherits a `__getitem__`
+        return True
+    return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
+
+
+def _unchanged(value: Any) -> Any:
+    """Return what is collated already."""
+    return value
 
 
 class _Places:
@@ -89,16 +164,85 @@ class _Places:
             yield list(zip(positions, indices, strict=True))
 
 
-def _group(loader: DataLoader[Any], count: int) -> Generator[list[Batch], None, None]:
-    """Yield `count` microbatches at a time."""
-    microbatches = iter(loader)
+class _SameOnAllRanks:
+    """Checks that all ranks read the same samples, of which each then keeps its own."""
+
+    def __init__(self, group: dist.ProcessGroup | None, setting: str) -> None:
+        self._group = group
+        self._setting = setting
+
+    @property
+    def needed(self) -> bool:
+        """Whether there are other ranks to compare with."""
+        return self._group is not None and dist.get_world_size(self._group) > 1
+
+    def check(self, description: str) -> None:
+        """Compare a description of the data with that of the other ranks.
+
+        Raises:
+            ConfigError: On every rank, with the descriptions by rank.
+        """
+        if self.needed:
+            with explain_lost_peers(self._group):
+                device = device_of_host_values(self._group)
+                check_same(self._group, device, {self._setting: description}, _SAME_DATA)
+
+
+_SAME_DATA = (
+    "ranks read different data; distmp divides the samples over the ranks, so give every rank the "
+    "same data set in the same order: remove split_dataset_by_node or another division by rank, "
+    "and seed a shuffle with the same number on all ranks"
+)
+
+
+def _grouped(
+    loader: TorchDataLoader[Any],
+    sampler: MicrobatchSampler,
+    seeded: SeededMicrobatches,
+    same: _SameOnAllRanks,
+) -> Generator[Step, None, None]:
+    """Yield the microbatches of a map-style data set, step by step."""
+    division, size = sampler.division, sampler.size
+    if same.needed:
+        same.check(_description(division.first_sample, sampler, seeded))
+    with _iterator_of(loader) as microbatches:
+        for first in division.steps():
+            group = [next(microbatches) for _ in range(division.microbatches)]
+            yield Step(group, first // size, (first + division.global_batch_size) // size)
+
+
+def _description(position: int, sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
+    """Describe a map-style data set by its length and the sample at a position."""
+    (index,) = sampler.indices(range(position, position + 1))
+    with generators_kept():
+        once, again = (sample_checksum(seeded.sample(position, index)) for _ in range(2))
+    # A data set may draw from generators of its own, which are not seeded.
+    content = f"checksum {once:08x} of sample {index:,}" if once == again else "random samples"
+    return f"{sampler.size:,} samples, {content}"
+
+
+def _compared(
+    loader: TorchDataLoader[Any], division: Division, same: _SameOnAllRanks
+) -> Generator[Step, None, None]:
+    """Yield the steps of a stream."""
+    with _iterator_of(loader) as all_steps:
+        for first, step in zip(division.steps(), all_steps, strict=False):
+            same.check(
+                f"a stream with checksum {step.checksum:08x} of its sample at position {first:,}, "
+                f"and {step.offset:,} samples into pass {step.next_epoch + 1} after this step"
+            )
+            yield step
+
+
+@contextmanager
+def _iterator_of(loader: TorchDataLoader[Any]) -> Iterator[Iterator[Any]]:
+    iterator = iter(loader)
     try:
-        while True:
-            yield [next(microbatches) for _ in range(count)]
+        yield iterator
     finally:
         # A deleted iterator ends its workers, but a traceback can keep it alive. An iterator
         # without workers has no such method.
-        end_workers = getattr(microbatches, "_shutdown_workers", None)
+        end_workers = getattr(iterator, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
 
@@ -113,77 +257,3 @@ def _ignore_stop_signals(worker: int) -> None:
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends()
-
-
-def evaluation_batches(
-    dataset: Any,
-    *,
-    samples: int | None,
-    microbatch_size: int,
-    rank: int,
-    world_size: int,
-) -> Iterator[Batch]:
-    """Return the microbatches of this rank in an evaluation.
-
-    Every chosen sample occurs exactly once over all ranks, at any world size, and the choice is
-    always the same. All ranks get the same number of microbatches, because the forward of a sharded
-    model is collective. If the microbatches do not divide over the ranks, the last ranks get one
-    more whose targets are all IGNORED. Its loss sum and its weight are zero, so it does not change
-    sums over ranks.
-
-    This works for a dataset of dicts with integer "targets" and a loss that skips IGNORED. Any
-    other dataset needs a method `ignored(batch) -> batch` that turns a collated microbatch into one
-    for which the run's loss function returns a sum and a weight of zero.
-
-    Args:
-        dataset: Map-style dataset.
-        samples: Number of samples, spread evenly over the dataset; None for all.
-        microbatch_size: Samples of one forward; the last microbatch may have fewer.
-        rank: This rank.
-        world_size: Number of ranks that share the evaluation.
-
-    Returns:
-        A finite iterator of collated microbatches.
-
-    Raises:
-        ConfigError: Immediately and on every rank, if a microbatch must be ignored and the dataset
-            does not support it.
-    """
-    size = len(dataset)
-    chosen = size if samples is None else min(samples, size)
-    indices = (np.arange(chosen, dtype=np.int64) * size // max(chosen, 1)).tolist()
-    groups = [indices[i : i + microbatch_size] for i in range(0, chosen, microbatch_size)]
-    missing = -len(groups) % world_size
-    if missing:
-        ignore_targets(dataset, default_collate([dataset[groups[0][0]]]))
-    return _evaluate(dataset, groups, missing, rank, world_size)
-
-
-def _evaluate(
-    dataset: Any, groups: list[list[int]], missing: int, rank: int, world_size: int
-) -> Iterator[Batch]:
-    for group in groups[rank::world_size]:
-        yield default_collate([dataset[index] for index in group])
-    if missing and rank >= world_size - missing:
-        # One sample is enough: only the forward has to happen.
-        yield ignore_targets(dataset, default_collate([dataset[groups[0][0]]]))
-
-
-def ignore_targets(dataset: Any, batch: Any) -> Any:
-    """Return a microbatch of the same shape whose loss and weight are zero.
-
-    Raises:
-        ConfigError: If the dataset has no method `ignored` and its samples no integer "targets".
-    """
-    if hasattr(dataset, "ignored"):
-        return dataset.ignored(batch)
-    targets = batch.get("targets") if isinstance(batch, dict) else None
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        raise ConfigError(
-            "data.source",
-            type(dataset).__name__,
-            "its samples do not divide over the ranks in evaluation and have no integer 'targets'"
-            " that could be ignored; give the dataset a method ignored(batch), whose result has"
-            " loss and weight zero, or evaluate a number of samples that divides",
-        )
-    return {**batch, "targets": torch.full_like(targets, IGNORED)}

@@ -11,7 +11,9 @@ and a run resumes at any position without reading earlier samples.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,48 +83,56 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def microbatches_per_rank(global_batch_size: int, microbatch_size: int, world_size: int) -> int:
+def microbatches_per_rank(
+    global_batch_size: int,
+    microbatch_size: int,
+    world_size: int,
+    names: tuple[str, str] = ("batch.global_batch_size", "batch.microbatch_size"),
+) -> int:
     """Return how many microbatches each rank computes in a step.
+
+    Args:
+        global_batch_size: Samples of one step, over all ranks.
+        microbatch_size: Samples of one forward and backward.
+        world_size: Number of ranks that share the batch.
+        names: Names of the two sizes in messages.
 
     Raises:
         ConfigError: If the global batch cannot be divided into the same number of full microbatches
             for each rank. The message names the nearest batch sizes that can.
     """
-    for name, value in (
-        ("batch.global_batch_size", global_batch_size),
-        ("batch.microbatch_size", microbatch_size),
-    ):
+    batch, microbatch = names
+    for name, value in ((batch, global_batch_size), (microbatch, microbatch_size)):
         if value < 1:
             raise ConfigError(name, value, "must be at least 1")
     if microbatch_size > global_batch_size:
         raise ConfigError(
-            "batch.microbatch_size",
+            microbatch,
             microbatch_size,
-            f"must be at most batch.global_batch_size = {global_batch_size}",
+            f"must be at most {batch} = {global_batch_size}",
         )
     unit = microbatch_size * world_size
     count, rest = divmod(global_batch_size, unit)
     if rest:
         fitting = " or ".join(str(unit * k) for k in (count, count + 1) if k)
         raise ConfigError(
-            "batch.global_batch_size",
+            batch,
             global_batch_size,
-            f"must be a multiple of batch.microbatch_size x number of ranks = {microbatch_size} x"
+            f"must be a multiple of {microbatch} x number of ranks = {microbatch_size} x"
             f" {world_size} = {unit}; nearest: {fitting}",
         )
     return count
 
 
-class MicrobatchSampler:
-    """Endless sequence of the microbatches of one rank, as lists of sample indices.
+@dataclass(frozen=True)
+class Division:
+    """How the samples of each step are divided over ranks and microbatches.
 
     Step t starts at position `first_sample + t * global_batch_size`. Its global batch is divided
-    into contiguous microbatches, and rank r computes the r-th group of `microbatches_per_rank` of
-    them. So the samples of a step and their order are the same at any world size.
+    into contiguous microbatches, and rank r computes the r-th group of `microbatches` of them. So
+    the samples of a step and their order are the same at any world size.
 
-    Args:
-        size: Number of samples in the data set.
-        seed: Seed of the order.
+    Attributes:
         first_sample: Number of samples consumed before, by all ranks together.
         global_batch_size: Samples of one step, over all ranks.
         microbatch_size: Samples of one forward and backward.
@@ -133,38 +143,67 @@ class MicrobatchSampler:
         ConfigError: If the global batch cannot be divided (see `microbatches_per_rank`).
     """
 
-    def __init__(
-        self,
-        *,
-        size: int,
-        seed: int,
-        first_sample: int,
-        global_batch_size: int,
-        microbatch_size: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
+    first_sample: int
+    global_batch_size: int
+    microbatch_size: int
+    rank: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        microbatches_per_rank(self.global_batch_size, self.microbatch_size, self.world_size)
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of each rank in a step."""
+        return self.global_batch_size // (self.microbatch_size * self.world_size)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the position of the first sample of each step, without end."""
+        return itertools.count(self.first_sample, self.global_batch_size)
+
+    def own(self, first: int) -> range:
+        """Return the positions of this rank in the step that starts at position `first`."""
+        share = self.global_batch_size // self.world_size
+        return range(first + self.rank * share, first + (self.rank + 1) * share)
+
+
+class MicrobatchSampler:
+    """Endless sequence of the microbatches of one rank, as lists of sample indices.
+
+    Args:
+        division: How samples are divided over steps, ranks and microbatches.
+        size: Number of samples in the data set.
+        seed: Seed of the order.
+        shuffle: False reads the samples in the order of their indices.
+    """
+
+    def __init__(self, division: Division, size: int, seed: int, *, shuffle: bool = True) -> None:
+        self.division = division
         self.size = size
         self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.microbatch_size = microbatch_size
-        count = microbatches_per_rank(global_batch_size, microbatch_size, world_size)
-        self.samples_per_rank = count * microbatch_size
-        self.first = first_sample + rank * self.samples_per_rank
+        self.shuffle = shuffle
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield an endless sequence of lists of `microbatch_size` indices."""
-        first = self.first
-        while True:
-            indices = sample_indices(self.seed, first, self.samples_per_rank, self.size).tolist()
-            for start in range(0, self.samples_per_rank, self.microbatch_size):
-                yield indices[start : start + self.microbatch_size]
-            first += self.global_batch_size
+        length = self.division.microbatch_size
+        for first in self.division.steps():
+            indices = self.indices(self.division.own(first))
+            for start in range(0, len(indices), length):
+                yield indices[start : start + length]
 
     def positions(self) -> Iterator[range]:
         """Yield the positions of each microbatch in the order of the data."""
-        first = self.first
-        while True:
-            for start in range(first, first + self.samples_per_rank, self.microbatch_size):
-                yield range(start, start + self.microbatch_size)
-            first += self.global_batch_size
+        length = self.division.microbatch_size
+        for first in self.division.steps():
+            own = self.division.own(first)
+            for start in range(0, len(own), length):
+                yield own[start : start + length]
+
+    def indices(self, positions: range) -> list[int]:
+        """Return the index of the sample at each position."""
+        if not self.shuffle:
+            return [position % self.size for position in positions]
+        indices: list[int] = sample_indices(
+            self.seed, positions.start, len(positions), self.size
+        ).tolist()
+        return indices

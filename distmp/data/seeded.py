@@ -7,40 +7,52 @@ interruption, with any number of workers and ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distmp.utils.generators import generators_kept, seed_generators
 
 
-class SeededSamples:
+class SeededMicrobatches:
     """A data set indexed by (position, index) that seeds the generators with the position.
 
     Args:
-        dataset: Map-style data set.
+        dataset: Map-style data set. An attribute `draws_nothing = True` disables the seeding for
+            each sample, which takes time.
         seed: Seed of the run.
+        collate: Combines samples into a microbatch; it may draw random numbers, too.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.collate = collate
+        self._draws = not getattr(dataset, "draws_nothing", False)
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
-        """Return the samples of a microbatch; torch's data loader calls this method.
+        """Return a collated microbatch; torch's data loader calls this method.
 
         Args:
             places: (position, index) of each sample.
         """
-        get_items = getattr(self.dataset, "__getitems__", None)
         with generators_kept():
-            if get_items is not None:
-                self._seed_generators(places[0][0])
-                return get_items([index for _, index in places])
-            return [self._sample(position, index) for position, index in places]
+            samples = self._samples(places)
+            seed_generators(f"microbatch {self.seed} {places[0][0]}")
+            return self.collate(samples)
 
-    def _sample(self, position: int, index: int) -> Any:
+    def _samples(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        get_items = getattr(self.dataset, "__getitems__", None)
+        if get_items is not None:
+            self._seed_generators(places[0][0])
+            samples: list[Any] = get_items([index for _, index in places])
+            return samples
+        return [self.sample(position, index) for position, index in places]
+
+    def sample(self, position: int, index: int) -> Any:
+        """Return one sample; changes the state of the generators."""
         self._seed_generators(position)
         return self.dataset[index]
 
     def _seed_generators(self, position: int) -> None:
-        seed_generators(f"sample {self.seed} {position}")
+        if self._draws:
+            seed_generators(f"sample {self.seed} {position}")

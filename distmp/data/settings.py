@@ -31,7 +31,7 @@ class DataConfig:
     source: str = "text"
     """'text' (files below a folder, as bytes), 'tokens' (a file of token ids, or a folder that
     `distmp data tokenize` wrote) or the import path 'module:callable' of a function that returns a
-    map-style dataset."""
+    map-style or iterable dataset."""
 
     path: str | None = field(default=None, metadata=HARMLESS)
     """Folder of a text source (default: the standard library of the running Python), or the file
@@ -79,7 +79,7 @@ class DataConfig:
 
     workers: int = field(default=0, metadata=HARMLESS)
     """Number of processes per rank that prepare microbatches. 0 prepares them in the training
-    process, which is enough for text and token files."""
+    process, which is enough for text and token files. An iterable dataset takes at most 1."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path."""

@@ -16,6 +16,14 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def device_of_host_values(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device from which ranks exchange values of the host: the CPU if the group can."""
+    backends = str(dist.get_backend_config(group))
+    if "nccl" in backends and "cpu:" not in backends:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to gather the shards of all ranks, in rank order, into `gathered`."""
     current_phase.collective = "all_gather"

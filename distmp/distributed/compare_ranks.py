@@ -60,7 +60,10 @@ def describe_param_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def check_same(
-    group: dist.ProcessGroup | None, device: torch.device, described: Mapping[str, str]
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    described: Mapping[str, str],
+    advice: str = ADVICE,
 ) -> None:
     """Compare a description between ranks, in one collective if it is the same.
 
@@ -70,6 +73,7 @@ def check_same(
         group: The ranks; None for a single process.
         device: The device that this rank communicates from.
         described: Values as text by name, the most important first.
+        advice: What to do about a difference, the end of the message.
 
     Raises:
         ConfigError: On every rank, with the first entry that differs and its values by rank.
@@ -81,15 +85,18 @@ def check_same(
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     largest, negated_smallest = extremes.tolist()
     if largest != -negated_smallest:
-        raise_difference(group, described)
+        raise_difference(group, described, advice)
 
 
-def raise_difference(group: dist.ProcessGroup | None, described: Mapping[str, str]) -> None:
+def raise_difference(
+    group: dist.ProcessGroup | None, described: Mapping[str, str], advice: str = ADVICE
+) -> None:
     """Raise an error that names what differs between ranks; every rank has to call it.
 
     Args:
         group: The ranks; None for a single process.
         described: Values as text by name, the most important first.
+        advice: What to do about a difference, the end of the message.
 
     Raises:
         ConfigError: On every rank, with the first entry that differs and its values by rank.
@@ -102,7 +109,7 @@ def raise_difference(group: dist.ProcessGroup | None, described: Mapping[str, st
     for name in dict.fromkeys(name for one in by_rank for name in one):
         values = [one.get(name, "nothing") for one in by_rank]
         if len(set(values)) > 1:
-            raise ConfigError(name, _Unquoted(_join_by_rank(values)), ADVICE)
+            raise ConfigError(name, _Unquoted(_join_by_rank(values)), advice)
     raise TrainingError(
         "ranks have called the engine differently; make the same calls in the same order on "
         "every rank"

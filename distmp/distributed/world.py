@@ -18,6 +18,7 @@ from distmp.distributed.launcher_variables import adopt_ranks
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, SetupError
+from distmp.utils.generators import check_seed, seed_all
 
 T = TypeVar("T")
 
@@ -112,6 +113,64 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """The arguments of the first call of `init`."""
+
+    device: str | None
+    seed: int | None
+
+
+_choice: _Choice | None = None
+
+
+def init(device: torch.device | str | None = None, seed: int | None = None) -> World:
+    """Set up this process for training; return its rank, the number of ranks and its device.
+
+    Under torchrun, or another launcher that sets its variables, the default process group is
+    initialized if it does not exist. Otherwise the process trains alone. `Engine` and `DataLoader`
+    do the same by themselves, and use the device of this call. A further call returns the same
+    world, and does not seed again.
+
+    Args:
+        device: The device of this rank; None uses the GPU of its local rank if there is one.
+        seed: Seeds torch, numpy and Python's `random`, with the same value on every rank, so that
+            all ranks build the same model. None leaves the generators unchanged.
+
+    Raises:
+        ConfigError: If the device or the seed is invalid or another one than in the first call, or
+            if a launcher has started several processes that this one cannot join.
+        SetupError: If the other ranks did not connect.
+
+    Example:
+        >>> import distmp
+        >>> world = distmp.init(device="cpu", seed=0)
+        >>> world.rank, world.world_size, str(world.device)
+        (0, 1, 'cpu')
+    """
+    global _choice
+    asked = _Choice(None if device is None else str(usable_device(device)), seed)
+    if _choice is not None:
+        _check_repeated(_choice, asked)
+        return world_of_process()
+    if seed is not None:
+        check_seed(seed)
+    world = world_of_process(device)
+    _choice = asked
+    if seed is not None:
+        seed_all(seed)
+    return world
+
+
+def _check_repeated(first: _Choice, asked: _Choice) -> None:
+    for name in ("device", "seed"):
+        before, now = getattr(first, name), getattr(asked, name)
+        if now is not None and now != before:
+            raise ConfigError(
+                name, now, f"the first call of distmp.init had {name} = {before!r}; call it once"
+            )
+
+
 def world_of_process(device: torch.device | str | None = None) -> World:
     """Return the world of this process; initialize the default process group if necessary.
 
@@ -119,14 +178,16 @@ def world_of_process(device: torch.device | str | None = None) -> World:
     default process group does not exist, it is initialized, and destroyed when the process ends.
 
     Args:
-        device: The device that this rank computes on; None uses the GPU of its local rank if there
-            is one.
+        device: The device that this rank computes on; None uses that of `init`, or else the GPU of
+            its local rank if there is one.
 
     Raises:
         ConfigError: If a launcher has started several processes that this one cannot join.
         AttemptError: If some of the ranks did not start.
         SetupError: If the other ranks did not connect.
     """
+    if device is None and _choice is not None:
+        device = _choice.device
     adopt_ranks()
     if dist.is_available() and dist.is_initialized():
         _check_group()
@@ -228,6 +289,8 @@ def _do_nothing(_: object) -> None:
 
 
 def leave() -> None:
-    """Destroy the default process group, if there is one."""
+    """Destroy the default process group, if there is one, and forget the arguments of `init`."""
+    global _choice
+    _choice = None
     if dist.is_initialized():
         dist.destroy_process_group()

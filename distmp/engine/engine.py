@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -32,26 +32,27 @@ from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_ph
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
-from distmp.engine.microbatches import MicrobatchStats, moved
+from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step_checks import (
+    IS_EMPTY,
     FirstStepChecks,
     check_evaluated,
     check_gradients_enabled,
     check_loss,
     check_loss_function,
     check_metric,
-    check_microbatches,
     check_not_inference,
     check_outcome,
     check_stop,
+    count_microbatches,
     explain_backward_errors,
     explain_batch_errors,
 )
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, rank_names, ranks_by_value
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import METRIC_UPDATES
 from distmp.optim.state import check_state, prepare_for_device_skip
@@ -306,12 +307,17 @@ class Engine:
 
     # The step
 
-    def step(self, microbatches: Sequence[Any], *, stop: bool = False) -> StepOutcome:
+    def step(
+        self, microbatches: Iterable[Any], *, count: int | None = None, stop: bool = False
+    ) -> StepOutcome:
         """Train on the microbatches of this rank; every rank has to call it.
 
         Args:
             microbatches: Batches (tensors, or nested containers of tensors) for `loss`; at least
-                one, and with a sharded strategy the same number on every rank.
+                one, and with a sharded strategy the same number on every rank. A list, or an
+                iterable that gives these microbatches and then ends. Without `attribution`, the
+                engine holds one microbatch of an iterable at a time.
+            count: Number of microbatches; needed for an iterable without a length.
             stop: Whether this rank requests to stop; the outcome reports it on every rank.
 
         Returns:
@@ -319,38 +325,39 @@ class Engine:
             they are usually available.
 
         Raises:
-            ConfigError: If `microbatches` is not a list of batches, or the loss function does not
-                return a loss sum and a weight.
+            ConfigError: If `microbatches` are not batches or not as many as announced, or the loss
+                function does not return a loss sum and a weight.
             LostPeerError: If another rank has ended.
         """
         with self._calls.call("step", waits=False):
             check_gradients_enabled()
-            check_microbatches(microbatches)
+            number = count_microbatches(microbatches, count)
             check_stop(stop)
             check_max_norm(self.max_norm)
             if self.config.reproducible:
-                check_power_of_two(len(microbatches))
+                check_power_of_two(number)
             self._check_unchanged()
+            source = MicrobatchSource(microbatches, number, keep=self.config.attribution)
+            if not (source.is_sequence or source.advance()):
+                raise ConfigError("microbatches", [], IS_EMPTY)
             if self._first_step_checks is not None:
-                outcome = self._check_and_take_first_step(
-                    self._first_step_checks, microbatches, stop
-                )
+                outcome = self._check_and_take_first_step(self._first_step_checks, source, stop)
                 self._first_step_checks = None
             else:
-                outcome = self._take_step(microbatches, stop)
+                outcome = self._take_step(source, stop)
         self._check_previous_step(outcome)
         return outcome
 
-    def _take_step(self, microbatches: Sequence[Any], stop: bool) -> StepOutcome:
+    def _take_step(self, source: MicrobatchSource, stop: bool) -> StepOutcome:
         self._calls.counts["engine.step"] += 1
         current_phase.enter("beginning of the step")
         rate = self._learning_rates.set(self._counts[0], self._max_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
-        stats = self._accumulate(microbatches, scale)
+        stats = self._accumulate(source, scale)
         current_phase.enter(DECISION)
         self.clock.end()
-        total, differ = self._sum_over_ranks(stats, stop=stop)
+        total, differ = self._sum_over_ranks(stats, source, stop=stop)
         self.clock.begin()
         decision = decide_step(total, scale, self.nominal_weight or 1.0, self.max_norm)
         spike_check = self.divergence.check(decision)
@@ -365,39 +372,65 @@ class Engine:
         self.divergence.remember(decision)
         exhausted = exhausted & decision.overflow
         outcome = self._outcome(decision, spike_check, differ, rate, scale, exhausted)
+        outcome.microbatch_problem = source.problem
         if self.config.attribution:
-            inputs = StepInputs(tuple(microbatches), stats.generators, stats.losses, stats.weights)
+            inputs = StepInputs(tuple(source.kept), stats.generators, stats.losses, stats.weights)
             self._recent.append((outcome, inputs))
         return outcome
 
-    def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> MicrobatchStats:
+    def _accumulate(self, source: MicrobatchSource, scale: Tensor) -> MicrobatchStats:
         """Run forward and backward of the microbatches, and reduce the gradients."""
         strategy = self._strategy
-        strategy.compare_microbatches(len(microbatches))
+        strategy.compare_microbatches(source.count)
         strategy.begin_step()
         stats = MicrobatchStats.empty()
+        drawn = iter(source)
         seed = int(torch.randint(2**62, ())) if self.config.reproducible else None
         # Once per step: setting and restoring the switches takes as long as 20 small kernels.
         with product_switches(self.policy):
-            for index, batch in enumerate(microbatches):
-                strategy.begin_microbatch(last=index == len(microbatches) - 1)
+            for index in range(source.count):
+                if not (source.is_sequence or self._has_next(source)):
+                    break
+                strategy.begin_microbatch(last=index == source.count - 1)
                 if seed is not None:
-                    torch.manual_seed(seed + self.world.rank * len(microbatches) + index)
+                    torch.manual_seed(seed + self.world.rank * source.count + index)
                 if self.config.attribution:
                     stats.generators.append(generator_states(self.device))
                 current_phase.enter("forward of microbatch", index + 1)
-                loss, weight = self._forward(batch)
+                loss, weight = self._forward(next(drawn))
                 if index == 0:
-                    factor = self._backward_factor(scale, weight, len(microbatches))
+                    factor = self._backward_factor(scale, weight, source.count)
                 current_phase.enter("backward of microbatch", index + 1)
                 self._backward(loss, factor)
                 # Copied: torch's mse_loss keeps the memory of all terms of its sum alive.
                 stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
+        source.end()
+        if source.problem is not None and self.world.world_size == 1:
+            raise source.error()
         current_phase.enter("reduction of the gradients")
         strategy.finish_gradients()
         if not self._has_gradients:
             self._check_gradients(stats)
         return stats
+
+    def _has_next(self, source: MicrobatchSource) -> bool:
+        """Return whether an iterable has another microbatch.
+
+        A rank whose iterable ends early joins the reductions of the others, and the step is
+        skipped.
+
+        Raises:
+            ConfigError: If all ranks have ended here.
+            TrainingError: If the ranks have to run the same number, and some have ended here.
+        """
+        has_next = source.advance()
+        self._strategy.compare_next(has_next)
+        if not has_next:
+            if self.strategy in SHARDED_STRATEGIES or self.config.reproducible:
+                raise source.error()
+            self._strategy.begin_microbatch(last=True)
+            self._strategy.end_microbatch()
+        return has_next
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = moved(batch, self.device)
@@ -433,7 +466,9 @@ class Engine:
         total = weight.item()
         return _round_up_to_power_of_two(total) if 0 < total < math.inf else None
 
-    def _sum_over_ranks(self, stats: MicrobatchStats, *, stop: bool) -> tuple[Tensor, Tensor]:
+    def _sum_over_ranks(
+        self, stats: MicrobatchStats, source: MicrobatchSource, *, stop: bool
+    ) -> tuple[Tensor, Tensor]:
         """Sum the statistics of the step over ranks, in one all-reduce.
 
         Returns:
@@ -442,6 +477,8 @@ class Engine:
         """
         size = self.world.world_size
         settings = self._settings_of_step() if size > 1 else ()
+        if source.problem is not None:
+            settings = (self.world.rank, source.problem)  # unlike on any other rank
         fingerprint = Fingerprint.of(settings, size)
         dropped = sum(stats.dropped) if stats.dropped else 0.0
         if self.config.reproducible:
@@ -575,17 +612,17 @@ class Engine:
             )
 
     def _check_and_take_first_step(
-        self, checks: FirstStepChecks, microbatches: Sequence[Any], stop: bool
+        self, checks: FirstStepChecks, source: MicrobatchSource, stop: bool
     ) -> StepOutcome:
         """Take a step, and check its arguments for likely mistakes."""
         with checks.check_ids():
             mistakes = checks.warnings(
-                microbatches[0],
+                source.next,
                 self._try_forward,
                 # With shards a forward is a collective, and synthetic data may take another path.
                 probe=self.strategy not in SHARDED_STRATEGIES,
             )
-            outcome = self._take_step(microbatches, stop)
+            outcome = self._take_step(source, stop)
         for warning in (*mistakes, *checks.dtype_warnings()):
             self._warn(warning, stacklevel=4)
         return outcome
@@ -610,9 +647,7 @@ class Engine:
         completed, self._previous = (outcome if self.host_waits else self._previous), outcome
         if completed is None:
             return
-        if completed.ranks_differ:
-            with explain_lost_peers(self.world.group):
-                raise_difference(self.world.group, self._described_settings_of_step())
+        self._check_ranks_agree(completed)
         if self._learning_rates.lacks_metric(self._max_applied):
             self._warn(
                 f"the schedule follows a metric and has had none in {METRIC_UPDATES} updates, so "
@@ -622,6 +657,24 @@ class Engine:
             )
         if not self._is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
             self._warn_about_skips(completed)
+
+    def _check_ranks_agree(self, outcome: StepOutcome) -> None:
+        """Raise if ranks took a step with different settings, or an iterable broke its promise."""
+        if outcome.ranks_differ:
+            self._previous = None  # reported
+            with explain_lost_peers(self.world.group):
+                self._check_sources(outcome)
+                raise_difference(self.world.group, self._described_settings_of_step())
+
+    def _check_sources(self, outcome: StepOutcome) -> None:
+        """Raise if an iterable did not give the announced number of microbatches on any rank."""
+        problems = dict(enumerate(self.world.ranks.gather(outcome.microbatch_problem)))
+        if any(problems.values()):
+            by_rank = "; ".join(
+                f"{problem or 'is complete'} on {rank_names(ranks)}"
+                for problem, ranks in ranks_by_value(problems).items()
+            )
+            raise ConfigError("microbatches", by_rank, WRONG_COUNT)
 
     def _warn_about_skips(self, outcome: StepOutcome) -> None:
         """Warn about many skipped steps in a row, for loops that never call `check`."""
@@ -683,11 +736,13 @@ class Engine:
         """Raise if training cannot continue after this step; every rank has to call it.
 
         Raises:
+            ConfigError: On all ranks, if they took the step with different settings.
             TrainingError: On all ranks, with the result of `explain`, if the loss scale cannot be
                 lowered further, or after `max_consecutive_skips` skipped steps in a row.
         """
         check_outcome(outcome)
         self._is_checked = True
+        self._check_ranks_agree(outcome)
         numbers = outcome.numbers
         limit = self.config.max_consecutive_skips
         if not (numbers.skipped_in_a_row >= limit or numbers.scale_exhausted):

@@ -84,6 +84,8 @@ class StepOutcome:
 
     Attributes:
         overflow_report: Why the step overflowed; None until `Engine.explain` has replayed the step.
+        microbatch_problem: How the iterable of microbatches of this rank differed from the
+            announced number; None if it did not.
 
     Example:
         >>> outcome = StepOutcome({name: torch.tensor(1.0) for name in StepNumbers._fields})
@@ -92,6 +94,7 @@ class StepOutcome:
     """
 
     overflow_report: OverflowReport | None = None
+    microbatch_problem: str | None = None
 
     def __init__(self, numbers: Mapping[str, Tensor], ranks_differ: Tensor | None = None) -> None:
         values = [numbers[name] for name in StepNumbers._fields]

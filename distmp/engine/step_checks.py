@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,15 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from distmp.data.dataloader import DataLoader
 from distmp.distributed.world import World
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, listed
 from distmp.precision.policy import dtype_word
+from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
 
-# Number of elements of each tensor of a batch that are compared between ranks.
-COMPARED_ELEMENTS = 2**16
 # A loss sum over twice as many equal samples doubles; a mean does not change.
 MIN_SUM_GROWTH = 1.2
 
@@ -34,28 +36,65 @@ LIST_ADVICE = "pass a list of microbatches: engine.step([batch]) or engine.step(
 LOSS_CONTRACT = (
     "return (loss_sum, weight): the loss summed over samples or tokens, and their number"
 )
+LOADER_ADVICE = (
+    "iterate over a distmp.DataLoader, which yields lists of microbatches, or pass n batches of "
+    "one iterator: engine.step(itertools.islice(iterator, n), count=n)"
+)
+IS_EMPTY = "is empty; a step needs at least one microbatch on every rank"
 ITERABLE_ADVICE = "pass an iterable of microbatches: engine.evaluate([batch, batch])"
 LOSS_ADVICE = (
     "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
 )
 
 
-def check_microbatches(microbatches: Any) -> None:
-    """Refuse a single batch, or a value without a length, in place of a list of microbatches.
+def count_microbatches(microbatches: Any, count: object) -> int:
+    """Return the number of microbatches of a step; refuse what they cannot be drawn from.
+
+    Args:
+        microbatches: A list of microbatches, or an iterable of them.
+        count: Number of microbatches; None takes `len(microbatches)`.
 
     Raises:
         ConfigError: With the value received.
     """
     _refuse_one_batch(microbatches, LIST_ADVICE)
-    if not isinstance(microbatches, Sequence) or isinstance(microbatches, str | bytes):
+    _refuse_loader(microbatches)
+    is_sequence = isinstance(microbatches, Sequence) and not isinstance(microbatches, str | bytes)
+    if not is_sequence and (
+        not isinstance(microbatches, Iterable)
+        or isinstance(microbatches, str | bytes | Set)
+        or hasattr(microbatches, "__getitem__")
+    ):
         raise ConfigError(
             "microbatches",
             _describe(microbatches),
             "has no length and no order; pass the microbatches of one step as a list",
         )
-    if not microbatches:
+    length = len(microbatches) if isinstance(microbatches, Sized) else None
+    if count is None and length is None:
         raise ConfigError(
-            "microbatches", [], "is empty; a step needs at least one microbatch on every rank"
+            "microbatches",
+            _describe(microbatches),
+            "has no length; pass a list, or the number of microbatches: "
+            "engine.step(itertools.islice(iterator, n), count=n)",
+        )
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ConfigError("count", count, "use the number of microbatches, 1 or more, or None")
+    if count is not None and length not in (None, count):
+        raise ConfigError("count", count, f"there are {length} microbatches; leave count out")
+    total = count or length
+    if not total:
+        raise ConfigError("microbatches", [], IS_EMPTY)
+    return total
+
+
+def _refuse_loader(microbatches: Any) -> None:
+    # The iterator of torch's loader has a length, too: that of the loader.
+    if isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader):
+        raise ConfigError(
+            "microbatches",
+            _describe(microbatches),
+            f"gives all batches of an epoch, not the microbatches of one step; {LOADER_ADVICE}",
         )
 
 
@@ -66,6 +105,13 @@ def check_evaluated(microbatches: Any) -> None:
         ConfigError: With the value received.
     """
     _refuse_one_batch(microbatches, ITERABLE_ADVICE)
+    if isinstance(microbatches, DataLoader):
+        raise ConfigError(
+            "microbatches",
+            _describe(microbatches),
+            "gives lists of microbatches, and repeats samples at the end of an epoch; pass "
+            "loader.once()",
+        )
     if not isinstance(microbatches, Iterable) or isinstance(microbatches, str | bytes):
         raise ConfigError(
             "microbatches", _describe(microbatches), f"is not an iterable; {ITERABLE_ADVICE}"
@@ -337,7 +383,7 @@ class FirstStepChecks:
             probe: Whether the loss may be run on synthetic batches; the same on every rank.
         """
         size = _samples(batch) if probe else 0
-        digest = float(_digest(batch))
+        digest = float(checksum(batch))
         # Reduced to the largest and smallest digest, and the smallest number of samples.
         numbers = torch.tensor([digest, -digest, -float(size)], dtype=torch.float64)
         if self._world.group is not None:
@@ -406,19 +452,6 @@ def _samples(batch: Any) -> int:
         return 0
     sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _digest(batch: Any) -> int:
-    """Return a checksum of the shape and the first elements of each tensor of a batch."""
-    value = 0
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            start = leaf.detach().flatten()[:COMPARED_ELEMENTS].cpu().contiguous()
-            value = zlib.crc32(str(tuple(leaf.shape)).encode(), value)
-            value = zlib.crc32(start.view(torch.uint8).numpy().tobytes(), value)
-        else:
-            value = zlib.crc32(repr(leaf).encode(), value)
-    return value
 
 
 def _id_hook(name: str, rows: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:

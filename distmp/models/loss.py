@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from distmp.data import IGNORED
 from distmp.errors import ConfigError
+from distmp.models.hugging_face_batch import is_hugging_face, model_inputs
 from distmp.models.linear_cross_entropy import check_targets
 
 # Largest number of wrappers of a model: DDP, a compiled module, FSDP1.
@@ -34,7 +37,8 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             attribute `logits`, as models of Hugging Face do. If it takes targets, it returns the
             loss sum in place of logits.
         batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time]. "positions" int64
-            [batch, time], if any, go to the model; see `Transformer.forward`.
+            [batch, time], if any, go to the model; see `Transformer.forward`. Or the keys of
+            Hugging Face, see `distmp.models.hugging_face_batch`.
 
     Returns:
         Loss sum in nats and number of targets, both FP32, 0-dim, on the device of the logits. The
@@ -44,14 +48,17 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         ConfigError: If there are positions, and the model has no attribute `takes_positions`, and
             for targets outside of the vocabulary, see `check_targets`.
     """
-    targets = batch["targets"]
-    options = {"positions": batch["positions"]} if "positions" in batch else {}
-    if options and not takes_positions(model):
+    if is_hugging_face(batch):
+        inputs, targets, options = model_inputs(batch, arguments_of(model))
+    else:
+        inputs, targets = batch["inputs"], batch["targets"]
+        options = {"positions": batch["positions"]} if "positions" in batch else {}
+    if "positions" in options and not takes_positions(model):
         raise ConfigError("batch", [*batch], NO_POSITIONS.format(type(model).__name__))
     if takes_targets(model):
-        loss_sum = logits_of(model(batch["inputs"], targets=targets, **options))
+        loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:
-        logits = logits_of(model(batch["inputs"], **options))
+        logits = logits_of(model(inputs, **options))
         check_targets(targets, logits.shape[-1])
         loss_sum = F.cross_entropy(
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -69,14 +76,42 @@ def takes_positions(model: nn.Module) -> bool:
     return _has(model, "takes_positions")
 
 
+def arguments_of(model: nn.Module) -> frozenset[str]:
+    """Return the names of the arguments that the forward of a model takes, perhaps wrapped."""
+    names: frozenset[str] = frozenset()
+    for module in _in_wrappers(model):
+        own, passes_more = _arguments(type(module).forward)
+        names |= own
+        if not passes_more:
+            break
+    return names
+
+
 def _has(model: nn.Module, attribute: str) -> bool:
-    """Return the attribute of a model, or of the model in its wrappers, whose only child it is."""
+    """Return the attribute of a model, or of the model in its wrappers."""
+    found = (
+        getattr(module, attribute) for module in _in_wrappers(model) if hasattr(module, attribute)
+    )
+    return bool(next(found, False))
+
+
+def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model, and the models in its wrappers, of which each has one child."""
+    yield model
     for _ in range(_WRAPPERS):
         children = [*model.children()]
-        if hasattr(model, attribute) or len(children) != 1:
-            break
+        if len(children) != 1:
+            return
         model = children[0]
-    return bool(getattr(model, attribute, False))
+        yield model
+
+
+@functools.cache
+def _arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Return the names of the arguments of a function, and whether it takes any others."""
+    parameters = inspect.signature(forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return frozenset(parameters), inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def logits_of(output: Any) -> Tensor:

@@ -28,7 +28,7 @@ from distmp.distributed.rank_monitor import RankMonitor, RankStatus, describe_ra
 from distmp.distributed.world import World
 from distmp.errors import TrainingError, rank_names, ranks_by_value
 
-Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches"]
+Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches", "next"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # How long a rank in a comparison waits for ranks that make no progress, see `AwaitedRanks`.
@@ -106,6 +106,14 @@ class CollectiveOrder:
         if microbatches != self._microbatches:
             self._compare(Collective("microbatches", -1, microbatches))
             self._microbatches = microbatches
+
+    def compare_next(self, has_next: bool) -> None:
+        """Compare between ranks whether their iterables have another microbatch.
+
+        Raises:
+            TrainingError: If only some ranks have one.
+        """
+        self._compare(Collective("next", -1, int(has_next)))
 
     def begin(self, kind_of_pass: Hashable) -> None:
         """Begin a forward, with or without a backward.
@@ -279,6 +287,8 @@ class CollectiveOrder:
             return "end forward"
         if collective.kind == "microbatches":
             return f"run a step of {collective.elements} microbatches"
+        if collective.kind == "next":
+            return "run another microbatch" if collective.elements else "end the microbatches"
         name = self._units[collective.unit] or "the model's own parameters"
         what = f"gather {name}" if collective.kind == "gather" else f"reduce gradients of {name}"
         return f"{what} ({collective.elements} elements)"

@@ -230,6 +230,10 @@ class FullySharded(ShardedStrategy):
         if self._order is not None:
             self._order.compare_microbatches(microbatches)
 
+    def compare_next(self, has_next: bool) -> None:
+        if self._order is not None:
+            self._order.compare_next(has_next)
+
     def begin_step(self) -> None:
         if self._unfinished:
             self._discard()

@@ -114,6 +114,9 @@ class FullySharded1(ShardedStrategy):
     def compare_microbatches(self, microbatches: int) -> None:
         self._order.compare_microbatches(microbatches)
 
+    def compare_next(self, has_next: bool) -> None:
+        self._order.compare_next(has_next)
+
     def begin_step(self) -> None:
         if self._open:
             raise TrainingError(

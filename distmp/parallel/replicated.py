@@ -167,6 +167,10 @@ class Replicated(Strategy):
         if self._order is not None:
             self._order.compare_microbatches(microbatches)
 
+    def compare_next(self, has_next: bool) -> None:
+        if self._order is not None:
+            self._order.compare_next(has_next)
+
     def begin_step(self) -> None:
         for part in self._parts:
             part.buckets.discard()  # a step may have been interrupted at any point

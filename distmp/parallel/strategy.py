@@ -31,9 +31,9 @@ class Strategy(ABC):
     """Prepares a module for distributed training and processes its gradients in each step.
 
     A step calls, in this order: `compare_microbatches`; `begin_step`; for every microbatch
-    `begin_microbatch`, forward, backward in `backward_context`, and `end_microbatch`;
-    `finish_gradients`; `prepare_optimizer_grads`; the optimizer; `copy_master_to_model`;
-    `end_step`.
+    `compare_next` (if it is drawn from an iterable), `begin_microbatch`, forward, backward in
+    `backward_context`, and `end_microbatch`; `finish_gradients`; `prepare_optimizer_grads`; the
+    optimizer; `copy_master_to_model`; `end_step`.
 
     Attributes:
         module: The prepared module; call it for forward.
@@ -80,6 +80,13 @@ class Strategy(ABC):
 
     def compare_microbatches(self, microbatches: int) -> None:  # noqa: B027 - optional
         """Compare the number of microbatches of the next step between ranks, if it has changed.
+
+        Raises:
+            TrainingError: If the strategy needs the same number on every rank, and ranks differ.
+        """
+
+    def compare_next(self, has_next: bool) -> None:  # noqa: B027 - optional
+        """Compare before each microbatch of an iterable whether ranks have one.
 
         Raises:
             TrainingError: If the strategy needs the same number on every rank, and ranks differ.

@@ -229,6 +229,7 @@ def training_batches(
         world_size=world.world_size,
         workers=config.data.workers,
         pin_memory=world.device.type == "cuda",
+        group=world.group,
     )
 
 

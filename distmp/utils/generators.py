@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from distmp.errors import ConfigError
+
 
 @contextmanager
 def generators_kept(device: torch.device | None = None) -> Iterator[None]:
@@ -43,3 +45,20 @@ def seed_generators(key: str) -> None:
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
     np.random.seed(int.from_bytes(digest[8:12], "big"))
     random.seed(digest[12:])
+
+
+def check_seed(seed: object) -> None:
+    """Refuse a seed that the generators of torch, numpy and Python do not all take.
+
+    Raises:
+        ConfigError: With the value received.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigError("seed", seed, "must be an integer from 0 to 2**32 - 1")
+
+
+def seed_all(seed: int) -> None:
+    """Seed the default generators of torch on all devices, numpy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)

@@ -301,9 +301,13 @@ def test_callable_gets_split_length_and_options() -> None:
     ("source", "options", "message"),
     [
         ("HERE", {}, "is not callable"),
-        ("iterator", {}, "returned a list_iterator for split='train'; return a map-style"),
+        (
+            "iterator",
+            {},
+            "for split='train' it returned a list_iterator, which can be read only once",
+        ),
         ("squares", {"nothing": True}, "returned None for split='train'"),
-        ("squares", {"count": -256}, "returned no sample for split='train'"),
+        ("squares", {"count": -256}, "it returned a Squares, which has no sample"),
     ],
 )
 def test_callable_of_the_wrong_kind_is_refused(

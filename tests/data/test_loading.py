@@ -15,7 +15,8 @@ from torch import Tensor
 
 from distmp.data import IGNORED
 from distmp.data.errors import DataError
-from distmp.data.loading import evaluation_batches, step_batches
+from distmp.data.evaluation import evaluation_batches
+from distmp.data.loading import step_batches
 from distmp.data.order import sample_indices
 from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.data.order import MicrobatchSampler, microbatches_per_rank, sample_indices
+from distmp.data.order import Division, MicrobatchSampler, microbatches_per_rank, sample_indices
 from distmp.errors import ConfigError
 
 M = 2**64
@@ -112,15 +112,8 @@ def test_ranks_together_read_the_global_batch_in_order(
     batch = microbatch * world_size * count
     read: list[int] = []
     for rank in range(world_size):
-        sampler = MicrobatchSampler(
-            size=size,
-            seed=seed,
-            first_sample=first,
-            global_batch_size=batch,
-            microbatch_size=microbatch,
-            rank=rank,
-            world_size=world_size,
-        )
+        division = Division(first, batch, microbatch, rank, world_size)
+        sampler = MicrobatchSampler(division, size, seed)
         microbatches = list(islice(sampler, step * count, (step + 1) * count))
         assert [len(m) for m in microbatches] == [microbatch] * count
         read += [index for m in microbatches for index in m]

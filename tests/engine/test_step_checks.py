@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader as TorchDataLoader
 
+from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from tests.ranks import ranks
@@ -49,8 +51,11 @@ def make(
         (pair(), r"'\(Tensor of shape \(4, 3\).*looks like one batch, such as \(inputs, targets\)"),
         ([*pair()], r"looks like one batch, such as \(inputs, targets\); pass a list"),
         ((torch.zeros(4), torch.zeros(4)), "looks like one batch"),
-        ((p for p in [pair()]), r"'generator': has no length and no order"),
-        (iter([pair()]), "'list_iterator': has no length"),
+        ((p for p in [pair()]), r"'generator': has no length; pass a list, or the number"),
+        ({1, 2}, "'set': has no length and no order"),
+        (TorchDataLoader([pair()]), "'DataLoader': gives all batches of an epoch, not the microb"),
+        (iter(TorchDataLoader([pair()])), "gives all batches of an epoch"),
+        (DataLoader([pair()] * 2, 2, 1), "gives all batches of an epoch"),
         ([], "is empty; a step needs at least one microbatch"),
         ([torch.zeros(4, 3)], r"is one microbatch, and the loss function unpacks it"),
     ],

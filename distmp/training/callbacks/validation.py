@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distmp.data.loading import evaluation_batches
+from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
 from distmp.training.callbacks.callback import Callback, PendingStep
 

@@ -1,0 +1,249 @@
+"""Microbatches for a training loop that calls `Engine.step` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+from distmp.data.checks import check_dataset
+from distmp.data.evaluation import evaluation_batches
+from distmp.data.loading import Collate, is_stream, steps
+from distmp.data.order import Division, microbatches_per_rank
+from distmp.data.streams import Step, length_of
+from distmp.distributed.world import world_of_process
+from distmp.errors import ConfigError
+
+
+class DataLoader:
+    """Yields the microbatches of this rank, one list per step.
+
+    `batch_size` samples form a step, over all ranks. Which samples these are depends on the seed
+    and the number of samples consumed, and not on the number of ranks. So a loop can continue at
+    any number of ranks without losing or repeating a sample.
+
+    Iterating runs to the end of the current epoch. All steps have `batch_size` samples: the step
+    that crosses the end of an epoch is the last of that epoch and begins with the samples that are
+    left, and the next epoch continues after it. Every rank has to iterate.
+
+    Args:
+        dataset: A map-style data set (`__len__` and `__getitem__`), such as those of torch and
+            Hugging Face, or an iterable one. Every rank passes the same data set; of an iterable
+            one, every rank reads all samples and keeps its own.
+        batch_size: Samples of one step, over all ranks.
+        microbatch_size: Samples of one forward and backward on one rank.
+        collate_fn: Combines a list of samples into a microbatch; None stacks tensors, numbers and
+            lists of numbers like torch's `default_collate`.
+        workers: Processes of this rank that prepare microbatches; 0 prepares them in this process.
+            An iterable data set takes at most 1.
+        seed: Seed of the order, and of the random numbers that the data set or `collate_fn` draws
+            from the generators of torch, numpy and Python.
+        shuffle: None shuffles a map-style data set, in another order in each epoch. An iterable one
+            keeps its own order.
+        first_sample: Number of samples consumed before, by all ranks together.
+
+    If torchrun has started several processes and the default process group does not exist, it is
+    initialized, see `init`.
+
+    Attributes:
+        samples: Number of samples that were handed out, by all ranks together.
+
+    Raises:
+        ConfigError: If the batch cannot be divided, or `dataset` is not a data set.
+
+    Example:
+        >>> loader = DataLoader(list(range(10)), batch_size=4, microbatch_size=2, shuffle=False)
+        >>> [[microbatch.tolist() for microbatch in microbatches] for microbatches in loader]
+        [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [0, 1]]]
+        >>> loader.state_dict()["samples"], len(loader)
+        (12, 2)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        microbatch_size: int,
+        *,
+        collate_fn: Collate | None = None,
+        workers: int = 0,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        first_sample: int = 0,
+    ) -> None:
+        _check_numbers(batch_size, microbatch_size, workers, seed, first_sample)
+        check_dataset("dataset", dataset, workers)
+        self._world = world_of_process()
+        names = ("batch_size", "microbatch_size")
+        microbatches_per_rank(batch_size, microbatch_size, self._world.world_size, names)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.microbatch_size = microbatch_size
+        self.collate_fn = collate_fn
+        self.workers = workers
+        self.seed = seed
+        self.shuffle = not is_stream(dataset) if shuffle is None else shuffle
+        self.samples = first_sample
+        self._size = length_of(dataset)
+        self._epoch = 0  # of a data set without a length
+        self._begun_at: int | None = None
+        self._steps: Generator[Step, None, None] | None = None
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ConfigError(
+                "collate_fn",
+                type(self.collate_fn).__name__,
+                "is not a function; pass collate_fn(samples), or None",
+            )
+        if self.shuffle and is_stream(self.dataset):
+            raise ConfigError(
+                "shuffle",
+                True,
+                "an iterable data set is read in its own order; shuffle it itself, for example by "
+                "dataset.shuffle(seed=0, buffer_size=1000) of Hugging Face",
+            )
+        if self._size is not None and self.batch_size > self._size:
+            raise ConfigError(
+                "batch_size",
+                self.batch_size,
+                f"is more than the {self._size:,} samples of an epoch; use a smaller batch",
+            )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample, from 0.
+
+        Of a data set without a length, it is known from the first step on, or from a loaded state.
+        """
+        return self._epoch if self._size is None else self.samples // self._size
+
+    def __len__(self) -> int:
+        """Return the number of steps of the current iteration; before one, of the next.
+
+        Raises:
+            TypeError: If the data set has no length, as Python requires.
+        """
+        if self._size is None:
+            raise TypeError(f"a {type(self.dataset).__name__} has no length")
+        first = self.samples if self._begun_at is None else self._begun_at
+        return -(-((first // self._size + 1) * self._size - first) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield the microbatches of this rank, step by step, to the end of the current epoch."""
+        self._begun_at = begun_at = self.samples
+        first: int | None = None
+        try:
+            while True:
+                step = self._next_step()
+                first = step.epoch if first is None else first
+                self.samples += self.batch_size
+                self._epoch = step.next_epoch
+                yield step.microbatches
+                if step.next_epoch > first:
+                    return
+        finally:
+            if self._begun_at == begun_at:
+                self._begun_at = None
+
+    def _next_step(self) -> Step:
+        if self._steps is None:
+            self._steps = self._open()
+        try:
+            return next(self._steps)
+        except BaseException:
+            self._steps = None  # has ended with the error
+            raise
+
+    def _open(self) -> Generator[Step, None, None]:
+        world = self._world
+        return steps(
+            self.dataset,
+            Division(
+                self.samples, self.batch_size, self.microbatch_size, world.rank, world.world_size
+            ),
+            seed=self.seed,
+            shuffle=self.shuffle,
+            workers=self.workers,
+            pin_memory=world.device.type == "cuda",
+            collate_fn=self.collate_fn,
+            group=world.group,
+            setting="dataset",
+        )
+
+    def once(self) -> Iterator[Any]:
+        """Yield microbatches in which each sample occurs exactly once over all ranks.
+
+        This is for `Engine.evaluate`; it does not change the position. All ranks get the same
+        number of microbatches. If the last ones are missing on some ranks, these get one whose
+        targets are all -100, so the loss has to skip such targets: `next_token_loss` and torch's
+        `cross_entropy` do. For another loss, the data set needs a method `ignored(batch)`, which
+        returns a microbatch of loss and weight 0.
+
+        Raises:
+            ConfigError: If a microbatch must be ignored and the data set does not support it.
+        """
+        return evaluation_batches(
+            self.dataset,
+            samples=None,
+            microbatch_size=self.microbatch_size,
+            rank=self._world.rank,
+            world_size=self._world.world_size,
+            collate_fn=self.collate_fn,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position to continue from, and what the order of samples depends on."""
+        return {
+            "samples": self.samples,
+            "epoch": self.epoch,
+            "size": self._size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the samples of a state, in the next iteration.
+
+        Args:
+            state: Result of `state_dict`, at any number of ranks and any batch size. Only
+                "samples" is required.
+
+        Raises:
+            ConfigError: If the state is of another order of samples, or of other data.
+        """
+        _check_count("samples", state.get("samples"))
+        own = self.state_dict()
+        for name in ("size", "seed", "shuffle"):
+            if name in state and state[name] != own[name]:
+                raise ConfigError(
+                    name,
+                    own[name],
+                    f"the saved position is of an order of samples with {name} = {state[name]!r}, "
+                    "and would repeat some samples and leave out others; use the same data set, "
+                    "seed and shuffle",
+                )
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+        self.samples = state["samples"]
+        self._epoch = state.get("epoch", 0)
+
+
+def _check_numbers(
+    batch_size: object, microbatch_size: object, workers: object, seed: object, first_sample: object
+) -> None:
+    for name, value in {
+        "batch_size": batch_size,
+        "microbatch_size": microbatch_size,
+        "workers": workers,
+        "first_sample": first_sample,
+    }.items():
+        _check_count(name, value)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigError("seed", seed, "must be an integer, the same on every rank")
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(name, value, "must be an integer of at least 0")

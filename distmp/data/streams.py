@@ -1,0 +1,217 @@
+"""Iterable data sets: samples in the order of the data set, divided over ranks by position.
+
+Every rank reads the whole stream and keeps the samples at its positions, so the samples of a step
+are the same at any number of ranks, and the number of consumed samples is the position to resume
+from. A pass that has ended is followed by the next one, so training reads an endless sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
+
+from distmp.data.errors import DataError
+from distmp.data.order import Division
+from distmp.utils.checksums import checksum
+from distmp.utils.generators import generators_kept, seed_generators
+
+_END = object()
+
+
+class Step(NamedTuple):
+    """The samples of one step on this rank.
+
+    Attributes:
+        microbatches: Collated microbatches.
+        epoch: Pass over the data set, from 0, that the first sample of the step belongs to.
+        next_epoch: Pass that the first sample after the step belongs to.
+        checksum: Of a stream, checksum of the first sample of the step, over all ranks; 0 if it is
+            not compared.
+        offset: Of a stream, number of samples of `next_epoch` up to this step.
+    """
+
+    microbatches: list[Any]
+    epoch: int
+    next_epoch: int
+    checksum: int = 0
+    offset: int = 0
+
+
+class Stream:
+    """The endless samples of an iterable data set, pass after pass.
+
+    The next sample is always read ahead, so that the end of a pass is known with its last sample.
+
+    Args:
+        dataset: Every `iter(dataset)` begins a new pass. Before each, `set_epoch(epoch)` is
+            called if the data set has it.
+        seed: Seed of random numbers that the data set draws, see `distmp.data.seeded`.
+        first_sample: Number of samples to skip. With a method `skip(n)`, as data sets of Hugging
+            Face have it, and with `__len__`, fewer of them are read.
+
+    Attributes:
+        epoch: The pass that the next sample belongs to, from 0.
+
+    Raises:
+        DataError: If a pass has no samples, or not as many as `len(dataset)`.
+    """
+
+    def __init__(self, dataset: Any, seed: int, first_sample: int) -> None:
+        self.epoch = 0
+        self._dataset = dataset
+        self._seeded = not getattr(dataset, "draws_nothing", False)
+        self._seed = seed
+        self._length = length_of(dataset)
+        self._samples: Iterator[Any] = iter(())
+        self._read = 0  # samples of this pass that were read or skipped
+        self._position = 0  # of the sample to read next, over all passes
+        self._seek(first_sample)
+
+    @property
+    def ahead(self) -> Any:
+        """The next sample."""
+        if self._ahead is _END:  # of a pass: the next one begins when it is needed
+            self._begin(self._dataset)
+            if not self._draw():
+                self._end_pass()
+        return self._ahead
+
+    @property
+    def offset(self) -> int:
+        """Number of samples of this epoch before the next sample."""
+        return 0 if self._ahead is _END else self._read - 1
+
+    def next(self) -> Any:
+        """Return the next sample, and read the one after it."""
+        sample = self.ahead
+        if not self._draw():
+            self._end_pass()
+        return sample
+
+    def _seek(self, first_sample: int) -> None:
+        rest = first_sample
+        if self._length:
+            self.epoch, rest = divmod(first_sample, self._length)
+            self._position = first_sample - rest
+        while not self._begin_after(rest):
+            rest -= self._read
+            self._end_pass()
+
+    def _begin_after(self, count: int) -> bool:
+        """Begin this pass after `count` samples; return False if it has no more than these."""
+        if count and hasattr(self._dataset, "skip"):
+            self._begin(self._dataset.skip(count))
+            self._read, self._position = count, self._position + count
+            if self._draw():
+                return True
+            # Shorter than that: count its samples.
+            self._position -= count
+        self._begin(self._dataset)
+        found = self._draw()
+        while found and self._read <= count:
+            found = self._draw()
+        return found
+
+    def _begin(self, samples: Any) -> None:
+        self._read = 0
+        # On the copy that `skip` returns, too: Hugging Face's does not keep it.
+        if hasattr(samples, "set_epoch"):
+            samples.set_epoch(self.epoch)
+        if self._seeded:
+            seed_generators(f"pass {self._seed} {self.epoch}")
+        self._samples = iter(samples)
+
+    def _end_pass(self) -> None:
+        name = type(self._dataset).__name__
+        if not self._read:
+            raise DataError(
+                f"the data set {name} gave no sample in pass {self.epoch + 1}; each call of its "
+                "__iter__ has to begin a new pass"
+            )
+        if self._length is not None and self._read != self._length:
+            raise DataError(
+                f"the data set {name} gave {self._read:,} samples in pass {self.epoch + 1}, and "
+                f"its __len__ is {self._length:,}; correct __len__, or remove it"
+            )
+        self.epoch += 1
+
+    def _draw(self) -> bool:
+        """Read the next sample of this pass; return whether there is one."""
+        if self._seeded:
+            seed_generators(f"sample {self._seed} {self._position}")
+        self._ahead = next(self._samples, _END)
+        if self._ahead is _END:
+            return False
+        self._read += 1
+        self._position += 1
+        return True
+
+
+class StreamSteps(IterableDataset[Step]):
+    """The steps of this rank, read from a stream.
+
+    Args:
+        dataset: The iterable data set.
+        division: How samples are divided over steps, ranks and microbatches.
+        seed: Seed of random numbers that the data set or `collate` draws.
+        collate: Combines samples into a microbatch.
+        compared: Whether steps contain checksums.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        division: Division,
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+        *,
+        compared: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._division = division
+        self._seed = seed
+        self._collate = collate
+        self._compared = compared
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yield the steps, without end."""
+        with generators_kept():
+            stream = Stream(self._dataset, self._seed, self._division.first_sample)
+        for first in self._division.steps():
+            with generators_kept():
+                step = self._step(stream, first)
+            yield step
+
+    def _step(self, stream: Stream, first: int) -> Step:
+        """Read all samples of a step, and keep those of this rank."""
+        ahead = stream.ahead  # may begin the next epoch
+        digest = sample_checksum(ahead) if self._compared else 0
+        epoch = stream.epoch
+        own = self._division.own(first)
+        microbatches: list[Any] = []
+        samples: list[Any] = []
+        for position in range(first, first + self._division.global_batch_size):
+            sample = stream.next()
+            if position in own:
+                samples.append(sample)
+            if len(samples) == self._division.microbatch_size:
+                seed_generators(f"microbatch {self._seed} {position + 1 - len(samples)}")
+                microbatches.append(self._collate(samples))
+                samples = []
+        return Step(microbatches, epoch, stream.epoch, digest, stream.offset)
+
+
+def length_of(dataset: Any) -> int | None:
+    """Return the number of samples of a data set; None if it does not know it."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def sample_checksum(sample: Any) -> int:
+    """Return a checksum of a sample, to compare it between ranks."""
+    # The `repr` of other objects may hold an address.
+    return checksum(sample, lambda value: type(value).__name__)

@@ -1,0 +1,390 @@
+"""The data loader of own loops: every sample once per epoch, at any number of ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
+
+from distmp.data.dataloader import DataLoader
+from distmp.data.errors import DataError
+from distmp.data.order import sample_indices
+from distmp.distributed.world import World
+from distmp.errors import ConfigError
+from tests.ranks import ranks
+
+CPU = torch.device("cpu")
+
+
+class Numbers(IterableDataset[int]):
+    """A stream whose passes have the numbers 0, 1, ..."""
+
+    draws_nothing = True
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        length = self.lengths[self.passes % len(self.lengths)]
+        self.passes += 1
+        yield from range(length)
+
+
+class NumbersWithLength(Numbers):
+    def __len__(self) -> int:
+        return self.lengths[0]
+
+
+class Skipping(Numbers):
+    """Has the method `skip` of Hugging Face's data sets, and counts the samples it reads."""
+
+    def __init__(self, length: int, skipped: int = 0, read: list[int] | None = None) -> None:
+        super().__init__(length)
+        self.skipped = skipped
+        self.read: list[int] = [] if read is None else read
+
+    def skip(self, count: int) -> Skipping:
+        return Skipping(self.lengths[0], self.skipped + count, self.read)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.skipped, self.lengths[0]):
+            self.read.append(number)
+            yield number
+
+
+def rows(**columns: list[Any]) -> Any:
+    """Return a data set of Hugging Face."""
+    import datasets  # takes seconds, also on each rank of a test
+
+    return datasets.Dataset.from_dict(columns)
+
+
+def on_rank(loader: DataLoader, rank: int, world_size: int) -> DataLoader:
+    """Make a loader that of another rank, without processes."""
+    loader._world = World(rank, world_size, CPU, None)
+    return loader
+
+
+def read(loaders: list[DataLoader], steps: int | None = None) -> list[list[int]]:
+    """Return the samples of each step of one `for`, over all ranks."""
+    read_by_rank = [
+        [[int(n) for m in microbatches for n in m] for microbatches in islice(loader, steps)]
+        for loader in loaders
+    ]
+    return [flat(parts) for parts in zip(*read_by_rank, strict=True)]
+
+
+def flat(lists: Any) -> list[int]:
+    return [item for part in lists for item in part]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    size=st.integers(1, 40),
+    microbatch=st.integers(1, 3),
+    count=st.integers(1, 2),
+    first_ranks=st.sampled_from([1, 2, 4]),
+    then_ranks=st.sampled_from([1, 2, 4]),
+    stops=st.lists(st.integers(0, 5), max_size=4),
+    make=st.sampled_from(
+        [
+            lambda size: list(range(size)),
+            Numbers,
+            NumbersWithLength,
+            Skipping,
+            lambda size: (
+                rows(x=list(range(size)))
+                .to_iterable_dataset()
+                .map(lambda row: {"n": row["x"]})
+                .with_format("torch")
+            ),
+        ]
+    ),
+)
+def test_no_sample_is_lost_or_repeated_by_stops_at_any_number_of_ranks(
+    size: int,
+    microbatch: int,
+    count: int,
+    first_ranks: int,
+    then_ranks: int,
+    stops: list[int],
+    make: Callable[[int], Any],
+) -> None:
+    batch = microbatch * count * 4
+    size = max(size, batch)
+    is_hugging_face = type(make(size)).__module__.startswith("datasets")
+    shuffled = isinstance(make(size), list)
+
+    def build(number: int, state: dict[str, Any] | None) -> list[DataLoader]:
+        loaders = []
+        for rank in range(number):
+            collate = (lambda rows: [row["n"] for row in rows]) if is_hugging_face else None
+            loader = DataLoader(make(size), batch, microbatch, seed=5, collate_fn=collate)
+            if state is not None:
+                loader.load_state_dict(state)
+            loaders.append(on_rank(loader, rank, number))
+        return loaders
+
+    seen: list[int] = []
+    loaders = build(first_ranks, None)
+    for number, steps in enumerate([*stops, None, None]):
+        if number == 1:
+            state = loaders[0].state_dict()
+            assert state["samples"] == len(seen)
+            loaders = build(then_ranks, state)
+        epoch = len(seen) // size
+        # One `for` ends with the step that holds the last sample of the epoch it began in.
+        remaining = -(-((epoch + 1) * size - len(seen)) // batch)
+        if shuffled:
+            assert len(loaders[0]) == remaining
+        done = read(loaders, steps)
+        assert len(done) == (remaining if steps is None else min(steps, remaining))
+        assert all(len(step) == batch for step in done)
+        seen += flat(done)
+        assert [loader.samples for loader in loaders] == [len(seen)] * len(loaders)
+        if done:
+            assert {loader.epoch for loader in loaders} == {len(seen) // size}
+    expected = sample_indices(5, 0, len(seen), size).tolist() if shuffled else None
+    assert seen == (expected or [position % size for position in range(len(seen))])
+
+
+def test_passes_of_several_lengths_continue_at_the_right_sample() -> None:
+    whole = DataLoader(Numbers(7, 5, 9), 4, 2)
+    steps = [*read([whole]), *read([whole]), *read([whole])]
+    assert flat(steps) == [*range(7), *range(5), *range(9), 0, 1, 2]
+    for done in range(6):
+        resumed = DataLoader(Numbers(7, 5, 9), 4, 2, first_sample=4 * done)
+        first_epoch = 2 if done < 2 else 3 if done < 3 else 6
+        assert read([resumed]) == steps[done:first_epoch]
+
+
+def test_a_stream_with_skip_does_not_read_what_came_before() -> None:
+    dataset = Skipping(1000)
+    loader = DataLoader(dataset, 4, 2, first_sample=900)
+    assert read([loader], 2) == [[900, 901, 902, 903], [904, 905, 906, 907]]
+    assert min(dataset.read) == 900
+
+
+def shuffled_stream() -> Any:
+    return rows(x=list(range(20))).to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=6)
+
+
+def values(loader: DataLoader, steps: int | None = None) -> list[int]:
+    return [n for microbatches in islice(loader, steps) for m in microbatches for n in m["x"]]
+
+
+def test_a_shuffled_hugging_face_stream_resumes_in_any_epoch() -> None:
+    loader = DataLoader(shuffled_stream(), 4, 2)
+    first, second, third = values(loader), values(loader), values(loader)
+    assert sorted(map(int, first)) == sorted(map(int, second)) == list(range(20))
+    assert first != second != third
+    for samples in (8, 28, 40):
+        resumed = DataLoader(shuffled_stream(), 4, 2, first_sample=samples)
+        assert values(resumed) == (first + second + third)[samples : (samples // 20 + 1) * 20]
+
+
+class Drawing(IterableDataset[float]):
+    """Shuffles with Python's generator, and each sample draws from torch's and numpy's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = random.sample(range(10), 10)
+        for index in order:
+            yield torch.tensor([index, torch.rand(()).item(), np.random.rand()])
+
+
+def masks(samples: list[Any]) -> torch.Tensor:
+    return torch.cat([torch.stack(samples), torch.rand(len(samples), 1)], dim=1)
+
+
+@pytest.mark.parametrize("make", [Drawing, lambda: TensorDataset(torch.arange(10.0))])
+def test_random_numbers_of_samples_and_collate_fn_follow_the_position(make: Any) -> None:
+    def drawn(first_sample: int, world_size: int = 1, workers: int = 0) -> torch.Tensor:
+        parts = []
+        for rank in range(world_size):
+            loader = DataLoader(
+                make(), 4, 2, collate_fn=collate, first_sample=first_sample, workers=workers
+            )
+            steps = [
+                torch.cat(step) for _ in range(2) for step in on_rank(loader, rank, world_size)
+            ]
+            parts.append(torch.stack(steps))
+            del loader
+        return torch.cat(parts, dim=1)
+
+    def collate(samples: list[Any]) -> torch.Tensor:
+        return masks([s[0].view(1) if isinstance(s, tuple) else s for s in samples])
+
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    whole = drawn(0)
+    assert torch.equal(torch.rand(2), expected)  # those of the model are left alone
+    assert len(whole.unique(dim=0)) == len(whole)
+    assert torch.equal(drawn(8), whole[2:])
+    assert torch.equal(drawn(0, world_size=2), whole)
+    if make is Drawing:  # lambdas cannot be sent to workers, and forked ones can
+        assert torch.equal(drawn(0, workers=1), whole)
+    assert multiprocessing.active_children() == []
+
+
+def test_len_does_not_change_during_a_for() -> None:
+    loader = DataLoader(range(10), 4, 2)
+    assert [len(loader) for _ in loader] == [3, 3, 3]
+    assert [len(loader) for _ in loader] == [2, 2]
+    loader = DataLoader(range(100), 32, 32)
+    assert [len(list(loader)) for _ in range(3)] == [4, 3, 3]
+    with pytest.raises(TypeError, match="has no length"):
+        len(DataLoader(Numbers(10), 4, 2))
+
+
+def test_lists_of_hugging_face_become_tensors() -> None:
+    columns = {"input_ids": [[1, 2, 3], [4, 5, 6]], "text": ["a", "b"], "score": [0.5, 1.0]}
+    ((batch,),) = list(DataLoader(rows(**columns), 2, 2, shuffle=False))
+    assert batch["input_ids"].tolist() == columns["input_ids"]
+    assert batch["text"] == ["a", "b"]
+    assert batch["score"].tolist() == columns["score"]
+    encodings = [UserDict({"input_ids": [n, n + 1]}) for n in (1, 4)]
+    ((batch,),) = list(DataLoader(encodings, 2, 2, shuffle=False))
+    assert batch["input_ids"].tolist() == [[1, 2], [4, 5]]
+
+
+def test_samples_of_several_lengths_name_their_shapes() -> None:
+    ragged = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
+    with pytest.raises(DataError, match=r"cannot be stacked.*'input_ids': Tensor \(2,\).*pad"):
+        next(iter(DataLoader(ragged, 2, 2, shuffle=False)))
+
+
+def test_each_sample_is_evaluated_once() -> None:
+    for dataset in (
+        [{"targets": torch.tensor([n])} for n in range(11)],
+        rows(targets=[[n] for n in range(11)]).to_iterable_dataset(),
+    ):
+        for world_size in (1, 2, 3):
+            seen: list[list[int]] = []
+            for rank in range(world_size):
+                loader = on_rank(DataLoader(dataset, 6, 2), rank, world_size)
+                seen.append([int(n) for m in loader.once() for n in m["targets"]])
+                assert loader.samples == 0
+            assert sorted(n for part in seen for n in part if n != -100) == list(range(11))
+
+
+def stream_by_node() -> Any:
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(shuffled_stream(), rank=0, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (TorchDataLoader([1]), {}, r"DataLoader': is not a data set; pass its data set"),
+        (
+            DistributedSampler([1], 1, 0),
+            {},
+            "DistributedSampler': is not a data set; pass its data set",
+        ),
+        (iter([1, 2]), {}, "can be read only once"),
+        ((n for n in range(4)), {}, "can be read only once"),
+        ({"train": [1]}, {}, "holds several data sets; pass one of 'train'"),
+        ("imdb", {}, "is not a data set"),
+        (3, {}, "it needs __len__ and __getitem__"),
+        ([], {}, "has no sample"),
+        (stream_by_node, {}, "divided over the ranks by split_dataset_by_node"),
+        (Numbers(9), {"workers": 2}, "workers = 2: each worker would read the whole stream"),
+        (Numbers(9), {"shuffle": True}, "read in its own order"),
+        (range(9), {"batch_size": 5}, r"batch_size = 5: must be a multiple of microbatch_size"),
+        (range(3), {}, "is more than the 3 samples of an epoch"),
+        (range(9), {"batch_size": 4.0}, "batch_size = 4.0: must be an integer"),
+        (range(9), {"seed": None}, "seed = None: must be an integer"),
+        (range(9), {"collate_fn": 3}, "is not a function"),
+    ],
+)
+def test_wrong_use_is_one_message(dataset: Any, options: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"batch_size": 4, "microbatch_size": 2} | options
+    with pytest.raises(ConfigError, match=message):
+        DataLoader(dataset() if dataset is stream_by_node else dataset, **arguments)
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    state = DataLoader(range(10), 4, 2, seed=1).state_dict()
+    for loader, name in (
+        (DataLoader(range(11), 4, 2, seed=1), "size"),
+        (DataLoader(range(10), 4, 2), "seed"),
+        (DataLoader(range(10), 4, 2, seed=1, shuffle=False), "shuffle"),
+    ):
+        with pytest.raises(ConfigError, match=f"with {name} = .*would repeat some samples"):
+            loader.load_state_dict(state)
+    with pytest.raises(ConfigError, match="samples = None"):
+        DataLoader(range(10), 4, 2).load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (NumbersWithLength(10, 8), "gave 8 samples in pass 2, and its __len__ is 10"),
+        (Numbers(10, 0), "gave no sample in pass 2; each call of its __iter__ has to begin"),
+    ],
+)
+def test_a_stream_that_cannot_be_repeated_ends_training_with_one_message(
+    dataset: Any, message: str
+) -> None:
+    loader = DataLoader(dataset, 5, 5)
+    assert read([loader]) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]  # this epoch is complete
+    with pytest.raises(DataError, match=message):
+        read([loader])
+    assert loader.samples in (10, 15)
+
+
+class OfRank(IterableDataset[int]):
+    """Another stream on each rank."""
+
+    draws_nothing = True
+
+    def __init__(self, *passes: range) -> None:
+        self.passes = passes
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.passes[torch.distributed.get_rank()]
+
+
+class Unseeded:
+    """Draws from a generator of its own."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(np.random.default_rng().random())
+
+
+@ranks(2)
+def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
+    rank = torch.distributed.get_rank()
+    shares = [range(0, 20, 2), range(1, 20, 2)]
+    for dataset in (list(shares[rank]), OfRank(*shares), list(range(20 + rank))):
+        with pytest.raises(ConfigError, match=r"on rank 0; .* on rank 1: ranks read different"):
+            next(iter(DataLoader(dataset, 4, 2)))
+    # Samples may differ between ranks if they differ between two reads on a rank.
+    assert len(next(iter(DataLoader(Unseeded(), 4, 2)))) == 1
+    # The same samples at first, and a pass that ends earlier on a rank.
+    steps = iter(DataLoader(OfRank(range(16), range(14)), 4, 2))
+    assert len([next(steps) for _ in range(3)]) == 3
+    with pytest.raises(ConfigError, match=r"0 samples into pass 2 .* 2 samples into pass 2"):
+        next(steps)
+    # The world is found without an engine, and both ranks together read every sample.
+    own = [int(n) for step in DataLoader(range(8), 4, 2) for m in step for n in m]
+    gathered: list[Any] = [None, None]
+    torch.distributed.all_gather_object(gathered, own)
+    assert sorted(gathered[0] + gathered[1]) == list(range(8))

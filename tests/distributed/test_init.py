@@ -1,0 +1,108 @@
+"""`distmp.init`: process group, device and seed of a script."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import distmp
+from distmp.distributed.world import leave
+from distmp.errors import ConfigError
+from tests.ports import reserved_port
+from tests.ranks import ranks
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("RANK", raising=False)
+    with reserved_port() as port:
+        monkeypatch.setenv("TEST_PORT", str(port))
+        yield
+    leave()
+
+
+def drawn() -> tuple[Any, ...]:
+    return torch.rand(3).tolist(), np.random.rand(), random.random()
+
+
+def test_a_process_alone_is_seeded_as_by_hand() -> None:
+    world = distmp.init(device="cpu", seed=7)
+    assert (world.rank, world.world_size, world.group) == (0, 1, None)
+    first = drawn()
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    assert drawn() == first
+
+
+def test_a_second_call_asks_for_the_same_and_does_not_seed_again() -> None:
+    world = distmp.init(device="cpu", seed=7)
+    first = drawn()
+    assert distmp.init() == distmp.init(seed=7) == distmp.init(torch.device("cpu"), 7) == world
+    assert drawn() != first
+    with pytest.raises(ConfigError, match=r"seed = 8: the first call of distmp\.init had seed = 7"):
+        distmp.init(seed=8)
+    leave()
+    distmp.init()
+    with pytest.raises(ConfigError, match=r"device = 'cpu': .* had device = None; call it once"):
+        distmp.init(device="cpu")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "0"])
+def test_seeds_that_a_generator_does_not_take_are_refused(seed: Any) -> None:
+    with pytest.raises(ConfigError, match="must be an integer from 0 to"):
+        distmp.init(device="cpu", seed=seed)
+    distmp.init(device="cpu", seed=0)  # nothing has been remembered
+
+
+def test_the_engine_and_the_loader_use_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    distmp.init(device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    engine = distmp.Engine(
+        torch.nn.Linear(2, 1),
+        lambda model, batch: (model(batch).sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        policy="fp32",
+    )
+    assert engine.device == distmp.DataLoader([1], 1, 1)._world.device == torch.device("cpu")
+
+
+@ranks(2, initialize=False)
+def test_ranks_of_a_launcher_meet_and_train_one_model() -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
+    world = distmp.init(seed=3)
+    assert (world.rank, world.world_size) == (int(os.environ["RANK"]), 2)
+    assert dist.is_initialized()
+    model = torch.nn.Linear(4, 1)
+    initial = [torch.empty_like(model.weight) for _ in range(2)]
+    dist.all_gather(initial, model.weight.detach())
+    assert torch.equal(*initial)
+    engine = distmp.Engine(
+        model,
+        lambda model, batch: (model(batch).square().sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        policy="fp32",
+    )
+    assert engine.world == world == distmp.init()
+    data = torch.randn(12, 4)
+    reference = torch.nn.Linear(4, 1)
+    reference.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    loader = distmp.DataLoader(data, batch_size=6, microbatch_size=1, shuffle=False)
+    for epoch in range(3):
+        assert loader.epoch == epoch
+        for step, microbatches in enumerate(loader):
+            engine.step(microbatches)
+            optimizer.zero_grad()
+            reference(data[6 * step :][:6]).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(engine.module.weight, reference.weight)
+    leave()

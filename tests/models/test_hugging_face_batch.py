@@ -1,0 +1,189 @@
+"""Batches of Hugging Face against the loss of transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmp.data import IGNORED
+from distmp.data.dataloader import DataLoader
+from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.models.huggingface import prepare_loss
+from distmp.models.loss import next_token_loss
+from distmp.models.transformer import Transformer, TransformerConfig
+
+VOCABULARY = 40
+
+
+def transformers_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config)
+
+
+def padded(left: bool = False) -> dict[str, Tensor]:
+    """Three rows of 12, 7 and 1 tokens; the second has a prompt without a loss."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (3, 12), generator=generator)
+    mask = (torch.arange(12) < torch.tensor([[12], [7], [1]])).long()
+    if left:
+        mask = mask.flip(1)
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[1, 3:5] = IGNORED
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+
+
+def without(batch: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if name not in names}
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_loss_weight_and_gradients_are_those_of_transformers(
+    left: bool, dtype: torch.dtype, chunked: bool
+) -> None:
+    reference, model = transformers_model().to(dtype), transformers_model().to(dtype)
+    if chunked:
+        assert prepare_loss(model)
+    batch = padded(left)
+    expected = reference(**batch).loss
+    expected.backward()
+    loss, weight = next_token_loss(model, batch)
+    assert weight.item() == (batch["labels"][:, 1:] != IGNORED).sum()
+    assert (loss / weight).item() == pytest.approx(expected.item(), rel=1e-6)
+    (loss / weight).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_labels_come_from_the_mask_and_only_from_it() -> None:
+    model, batch = transformers_model(), padded()
+    everything = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+    expected = model(**{**batch, "labels": everything}).loss.item()
+    loss, weight = next_token_loss(model, without(batch, "labels"))
+    assert (loss / weight).item() == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ConfigError, match=r"batch = \['input_ids'\]: has no 'labels'; add them"):
+        next_token_loss(model, without(batch, "labels", "attention_mask"))
+
+
+def own_model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(TransformerConfig(VOCABULARY, 16, 2, 16, 2, 32))
+
+
+def test_padding_at_the_end_does_not_change_the_loss_of_other_models() -> None:
+    model, batch = own_model(), padded()
+    total = torch.zeros(2)
+    for row in range(3):
+        length = int(batch["attention_mask"][row].sum())
+        ids, labels = batch["input_ids"][row, :length], batch["labels"][row, :length]
+        inputs = {"inputs": ids[None, :-1], "targets": labels[None, 1:]}
+        if length > 1:
+            total += torch.stack(next_token_loss(model, inputs)).detach()
+    loss, weight = next_token_loss(model, batch)
+    assert weight == total[1] == 11 + 6 - 2
+    assert loss.item() == pytest.approx(total[0].item(), rel=1e-5)
+
+
+def test_position_ids_separate_documents() -> None:
+    batch = without(padded(), "attention_mask")
+    positions = torch.tensor([[*range(5), *range(7)]] * 3)
+    loss, _ = next_token_loss(own_model(), {**batch, "position_ids": positions})
+    targets = torch.cat([batch["labels"][:, 1:], torch.full((3, 1), IGNORED)], 1)
+    ours = {"inputs": batch["input_ids"], "targets": targets, "positions": positions}
+    assert loss == next_token_loss(own_model(), ours)[0]
+    assert loss != next_token_loss(own_model(), batch)[0]
+
+
+class Plain(nn.Module):
+    """A user's model, which takes tokens only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (padded(left=True), r"attention_mask = \[0, 0, 0, 0, 0, 1.*padding_side='right'"),
+        ({"inputs": torch.zeros(3, 12)}, "has 'inputs' and 'input_ids'; return either"),
+        ({"labels": torch.zeros(3, 11)}, r"'labels': \(3, 11\)}: input_ids and labels must be"),
+        ({"position_ids": torch.zeros(3, 12)}, "does not take the positions of tokens"),
+    ],
+)
+def test_batches_that_would_train_something_else_are_refused(
+    changes: dict[str, Tensor], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        next_token_loss(Plain(), {**padded(), **changes})
+
+
+def test_a_data_set_of_hugging_face_trains_and_is_evaluated_like_in_transformers() -> None:
+    from datasets import Dataset
+
+    columns = {name: value.tolist() for name, value in padded().items()}
+    loader = DataLoader(Dataset.from_dict(columns), 3, 3, shuffle=False)
+    model, reference = transformers_model(), transformers_model()
+    engine = Engine(
+        model, next_token_loss, lambda named: torch.optim.SGD(named, lr=0.1), policy="fp32"
+    )
+    expected = reference(**padded()).loss
+    assert engine.evaluate(loader.once()) == pytest.approx(expected.item(), rel=1e-6)
+    expected.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters()))
+    for microbatches in loader:
+        numbers = engine.step(microbatches).numbers
+    assert numbers.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert numbers.grad_norm == pytest.approx(norm, rel=1e-4)
+    with pytest.raises(ConfigError, match=r"repeats samples at the end of an epoch; .*once\(\)"):
+        engine.evaluate(loader)
+
+
+def test_collators_of_transformers_pad_what_the_loss_takes() -> None:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        PreTrainedTokenizerFast,
+    )
+
+    words = Tokenizer(WordLevel({str(n): n for n in range(VOCABULARY)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0")
+    rows = [[*range(3, 3 + length)] for length in (9, 4, 6, 2)]
+    model = transformers_model()
+    total = sum(
+        model(input_ids=ids, labels=ids).loss.item() * (ids.numel() - 1)
+        for ids in (torch.tensor([row]) for row in rows)
+    )
+    for collate, columns in (
+        (DataCollatorForSeq2Seq(tokenizer), {"labels": rows}),
+        (DataCollatorForLanguageModeling(tokenizer, mlm=False), {}),
+    ):
+        dataset = Dataset.from_dict({"input_ids": rows, **columns})
+        loader = DataLoader(dataset, 4, 2, collate_fn=collate)
+        parts = [next_token_loss(model, batch) for step in loader for batch in step]
+        assert sum(weight.item() for _, weight in parts) == 8 + 3 + 5 + 1
+        assert sum(loss.item() for loss, _ in parts) == pytest.approx(total, rel=1e-5)
