@@ -11,14 +11,17 @@ from typing import Any, Literal
 
 import torch
 
+from distmp.callback_settings import EarlyStoppingConfig, parse_callbacks
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
+from distmp.engine.average import EmaConfig
 from distmp.engine.config import EngineConfig
 from distmp.engine.rank_consistency import RankConsistencyConfig
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
+from distmp.models.metrics import find_metric
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import (
     OptimizerFactory,
@@ -125,6 +128,11 @@ class ValidationConfig:
     final_samples: int | None = None
     """Samples of the final validation; null: all held-out data."""
 
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Metrics besides the loss, by name: `accuracy`, `perplexity` (with the loss next_token), or
+    the import path of a function `metric(outputs, batch)` that returns a sum and its weight; see
+    docs/metrics.md."""
+
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ConfigError("validation.every", self.every, "use 0 or more steps")
@@ -132,6 +140,8 @@ class ValidationConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"validation.{name}", value, "use 1 or more samples")
+        for name, path in self.metrics.items():
+            find_metric(name, path)
 
 
 @dataclass(frozen=True)
@@ -220,9 +230,9 @@ class RunConfig:
     preflight: Literal["auto", "always", "never"] = field(default="auto", metadata=HARMLESS)
     """Compare and measure the ranks before the first step; auto: if there are several machines."""
 
-    callbacks: tuple[str, ...] = field(default=(), metadata=HARMLESS)
-    """Import paths 'module:callable', each called without arguments to build a
-    `distmp.training.callbacks.Callback`; see docs/callbacks.md."""
+    callbacks: tuple[str | dict[str, Any], ...] = field(default=(), metadata=HARMLESS)
+    """Import paths 'module:callable', or '{name: module:callable, options: {NAME: VALUE}}' for one
+    with arguments; each is called to build a `distmp.training.callbacks.Callback`."""
 
     model: ModelConfig = field(
         default_factory=ModelConfig, metadata=dangerous("the weights belong to another model")
@@ -247,6 +257,13 @@ class RunConfig:
         default_factory=RankConsistencyConfig, metadata={"formerly": "lockstep", **HARMLESS}
     )
     validation: ValidationConfig = field(default_factory=ValidationConfig, metadata=HARMLESS)
+    ema: EmaConfig = field(
+        default_factory=EmaConfig,
+        metadata=consequential("the average of the weights follows this rule from here on"),
+    )
+    early_stopping: EarlyStoppingConfig = field(
+        default_factory=EarlyStoppingConfig, metadata=HARMLESS
+    )
     sample: SampleConfig = field(default_factory=SampleConfig, metadata=HARMLESS)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=HARMLESS)
     log: LogConfig = field(default_factory=LogConfig, metadata=HARMLESS)
@@ -257,6 +274,7 @@ class RunConfig:
         self._check_time()
         self._check_strategy()
         self._check_steps()
+        self._check_callbacks()
 
     def _check_run(self) -> None:
         if not 1 <= self.steps <= _MAX_STEPS:
@@ -322,6 +340,19 @@ class RunConfig:
         # imports torch's compiler, which takes 0.4 s.
         if self.schedule.name not in SHAPES:
             build(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
+
+    def _check_callbacks(self) -> None:
+        for callback in parse_callbacks(self.callbacks):
+            callback.factory()
+        metrics = self.validation.metrics
+        if "perplexity" in metrics.values() and self.model.loss != "next_token":
+            raise ConfigError(
+                "validation.metrics",
+                "perplexity",
+                f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
+                "name a function",
+            )
+        self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings only: the factories cannot be pickled and are built again."""
