@@ -15,8 +15,8 @@ class LogConfig:
     """Output of the first rank during training.
 
     Raises:
-        ConfigError: If `every` is below 1, `ranks_every` or `grad_norms_every` below 0, `console` is
-            not one of its choices, or a tracker does not exist.
+        ConfigError: If `every` is below 1, `ranks_every` or `grad_norms_every` below 0, `console`
+            is not one of its choices, or a tracker does not exist.
     """
 
     every: int = 10
