@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from distmp.errors import ConfigError, nearest
+from distmp.models.metrics import EMA_PREFIX
 from distmp.utils.imports import load_object
 
 _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME: VALUE}}"
 # Metrics whose best value is the smallest one.
 _MINIMIZED = ("loss", "perplexity")
-EMA_PREFIX = "ema_"
-"""Beginning of the names of metrics that are computed with the average of the weights."""
 
 
 class CallbackSetting(NamedTuple):

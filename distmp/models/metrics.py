@@ -17,8 +17,8 @@ Metric = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
 """metric(outputs, batch) -> (sum, weight), each a number or a 0-dim tensor."""
 
 PERPLEXITY = "perplexity"
-# Names that records use for something else.
-_RESERVED_PREFIX = "ema_"
+EMA_PREFIX = "ema_"
+"""Beginning of the names of metrics that are computed with the average of the weights."""
 
 
 def find_metric(name: str, path: str) -> Metric | None:
@@ -34,7 +34,7 @@ def find_metric(name: str, path: str) -> Metric | None:
     Raises:
         ConfigError: If the name is reserved, or the path names no function.
     """
-    if name == "loss" or name.startswith(_RESERVED_PREFIX) or not name.isidentifier():
+    if name == "loss" or name.startswith(EMA_PREFIX) or not name.isidentifier():
         raise ConfigError(
             f"validation.metrics.{name}",
             path,

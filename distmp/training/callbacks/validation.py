@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from distmp.callback_settings import EMA_PREFIX
 from distmp.data.loading import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.evaluation import Evaluation
-from distmp.models.metrics import PERPLEXITY, find_metric
+from distmp.models.metrics import EMA_PREFIX, PERPLEXITY, find_metric
 from distmp.training.callbacks.callback import Callback, PendingStep
 from distmp.training.callbacks.ema import Ema
 
