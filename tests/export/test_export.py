@@ -193,6 +193,8 @@ REFUSED = {
     "a folder that is there": (["run", "--to", "run"], "--to = 'run': exists already"),
     "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
     "no folder": (["run"], "--to"),
+    "no average": (["run", "--to", "new", "--ema"], "contains no average of the weights"),
+    "no best one": (["run", "--to", "new", "--best"], "has no best validation"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "no such size": (["run", "--to", "new", "--max-shard-size", "5"], "KB, MB, GB or TB"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
