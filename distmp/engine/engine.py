@@ -741,7 +741,8 @@ class Engine:
         Raises:
             ConfigError: If a metric returns something else, or there is no output.
         """
-        with self._calls.call("evaluate"):
+        # Ranks with other metrics would wait for each other in the all-reduce.
+        with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
             check_evaluated(microbatches)
             sums = MetricSums(metrics, self.device)
             with (

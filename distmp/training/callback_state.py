@@ -7,6 +7,7 @@ that of the class, with a number if several callbacks have the same one.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ PREFIX = "callbacks/"
 NUMBERS = "callbacks"
 
 State = dict[str, Any]
+
+logger = logging.getLogger("distmp")
 
 
 class CallbackStates:
@@ -45,19 +48,38 @@ class CallbackStates:
             if isinstance(value, Tensor)
         }
 
+    def check(self) -> None:
+        """Refuse states that a checkpoint cannot hold.
+
+        Raises:
+            ConfigError: Naming the first callback with such a state.
+        """
+        for name, values in self._values():
+            if (problem := _unsuitable(values)) is not None:
+                raise ConfigError(f"state_dict() of callback {name}", values, problem)
+
     def numbers(self) -> dict[str, Any]:
         """Return the other values of all callbacks, as an entry of a checkpoint's numbers.
 
-        Raises:
-            ConfigError: If JSON cannot hold a value.
+        A state that became unsuitable during the run is left out with a warning: the rest of the
+        checkpoint is worth more.
         """
         numbers = {}
+        for name, values in self._values():
+            problem = _unsuitable(values)
+            if problem is None:
+                numbers[name] = values
+            else:
+                logger.warning(
+                    "state_dict() of callback %s is not saved: %r %s", name, values, problem
+                )
+        return {NUMBERS: numbers} if numbers else {}
+
+    def _values(self) -> Iterator[tuple[str, State]]:
         for name, state in self._states().items():
             values = {key: v for key, v in state.items() if not isinstance(v, Tensor)}
-            _check_values(name, values)
             if values:
-                numbers[name] = values
-        return {NUMBERS: numbers} if numbers else {}
+                yield name, values
 
     def restore(self, checkpoint: store.StoredCheckpoint) -> str | None:
         """Load the states in a checkpoint. Collective over all ranks.
@@ -130,22 +152,18 @@ def _target(live: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _check_values(name: str, values: State) -> None:
+def _unsuitable(values: State) -> str | None:
+    """Return why JSON would not return the same values, or None."""
+    reason = ""
     try:
         # JSON converts tuples to lists and other keys to text.
-        kept = json.loads(json.dumps(values))
+        if repr(json.loads(json.dumps(values))) == repr(values):
+            return None
     except (TypeError, ValueError) as error:
-        raise _refused(name, values, f"({error}) ") from None
-    if repr(kept) != repr(values):
-        raise _refused(name, values, "")
-
-
-def _refused(name: str, values: State, reason: str) -> ConfigError:
-    return ConfigError(
-        f"state_dict() of callback {name}",
-        values,
-        f"cannot be stored as it is {reason}in a checkpoint; use tensors, or numbers, text, None, "
-        "lists, and dictionaries with text as keys",
+        reason = f" ({error})"
+    return (
+        f"cannot be stored as it is{reason} in a checkpoint; use tensors, or numbers, text, None, "
+        "lists, and dictionaries with text as keys"
     )
 
 

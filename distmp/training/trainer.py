@@ -139,7 +139,7 @@ class Trainer:
     def _set_up_callbacks(self) -> None:
         for callback in self._each("setup"):
             callback.setup(self)
-        self.world.ranks.all_or_none(self.states.numbers)  # refuses a state that cannot be saved
+        self.world.ranks.all_or_none(self.states.check)
         if self._checkpoint is not None:
             self.restore_callbacks(self._checkpoint)
             self._checkpoint = None

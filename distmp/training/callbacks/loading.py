@@ -28,7 +28,7 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         for name, function in vars(Callback).items():
             hook = getattr(callback, name)
-            if name.startswith("_") or getattr(type(callback), name) is function:
+            if name.startswith("_") or getattr(hook, "__func__", None) is function:
                 continue
             expected = inspect.signature(function)
             parameters = [*expected.parameters.values()][1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.callback_settings import parse_callbacks
+from distmp.checkpoint import store
 from distmp.config import load
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
@@ -211,6 +213,26 @@ def test_a_state_that_json_would_change_ends_a_run_before_it_begins(tmp_path: Pa
         assert "cannot be stored as it is" in str(caught.value)
         assert "use tensors, or numbers, text, None, lists, and dictionaries" in str(caught.value)
         assert run.progress.step == 0
+
+
+@ranks(1)
+def test_a_state_that_becomes_unsuitable_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+    class Later(Bad):
+        def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+            self.value = (1, 2)
+
+    lines: list[str] = []
+    logger = logging.getLogger("distmp")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    run = finished(trainer(tmp_path / "run", Later(1), callbacks=[]))
+    logger.removeHandler(handler)
+    found = [line for line in lines if "is not saved" in line]
+    assert found
+    assert found[0].startswith("state_dict() of callback Later is not saved: {'value': (1, 2)} ")
+    numbers = store.StoredCheckpoint(run.directory.checkpoints / "step-000008").numbers
+    assert [*numbers["callbacks"]] == ["EarlyStopping"]
 
 
 class Old(Callback):
