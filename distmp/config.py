@@ -146,7 +146,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The text that the trained model generates at the end, if it is trained on text."""
+    """Texts that the model generates, if its data are text, or tokens with a tokenizer."""
 
     prompt: str = "def "
     """Beginning of the text."""
@@ -157,7 +157,16 @@ class SampleConfig:
     temperature: float = 0.7
     """Divisor of the logits; 0 always takes the most likely token."""
 
+    every: int = 0
+    """Steps between two samples; 0: only at the end."""
+
+    tokenizer: str | None = None
+    """Folder with the tokenizer.json that `data.path` was tokenized with; null: no samples of such
+    data, unless its tokenizer is `bytes`."""
+
     def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ConfigError("sample.every", self.every, "use 0 or more steps")
         if not self.prompt:
             raise ConfigError("sample.prompt", self.prompt, "use at least one character")
         if self.length < 0:

@@ -49,6 +49,6 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         *users,
         checkpointing,
         HuggingFaceExport(),
-        TextSample(),
+        TextSample(run),
         Curves(),
     ]
