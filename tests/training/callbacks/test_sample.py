@@ -117,9 +117,8 @@ def refusals(folder: Path) -> list[str]:
 def test_another_tokenizer_than_that_of_the_data_is_refused(tokens: Path) -> None:
     (found,) = run_ranks(refusals, 1, tokens)
     other, nowhere, of_bytes = found
-    assert other.endswith(
-        "is not the tokenizer of data.path, which is 'tokenizer'; name its folder"
-    )
+    problem = "is not the tokenizer of data.path, which is {!r}; name its folder"
+    assert other.endswith(problem.format("tokenizer"))
     assert nowhere.endswith("has no tokenizer.json; name its folder")
     assert of_bytes.endswith(problem.format("bytes"))
 
