@@ -34,10 +34,12 @@ class CallbackStates:
 
     Args:
         callbacks: All callbacks of the run, in the same order on every rank.
+        quiet: Do not log warnings; True on all ranks but rank 0.
     """
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, callbacks: Sequence[Callback], *, quiet: bool) -> None:
         self._callbacks = dict(_named(callbacks))
+        self._quiet = quiet
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors of all callbacks, by their names in a checkpoint."""
@@ -69,7 +71,7 @@ class CallbackStates:
             problem = _unsuitable(values)
             if problem is None:
                 numbers[name] = values
-            else:
+            elif not self._quiet:
                 logger.warning(
                     "state_dict() of callback %s is not saved: %r %s", name, values, problem
                 )

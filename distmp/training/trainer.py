@@ -84,7 +84,7 @@ class Trainer:
         self._users_callbacks = [*run.callbacks, *callbacks]
         run.world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))
         self.callbacks = in_order(run, self.checkpointing, self._users_callbacks)
-        self.states = CallbackStates(self.callbacks)
+        self.states = CallbackStates(self.callbacks, quiet=world.rank != 0)
         self._checkpoint = run.checkpoint
         self.pending: PendingStep | None = None
         self.rollback_from: StepResult | None = None

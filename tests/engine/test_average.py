@@ -14,7 +14,9 @@ from distmp.engine.average import EmaConfig, WeightAverage, local
 from distmp.errors import ConfigError
 from tests.ranks import ranks
 from tests.reference import (
+    ONE_RANK,
     TWO_RANKS,
+    Batch,
     assert_same_bits,
     foreach_adamw,
     gathered,
@@ -126,3 +128,34 @@ def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -
     with pytest.raises(ConfigError) as caught:
         EmaConfig(**values)
     assert str(caught.value) == message
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_the_device_decides_without_the_host(policy: str) -> None:
+    engine = make_engine(policy=policy, device="cuda", max_norm=1.0)
+    average = WeightAverage(engine, EmaConfig(DECAY, warmup=True))
+    batches = [
+        Batch(batch.inputs.cuda(), batch.labels.cuda(), batch.factor)
+        for batch in microbatches(0, ONE_RANK[0])
+    ]
+    for _ in range(2):  # the first steps allocate
+        engine.step(batches)
+        average.update()
+    expected = {name: value.double() for name, value in average.values.items()}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.step(batches)
+        average.update()
+        bad = [batches[0]._replace(factor=float("inf")), *batches[1:]]
+        outcome = engine.step(bad)
+        average.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert outcome.numbers.skipped
+    applied = outcome.numbers.applied_total
+    decay = min(DECAY, (1 + applied) / (10 + applied))
+    for name, value in engine.weights().items():
+        wanted = decay * expected[name] + (1 - decay) * value.double()
+        torch.testing.assert_close(average.values[name].double(), wanted, rtol=1e-6, atol=1e-7)

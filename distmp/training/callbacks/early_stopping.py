@@ -20,12 +20,12 @@ class EarlyStopping(Callback):
     The validation after the last step counts only if it evaluates as many samples as the others.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run, with a patience above 0.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config.early_stopping
-        self._maximizes = self._config.patience > 0 and self._config.maximizes
+        self._maximizes = self._config.maximizes
         self._final_counts = config.validation.final_samples == config.validation.samples
         self._best: float | None = None
         self._best_step = 0
@@ -34,7 +34,7 @@ class EarlyStopping(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         """Refuse data without held-out samples."""
-        if self._config.patience and trainer.components.datasets.validation is None:
+        if trainer.components.datasets.validation is None:
             raise ConfigError(
                 "early_stopping.patience",
                 self._config.patience,
@@ -44,8 +44,6 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of validations since then."""
-        if not self._config.patience:
-            return {}
         return {
             "best": self._best,
             "best_step": self._best_step,
@@ -62,15 +60,14 @@ class EarlyStopping(Callback):
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Keep the best checkpoint, and end again a run that had ended early."""
-        if self._config.patience:
-            trainer.checkpointing.keep(self._best_step)
-            self._finish_if_out_of_patience(trainer)
+        trainer.checkpointing.keep(self._best_step)
+        self._finish_if_out_of_patience(trainer)
 
     def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
         """Save the checkpoint after this step if it is the best, or end the run."""
         step = trainer.progress.step
         counts = self._final_counts or step < trainer.config.steps
-        if not self._config.patience or not counts or step == self._last_step:
+        if not counts or step == self._last_step:
             return
         self._last_step = step
         value = loss if self._config.metric == "loss" else metrics[self._config.metric]
@@ -83,7 +80,7 @@ class EarlyStopping(Callback):
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
         """Print the best value and where its checkpoint is."""
-        if self._config.patience and self._best is not None:
+        if self._best is not None:
             path = final_path(trainer.directory.checkpoints, self._best_step)
             trainer.console.message(
                 f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "

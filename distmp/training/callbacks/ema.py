@@ -15,31 +15,29 @@ class Ema(Callback):
     """Updates the average after each step; checkpoints contain it as `callbacks/Ema/PARAMETER`.
 
     Args:
-        config: The settings.
+        config: The settings, with a decay above 0.
 
     Attributes:
-        average: The average; None without `ema.decay`.
+        average: The average, from `setup` on.
     """
+
+    average: WeightAverage
 
     def __init__(self, config: EmaConfig) -> None:
         self._config = config
-        self.average: WeightAverage | None = None
 
     def setup(self, trainer: Trainer) -> None:
         """Begin with the present weights, which a checkpoint with an average replaces."""
-        if self._config.decay > 0:
-            self.average = WeightAverage(trainer.engine, self._config)
+        self.average = WeightAverage(trainer.engine, self._config)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by parameter name."""
-        return {} if self.average is None else {**self.average.values}
+        return {**self.average.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a stored average; shards have been loaded in place."""
-        if self.average is not None:
-            self.average.load(state)
+        self.average.load(state)
 
     def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
         """Include the weights of this step, unless it was skipped; the host does not wait."""
-        if self.average is not None:
-            self.average.update()
+        self.average.update()

@@ -32,7 +32,7 @@ class LayerGradNorms(Callback):
     it was skipped has no norms. The host waits in no step.
 
     Args:
-        every: Steps between two measurements; 0: never.
+        every: Steps between two measurements, 1 or more.
     """
 
     def __init__(self, every: int) -> None:
@@ -42,8 +42,7 @@ class LayerGradNorms(Callback):
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Measure when the optimizer begins its step."""
-        if self._every:
-            trainer.engine.optimizer.register_step_pre_hook(lambda *_: self._measure(trainer))
+        trainer.engine.optimizer.register_step_pre_hook(lambda *_: self._measure(trainer))
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         """Note the step."""

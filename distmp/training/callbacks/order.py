@@ -34,18 +34,20 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     passed to the user's callbacks before it is saved, so that a checkpoint contains their changes;
     the average is updated before it is validated; the others run after the last save.
     """
-    ema = Ema(run.config.ema)
+    config = run.config
+    ema = Ema(config.ema) if config.ema.decay > 0 else None
+    every = config.log.grad_norms_every
     return [
         LeaseCheck(run),
         Profiling(run),
         StragglerDetection(run),
         TimeLimit(run),
-        LayerGradNorms(run.config.log.grad_norms_every),
+        *([LayerGradNorms(every)] if every else []),
         StepLogger(run),
         RankConsistency(),
-        ema,
-        Validation(run.config.validation, ema),
-        EarlyStopping(run.config),
+        *([] if ema is None else [ema]),
+        Validation(config.validation, ema),
+        *([EarlyStopping(config)] if config.early_stopping.patience else []),
         *users,
         checkpointing,
         HuggingFaceExport(),

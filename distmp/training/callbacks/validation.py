@@ -22,10 +22,10 @@ class Validation(Callback):
 
     Args:
         settings: The section `validation`.
-        ema: Has the average of the weights, if any, which is evaluated, too.
+        ema: Has the average of the weights, which is evaluated, too; None without one.
     """
 
-    def __init__(self, settings: ValidationConfig, ema: Ema) -> None:
+    def __init__(self, settings: ValidationConfig, ema: Ema | None) -> None:
         self._settings = settings
         self._ema = ema
         found = {name: find_metric(name, path) for name, path in settings.metrics.items()}
@@ -60,7 +60,7 @@ class Validation(Callback):
     def _evaluate_both(self, trainer: Trainer, samples: int | None) -> Evaluation | None:
         """Evaluate the weights, and then their average, whose metrics get a prefix."""
         found = self._evaluate(trainer, samples)
-        if found is None or self._ema.average is None:
+        if found is None or self._ema is None:
             return found
         trainer.checkpointing.writer.release()  # it may be copying the weights
         with self._ema.average.as_weights():

@@ -193,6 +193,10 @@ def test_a_checkpoint_with_other_callbacks_loads_with_one_message(tmp_path: Path
         "anew and has the state of History, which this run does not have (callbacks)"
     )
     assert resumed(**{**other, "steps": 7}) == ""
+    assert resumed(**none, steps=8) == (
+        f"{checkpoints / 'step-000007'}: the checkpoint has the state of Ema, Other, which this "
+        "run does not have (callbacks)"
+    )
 
 
 class Bad(Callback):
