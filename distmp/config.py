@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from distmp.callback_settings import EarlyStoppingConfig, parse_callbacks
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
-from distmp.engine.settings import DivergenceConfig, RankConsistencyConfig
+from distmp.engine.settings import DivergenceConfig, EmaConfig, RankConsistencyConfig
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
 from distmp.models.settings import ModelConfig
@@ -129,6 +130,11 @@ class ValidationConfig:
     final_samples: int | None = None
     """Samples of the final validation; null: all held-out data."""
 
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Metrics besides the loss, by name: `accuracy`, `perplexity` (with the loss next_token), or
+    the import path of a function `metric(outputs, batch)` that returns a sum and its weight; see
+    docs/metrics.md."""
+
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ConfigError("validation.every", self.every, "use 0 or more steps")
@@ -140,7 +146,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The text that the trained model generates at the end, if it is trained on text."""
+    """Texts that the model generates, if its data are text, or tokens with a tokenizer."""
 
     prompt: str = "def "
     """Beginning of the text."""
@@ -151,7 +157,16 @@ class SampleConfig:
     temperature: float = 0.7
     """Divisor of the logits; 0 always takes the most likely token."""
 
+    every: int = 0
+    """Steps between two samples; 0: only at the end."""
+
+    tokenizer: str | None = None
+    """Folder with the tokenizer.json that `data.path` was tokenized with; null: no samples of such
+    data, unless its tokenizer is `bytes`."""
+
     def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ConfigError("sample.every", self.every, "use 0 or more steps")
         if not self.prompt:
             raise ConfigError("sample.prompt", self.prompt, "use at least one character")
         if self.length < 0:
@@ -224,9 +239,9 @@ class RunConfig:
     preflight: Literal["auto", "always", "never"] = field(default="auto", metadata=HARMLESS)
     """Compare and measure the ranks before the first step; auto: if there are several machines."""
 
-    callbacks: tuple[str, ...] = field(default=(), metadata=HARMLESS)
-    """Import paths 'module:callable', each called without arguments to build a
-    `distmp.training.callbacks.Callback`; see docs/callbacks.md."""
+    callbacks: tuple[str | dict[str, Any], ...] = field(default=(), metadata=HARMLESS)
+    """Import paths 'module:callable', or '{name: module:callable, options: {NAME: VALUE}}' for one
+    with arguments; each is called to build a `distmp.training.callbacks.Callback`."""
 
     model: ModelConfig = field(
         default_factory=ModelConfig, metadata=dangerous("the weights belong to another model")
@@ -251,6 +266,13 @@ class RunConfig:
         default_factory=RankConsistencyConfig, metadata={"formerly": "lockstep", **HARMLESS}
     )
     validation: ValidationConfig = field(default_factory=ValidationConfig, metadata=HARMLESS)
+    ema: EmaConfig = field(
+        default_factory=EmaConfig,
+        metadata=consequential("the average of the weights follows this rule from here on"),
+    )
+    early_stopping: EarlyStoppingConfig = field(
+        default_factory=EarlyStoppingConfig, metadata=HARMLESS
+    )
     sample: SampleConfig = field(default_factory=SampleConfig, metadata=HARMLESS)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=HARMLESS)
     log: LogConfig = field(default_factory=LogConfig, metadata=HARMLESS)
@@ -261,6 +283,7 @@ class RunConfig:
         self._check_time()
         self._check_strategy()
         self._check_steps()
+        self._check_metrics()
 
     def _check_run(self) -> None:
         if not 1 <= self.steps <= _MAX_STEPS:
@@ -321,7 +344,7 @@ class RunConfig:
         self.profile.check(self.steps)
 
     def check_names(self) -> None:
-        """Look up the policy, optimizer and schedule, which imports torch.
+        """Look up the policy, metrics, callbacks, optimizer and schedule, which imports torch.
 
         Commands do it after they have read all settings, so that their help and most of their
         errors do not wait for torch.
@@ -329,7 +352,13 @@ class RunConfig:
         Raises:
             ConfigError: If a name is unknown, or an option does not belong to what it names.
         """
+        from distmp.models.metrics import find_metric
+
         self.precision.check_names()
+        for name, path in self.validation.metrics.items():
+            find_metric(name, path)
+        for callback in parse_callbacks(self.callbacks):
+            callback.factory()
         _ = self.optimizer_factory
         build = self.schedule_factory
         # Schedules of torch refuse options when they are built. The first optimizer of a process
@@ -338,6 +367,18 @@ class RunConfig:
             import torch
 
             build(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
+
+    def _check_metrics(self) -> None:
+        parse_callbacks(self.callbacks)
+        metrics = self.validation.metrics
+        if "perplexity" in metrics.values() and self.model.loss != "next_token":
+            raise ConfigError(
+                "validation.metrics",
+                "perplexity",
+                f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
+                "name a function",
+            )
+        self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings only: the factories cannot be pickled and are built again."""

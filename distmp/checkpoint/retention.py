@@ -21,11 +21,13 @@ class Retention:
         max_bytes: Total size in bytes above which checkpoints are removed: first an unhealthy one,
             then the oldest; never the latest healthy one, and none that is kept permanently. None:
             no limit.
+        best: Step of a checkpoint that is kept in addition; None for none.
     """
 
     last: int = 2
     every: int = 0
     max_bytes: int | None = None
+    best: int | None = None
 
     def surplus(self, sizes: Mapping[int, int], unhealthy: Collection[int] = ()) -> list[int]:
         """Return the steps of the checkpoints to remove, in this order.
@@ -36,7 +38,7 @@ class Retention:
         """
         steps = sorted(sizes)
         healthy = [step for step in steps if step not in unhealthy]
-        permanent = self._permanent(healthy)
+        permanent = self._permanent(healthy) | {step for step in steps if step == self.best}
         wanted = {*steps[-1:], *healthy[-self.last :], *permanent}
         removed = [step for step in steps if step not in wanted]
         if self.max_bytes is None:

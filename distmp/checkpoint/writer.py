@@ -15,7 +15,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -81,6 +81,7 @@ class CheckpointWriter:
     Attributes:
         saved_step: Step of the latest complete checkpoint of this run; None if there is none.
         stalled_seconds: Time that training has waited for saves so far, in seconds.
+        best_step: Step of a checkpoint to keep, whatever follows; None for no such checkpoint.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class CheckpointWriter:
         self._overwrite = overwrite
         self.saved_step: int | None = None
         self.stalled_seconds = 0.0
+        self.best_step: int | None = None
         self._failure: str | None = None
         self._stopped = False
         self._pending: _Pending | None = None
@@ -125,7 +127,7 @@ class CheckpointWriter:
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the updates of `optimizer` wait for a pending copy of the state."""
-        optimizer.register_step_pre_hook(lambda *_: self._release())
+        optimizer.register_step_pre_hook(lambda *_: self.release())
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Pin host memory for asynchronous saves of a state like `tensors`, in a thread.
@@ -195,7 +197,7 @@ class CheckpointWriter:
             self._directory,
             step,
             numbers=numbers,
-            keep=self._retention,
+            keep=replace(self._retention, best=self.best_step),
             permit=self._permit,
             finite=held,
             health=health,
@@ -248,6 +250,13 @@ class CheckpointWriter:
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written on this rank."""
         return self._pending is not None and self._pending.thread.is_alive()
+
+    def release(self) -> None:
+        """Wait until the tensors that the pending save copies may change; it may go on writing."""
+        if self._pending is not None:
+            started = time.perf_counter()
+            self._pending.snapshot.release()
+            self.stalled_seconds += time.perf_counter() - started
 
     def finish(self) -> None:
         """Wait for a pending save and report it if it failed.
@@ -324,12 +333,6 @@ class CheckpointWriter:
             pending.snapshot.cancel()  # if it has not even been copied
             pending.seconds = time.perf_counter() - started
 
-    def _release(self) -> None:
-        """Wait until the optimizer may change the tensors that the pending snapshot holds."""
-        if self._pending is not None:
-            started = time.perf_counter()
-            self._pending.snapshot.release()
-            self.stalled_seconds += time.perf_counter() - started
 
     def _join(self, timeout: float | None) -> None:
         pending = self._pending

@@ -36,6 +36,14 @@ def main(argv: list[str]) -> int:
         "transformers (default: own, the names of the model)",
     )
     parser.add_argument(
+        "--ema", action="store_true", help="export the average of the weights (setting ema)"
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="export the checkpoint of the best validation (setting early_stopping)",
+    )
+    parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         default="5GB",
@@ -52,6 +60,8 @@ def main(argv: list[str]) -> int:
         arguments.dtype,
         byte_size("--max-shard-size", arguments.max_shard_size),
         arguments.format,
+        ema=arguments.ema,
+        best=arguments.best,
     )
     sys.stdout.write(f"exported {size:,} elements in {arguments.dtype} to {arguments.to}\n")
     return 0

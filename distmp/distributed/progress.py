@@ -68,12 +68,13 @@ class PhaseTracker:
         self.now = CurrentPhase("setup", 0, time.monotonic(), 0, False, True)
         self.collective = ""
 
-    def enter(self, phase: str, number: int = 0, *, transfers: bool = False) -> None:
-        """Enter a phase; the arguments are fields of `CurrentPhase`."""
+    def enter(
+        self, phase: str, number: int = 0, *, transfers: bool = False, step: int | None = None
+    ) -> None:
+        """Enter a phase; the arguments are fields of `CurrentPhase`, `step` None for the same."""
         before = self.now
-        self._set(
-            CurrentPhase(phase, number, time.monotonic(), before.step, transfers, before.starting)
-        )
+        step = before.step if step is None else step
+        self._set(CurrentPhase(phase, number, time.monotonic(), step, transfers, before.starting))
 
     def begin_step(self, step: int, *, first: bool) -> None:
         """Enter the first phase of a step, loading data."""

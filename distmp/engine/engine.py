@@ -32,6 +32,7 @@ from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_ph
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
+from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
@@ -814,17 +815,40 @@ class Engine:
         Returns:
             The mean over the global weight; NaN if that is 0.
         """
-        with self._calls.call("evaluate"):
+        return self.evaluate_metrics(microbatches, {}).loss
+
+    @torch.no_grad()
+    def evaluate_metrics(
+        self, microbatches: Iterable[Any], metrics: Mapping[str, MetricFunction]
+    ) -> Evaluation:
+        """Return the mean loss and the mean of each metric; every rank has to call it.
+
+        Each microbatch takes one forward pass. One all-reduce sums over ranks, in FP64.
+
+        Args:
+            microbatches: As for `evaluate`. Metrics ignore microbatches of weight 0.
+            metrics: `metric(outputs, batch)` by name, the same on every rank. `outputs` is what the
+                model returned to the loss function, or a tuple if that called it several times. A
+                model that computes its loss itself returns logits. The result is a sum over the
+                microbatch and its weight, like that of a loss.
+
+        Raises:
+            ConfigError: If a metric returns something else, or there is no output.
+        """
+        # Ranks with other metrics would wait for each other in the all-reduce.
+        with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
             check_evaluated(microbatches)
-            total = torch.zeros(2, dtype=torch.float64, device=self.device)
-            with _evaluation_mode(self.module), product_switches(self.policy):
+            sums = MetricSums(metrics, self.device)
+            with (
+                _evaluation_mode(self.module),
+                product_switches(self.policy),
+                recorded_outputs(self.module, active=bool(metrics)) as outputs,
+            ):
                 for batch in current_phase.each(VALIDATION, microbatches):
-                    loss_sum, weight = self._forward(batch)
-                    total += torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])
-            if self.world.group is not None:
-                dist.all_reduce(total, group=self.world.group)
-            loss, weight = total.tolist()
-            return float(loss / weight) if weight else float("nan")
+                    batch = moved(batch, self.device)
+                    sums.add(batch, *self._forward(batch), outputs)
+                    outputs.clear()
+            return sums.result(self.world.group)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:
         """Gather values per sample from all ranks, for a metric; every rank has to call it.
@@ -864,6 +888,30 @@ class Engine:
         optimizer they are of type `FlatShard`.
         """
         return self._state.tensors(self.nominal_weight)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights that the optimizer steps: live tensors by parameter name.
+
+        They are those of `state_dict`. Call `publish_weights` after changing them.
+        """
+        return self._state.weights()
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradients that the optimizer reads, sharded as `weights`, by parameter name.
+
+        None for a parameter that was not used. Valid inside a step pre-hook of the optimizer; they
+        may still be multiplied by the loss scale.
+        """
+        return self._state.gradients()
+
+    def publish_weights(self) -> None:
+        """Update the parameters in the compute dtype from `weights`; every rank has to call it."""
+        self._strategy.copy_master_to_model()
+
+    @property
+    def step_counts(self) -> Tensor:
+        """Updates applied, steps skipped, and steps skipped since the last update: int64 [3]."""
+        return self._counts
 
     def updated_by_optimizer(self) -> set[str]:
         """Return the names in `state_dict` of tensors that only an optimizer update changes."""

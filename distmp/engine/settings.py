@@ -91,3 +91,25 @@ class RankConsistencyConfig:
             raise ConfigError(
                 "rank_consistency.on_difference", self.on_difference, "use stop or repair"
             )
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """An exponential moving average (EMA) of the weights, in FP32."""
+
+    decay: float = 0.0
+    """Share of the average that an update keeps, such as 0.999; 0: no average. After each applied
+    step, average = decay * average + (1 - decay) * weights. Takes 4 bytes per parameter, sharded as
+    the weights are."""
+
+    warmup: bool = False
+    """Use min(decay, (1 + n) / (10 + n)) in update n, so that the average of a short run forgets
+    the initial weights."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ConfigError(
+                "ema.decay", self.decay, "use a number from 0 to below 1, such as 0.999"
+            )
+        if self.warmup and self.decay == 0:
+            raise ConfigError("ema.warmup", True, "has no effect without ema.decay")

@@ -87,10 +87,7 @@ class EngineState:
 
     def tensors(self, nominal_weight: float | None) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
-        state = {
-            f"model/{name}": self._strategy.as_stored(name, tensor.detach())
-            for name, tensor in self._strategy.optimizer_parameters()
-        }
+        state = {f"model/{name}": tensor for name, tensor in self.weights().items()}
         for name, value in self._strategy.frozen_and_buffers().items():
             state[f"model/{name}"] = value.detach()
         for name, value in named_state(self._optimizer, self._names).items():
@@ -109,6 +106,20 @@ class EngineState:
         state["engine/counts"] = self._counts
         state["engine/nominal_weight"] = torch.tensor(nominal_weight or 0.0, dtype=torch.float64)
         return state
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the live tensors that the optimizer steps, by parameter name."""
+        return {
+            name: self._strategy.as_stored(name, tensor.detach())
+            for name, tensor in self._strategy.optimizer_parameters()
+        }
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradients of `weights`, by parameter name."""
+        return {
+            name: None if tensor.grad is None else self._strategy.as_stored(name, tensor.grad)
+            for name, tensor in self._strategy.optimizer_parameters()
+        }
 
     def updated_by_optimizer(self) -> set[str]:
         """Return the names of tensors that only an update of the optimizer changes."""

@@ -9,15 +9,18 @@ load in plain torch (`safetensors.torch.load_file`, `model.load_state_dict`), as
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from distmp.checkpoint import store
+from distmp.checkpoint.layout import final_path
+from distmp.checkpoint.manifest import check_number
 from distmp.errors import ConfigError, nearest
 from distmp.export.files import MAX_SHARD_SIZE, Weights, write
-from distmp.export.sources import CheckpointWeights, LlamaWeights
+from distmp.export.sources import CheckpointWeights, LlamaWeights, has_average
 from distmp.models import llama
 from distmp.models.architecture import TRANSFORMER, is_hugging_face
 from distmp.models.transformer import TransformerConfig
@@ -26,6 +29,8 @@ from distmp.utils.dtypes import dtype_name
 
 Layout = Literal["own", "transformers"]
 
+logger = logging.getLogger("distmp")
+
 
 def export(
     source: str | Path,
@@ -33,6 +38,9 @@ def export(
     dtype: str = "fp32",
     max_shard_size: int = MAX_SHARD_SIZE,
     layout: Layout = "own",
+    *,
+    ema: bool = False,
+    best: bool = False,
 ) -> int:
     """Write the weights in a checkpoint as safetensors, in one process and tensor by tensor.
 
@@ -48,12 +56,16 @@ def export(
         layout: "own": the names of the model's `state_dict`. "transformers": names and config.json
             of transformers' Llama or Qwen3, for distmp's transformer; a Hugging Face model keeps
             its names.
+        ema: Export the average of the weights (setting `ema`). Frozen weights and buffers have no
+            average and are those of the model.
+        best: Of a run with early stopping, export the checkpoint of the best validation.
 
     Returns:
         Number of exported elements.
 
     Raises:
-        ConfigError: If there is no checkpoint, the folder is not empty, or `dtype` is unknown.
+        ConfigError: If there is no checkpoint, no best one or no average in it, the folder is not
+            empty, or `dtype` is unknown.
         CheckpointError: If the checkpoint cannot be read, or a weight is out of range of `dtype`.
     """
     if dtype not in DTYPE_WORDS:
@@ -62,7 +74,10 @@ def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--to", str(folder), "exists already; name a new folder")
     checkpoint = _find(source)
-    weights = CheckpointWeights(checkpoint, DTYPE_WORDS[dtype])
+    if best:
+        checkpoint = _best(checkpoint)
+    _check_average(checkpoint, ema=ema)
+    weights = CheckpointWeights(checkpoint, DTYPE_WORDS[dtype], ema=ema)
     described = checkpoint.numbers.get("model")
     written: Weights = weights
     if layout == "transformers":
@@ -84,6 +99,32 @@ def _as_llama(
     values = {key: value for key, value in described.items() if key != "model_type"}
     config = TransformerConfig(**values)
     return llama.describe(config, dtype_name(dtype)), LlamaWeights(weights, config)
+
+
+def _best(checkpoint: store.StoredCheckpoint) -> store.StoredCheckpoint:
+    """Return the best checkpoint of the run that wrote `checkpoint`, verified."""
+    states = checkpoint.numbers.get("callbacks", {})
+    step = states.get("EarlyStopping", {}).get("best_step") if isinstance(states, dict) else None
+    if not step:
+        raise ConfigError(
+            "--best", str(checkpoint), "has no best validation; train with early_stopping.patience"
+        )
+    path = final_path(checkpoint.path.parent, check_number("its best step", step))
+    found = store.resolve(str(path), path.parent, setting="--best")
+    assert found is not None
+    return found
+
+
+def _check_average(checkpoint: store.StoredCheckpoint, *, ema: bool) -> None:
+    if ema and not has_average(checkpoint):
+        raise ConfigError(
+            "--ema", str(checkpoint), "contains no average of the weights; train with ema.decay"
+        )
+    if not ema and has_average(checkpoint):
+        logger.warning(
+            "%s also contains an average of the weights, which --ema exports in their place",
+            checkpoint,
+        )
 
 
 def _find(source: str | Path) -> store.StoredCheckpoint:

@@ -16,6 +16,9 @@ from distmp.models import llama
 from distmp.models.transformer import TransformerConfig
 from distmp.utils.flat_shard import gathered, global_shape
 
+# Where the callback `Ema` of a run saves the average of each trained weight.
+AVERAGE_PREFIX = "callbacks/Ema/"
+
 logger = logging.getLogger("distmp")
 
 
@@ -25,19 +28,24 @@ class CheckpointWeights:
     Args:
         checkpoint: A checkpoint of any strategy and world size.
         dtype: Dtype of all floating-point tensors of up to 32 bits; others keep theirs.
+        ema: Whether trained weights are those of the average (setting `ema`).
 
     Attributes:
         specs: Shape and dtype of each tensor, as tensors on the meta device.
     """
 
-    def __init__(self, checkpoint: store.StoredCheckpoint, dtype: torch.dtype) -> None:
-        self.specs = {
-            name.removeprefix(PREFIX): torch.empty(
-                shape, dtype=dtype if _is_converted(stored) else stored, device="meta"
-            )
-            for name, (shape, stored) in checkpoint.tensors.items()
-            if name.startswith(PREFIX)
-        }
+    def __init__(
+        self, checkpoint: store.StoredCheckpoint, dtype: torch.dtype, *, ema: bool = False
+    ) -> None:
+        # The name in the checkpoint of each tensor.
+        self._stored = _names_below(PREFIX, checkpoint)
+        if ema:
+            self._stored |= _names_below(AVERAGE_PREFIX, checkpoint)
+        self.specs = {}
+        for name, stored_name in self._stored.items():
+            shape, stored = checkpoint.tensors[stored_name]
+            kept = dtype if _is_converted(stored) else stored
+            self.specs[name] = torch.empty(shape, dtype=kept, device="meta")
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._nan: list[str] = []
@@ -49,7 +57,7 @@ class CheckpointWeights:
             CheckpointError: If they cannot be read, or a finite weight is infinite in the dtype.
         """
         tensors = {name: torch.empty_like(self.specs[name], device="cpu") for name in names}
-        self._checkpoint.load({f"{PREFIX}{name}": tensor for name, tensor in tensors.items()})
+        self._checkpoint.load({self._stored[name]: tensor for name, tensor in tensors.items()})
         # Buffers may hold infinite values on purpose, such as a mask.
         self._nan += [
             name
@@ -109,6 +117,17 @@ class EngineWeights:
             if self._keep:
                 tensors[name] = full.detach().to("cpu")
         return tensors
+
+
+def has_average(checkpoint: store.StoredCheckpoint) -> bool:
+    """Return whether a checkpoint contains an average of the weights."""
+    return bool(_names_below(AVERAGE_PREFIX, checkpoint))
+
+
+def _names_below(prefix: str, checkpoint: store.StoredCheckpoint) -> dict[str, str]:
+    """Return the names in a checkpoint that begin with a prefix, by the rest of the name."""
+    names = (name for name in checkpoint.tensors if name.startswith(prefix))
+    return {name.removeprefix(prefix): name for name in names}
 
 
 class LlamaWeights:

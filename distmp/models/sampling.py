@@ -39,7 +39,7 @@ def generate(
         ValueError: If the output of the model is NaN.
     """
     tokens = prompt
-    was_training = model.training
+    training = [part for part in model.modules() if part.training]
     model.eval()
     try:
         for _ in range(count):
@@ -47,7 +47,8 @@ def generate(
             token = _choose(logits.float().cpu(), temperature, generator)
             tokens = torch.cat((tokens, token.to(tokens.device)))
     finally:
-        model.train(was_training)
+        for part in training:  # parts that were in evaluation mode before stay so
+            part.training = True
     return tokens
 
 

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from distmp.models.transformer import TransformerConfig
 
 
+PERPLEXITY = "perplexity"
+"""The metric that is derived from the loss."""
+
+EMA_PREFIX = "ema_"
+"""Beginning of the names of metrics that are computed with the average of the weights."""
+
+
 class Size(NamedTuple):
     """Dimensions of a transformer; see `ModelConfig`."""
 

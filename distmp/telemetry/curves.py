@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord
 from distmp.telemetry.thinning import smoothed, thinned
 from distmp.utils.files import replacing
@@ -21,9 +22,10 @@ _BLUE, _SKY, _VERMILION, _GREEN = "#0072B2", "#56B4E9", "#D55E00", "#009E73"
 
 
 def draw_curves(records: Sequence[StepRecord], path: str | os.PathLike[str]) -> bool:
-    """Draw four panels over a shared step axis into a PNG, which is replaced atomically.
+    """Draw panels over a shared step axis into a PNG, which is replaced atomically.
 
-    Non-finite values leave gaps. Does not change matplotlib's global state and opens no window.
+    There are four panels, and one for each metric on held-out data. Non-finite values leave gaps.
+    Does not change matplotlib's global state and opens no window.
 
     Args:
         records: Steps in ascending order.
@@ -40,14 +42,19 @@ def draw_curves(records: Sequence[StepRecord], path: str | os.PathLike[str]) -> 
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator
 
+    metrics = _metric_names(records)
     figure = Figure(
-        figsize=(10, 11), dpi=110, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
+        figsize=(10, 11 + 2 * len(metrics)),
+        dpi=110,
+        layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08),
     )
     canvas = FigureCanvasAgg(figure)
-    loss, learning_rate, norm, scale = figure.subplots(
-        4, 1, sharex=True, height_ratios=[3, 1, 2, 2]
+    loss, *panels, learning_rate, norm, scale = figure.subplots(
+        4 + len(metrics), 1, sharex=True, height_ratios=[3, *[2] * len(metrics), 1, 2, 2]
     )
     _draw_loss(loss, records)
+    for axes, metric in zip(panels, metrics, strict=True):
+        _draw_metric(axes, records, metric)
     _draw_learning_rate(learning_rate, records)
     _draw_norm(norm, records)
     _draw_scale(scale, records)
@@ -72,6 +79,22 @@ def _draw_loss(axes: Any, records: Sequence[StepRecord]) -> None:
     if _spans_decades(losses):
         _logarithmic_axis(axes, losses)
     _finish(axes, "Loss", "mean loss")
+
+
+def _metric_names(records: Sequence[StepRecord]) -> list[str]:
+    """Return the names of the metrics, without those of the average of the weights."""
+    names = [name for record in records for name in record.validation_metrics or {}]
+    return [*dict.fromkeys(name.removeprefix(EMA_PREFIX) for name in names)]
+
+
+def _draw_metric(axes: Any, records: Sequence[StepRecord], metric: str) -> None:
+    for name, color in ((metric, _VERMILION), (f"{EMA_PREFIX}{metric}", _GREEN)):
+        measured = [r for r in records if name in (r.validation_metrics or {})]
+        if measured:
+            values = _values([(r.validation_metrics or {})[name] for r in measured])
+            style = {"color": color, "marker": "o", "markersize": 4, "linewidth": 1}
+            axes.plot(_steps(measured), values, **style, label=name)
+    _finish(axes, f"Held-out {metric}", metric)
 
 
 def _draw_learning_rate(axes: Any, records: Sequence[StepRecord]) -> None:

@@ -57,6 +57,8 @@ def _notes(record: StepRecord) -> list[Field]:
     notes = []
     if record.validation_loss is not None:
         notes.append(Field(f"validation loss {_loss(record.validation_loss)}", 9))
+    for name, value in (record.validation_metrics or {}).items():
+        notes.append(Field(f"{name} {_loss(value)}", 9))
     if record.skipped:
         notes.append(Field("this step skipped", 10))
     return notes

@@ -62,6 +62,9 @@ class StepRecord:
             after a rollback its cause and origin (`rolled_back`).
         rank_seconds: Own time of each rank in seconds, if ranks were compared after this step; NaN
             for a rank that was not measured.
+        validation_metrics: Metrics of the validation after this step, by name; None without one.
+        layer_grad_norms: Norm of the gradient of each layer before clipping, by name, if it was
+            measured.
     """
 
     step: int
@@ -82,6 +85,8 @@ class StepRecord:
     overflow: dict[str, Any] | None = None
     divergence: dict[str, Any] | None = None
     rank_seconds: list[float] | None = None
+    validation_metrics: dict[str, float] | None = None
+    layer_grad_norms: dict[str, float] | None = None
 
 
 class RecordWriter:
@@ -260,6 +265,11 @@ def _optional_mapping(value: Any) -> dict[str, Any] | None:
     return value
 
 
+def _optional_numbers(value: Any) -> dict[str, float] | None:
+    mapping = _optional_mapping(value)
+    return None if mapping is None else {name: float(item) for name, item in mapping.items()}
+
+
 def _optional_floats(value: Any) -> list[float] | None:
     if not isinstance(value, (list, type(None))):
         raise TypeError(f"{value!r} is not a list")
@@ -272,6 +282,7 @@ _CONVERTER_OF_TYPE: dict[str, Callable[[Any], Any]] = {
     "bool": _boolean,
     "float | None": _optional_float,
     "dict[str, Any] | None": _optional_mapping,
+    "dict[str, float] | None": _optional_numbers,
     "list[float] | None": _optional_floats,
 }
 _CONVERTERS = {

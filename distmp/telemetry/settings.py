@@ -15,8 +15,8 @@ class LogConfig:
     """Output of the first rank during training.
 
     Raises:
-        ConfigError: If `every` is below 1, `ranks_every` below 0, `console` is not one of its
-            choices, or a tracker does not exist.
+        ConfigError: If `every` is below 1, `ranks_every` or `grad_norms_every` below 0, `console`
+            is not one of its choices, or a tracker does not exist.
     """
 
     every: int = 10
@@ -32,6 +32,10 @@ class LogConfig:
     ranks_every: int = 50
     """Steps between two comparisons of the ranks' step times without waiting. A comparison reports
     slow ranks; 0 disables it."""
+
+    grad_norms_every: int = 0
+    """Steps between two measurements of the gradient norm of each layer, before clipping, for the
+    records and trackers; 0 disables them."""
 
     curves: bool = True
     """Plot loss, learning rate, gradient norm and loss scale to a PNG file."""
@@ -51,8 +55,9 @@ class LogConfig:
             raise ConfigError(
                 "log.every", self.every, "use 1 or more; `log.console: off` prints nothing"
             )
-        if self.ranks_every < 0:
-            raise ConfigError("log.ranks_every", self.ranks_every, "use 0 or more steps")
+        for name in ("ranks_every", "grad_norms_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"log.{name}", getattr(self, name), "use 0 or more steps")
         if self.console not in get_args(ConsoleMode):
             raise ConfigError(
                 "log.console", self.console, nearest(str(self.console), get_args(ConsoleMode))

@@ -132,9 +132,16 @@ def find(name: str) -> type[GeneralTracker]:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted."""
+    """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted.
+
+    A metric has the name `validation_NAME`, the norm of a layer `layer_grad_norms/NAME`.
+    """
     values = dataclasses.asdict(record)
     del values["step"]
+    for name, value in (record.validation_metrics or {}).items():
+        values[f"validation_{name}"] = value
+    for name, value in (record.layer_grad_norms or {}).items():
+        values[f"layer_grad_norms/{name}"] = value
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in values.items()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
@@ -98,7 +99,7 @@ def _build_run(
     restarts: Restarts,
     choice: DirectoryChoice | None,
 ) -> Run:
-    callbacks = world.ranks.all_or_none(lambda: load_callbacks(config.callbacks))
+    callbacks = world.ranks.all_or_none(lambda: load_callbacks(parse_callbacks(config.callbacks)))
     components = world.ranks.all_or_none(lambda: prepare(config, world))
     checkpoint = _find_checkpoint(config, world, restarts, choice)
     if checkpoint is not None:

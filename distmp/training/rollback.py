@@ -76,6 +76,7 @@ def _restore(trainer: Trainer, checkpoint: store.StoredCheckpoint) -> Progress:
     guard = trainer.engine.divergence
     statistics = {name: value.clone() for name, value in guard.state_dict().items()}
     progress = trainer.world.ranks.all_or_none(lambda: restore(trainer.engine, checkpoint))
+    trainer.restore_callbacks(checkpoint)
     guard.load_state_dict(statistics)
     return progress
 

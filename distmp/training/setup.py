@@ -288,7 +288,7 @@ def stored_progress(checkpoint: store.StoredCheckpoint) -> Progress:
     """
     numbers = checkpoint.numbers
     try:
-        for name in ("configuration", "data", "ranks", "versions"):
+        for name in ("configuration", "data", "ranks", "versions", "callbacks"):
             if not isinstance(numbers.get(name, {}), dict):
                 raise CheckpointError(f"{name} is a {type(numbers[name]).__name__}")
         found = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from types import TracebackType
 
 import torch
 
+from distmp.checkpoint.store import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
@@ -20,8 +21,10 @@ from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry import Console, StepTimer
 from distmp.training import rollback
 from distmp.training.build import build_run
+from distmp.training.callback_state import CallbackStates
 from distmp.training.callbacks import Callback, PendingStep, StepResult
 from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.callbacks.loading import check_hooks
 from distmp.training.callbacks.order import in_order
 from distmp.training.restarts import Restarts
 from distmp.training.setup import training_batches
@@ -79,21 +82,30 @@ class Trainer:
         self.timer = StepTimer()
         self.checkpointing = Checkpointing(run)
         self._users_callbacks = [*run.callbacks, *callbacks]
+        run.world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))
         self.callbacks = in_order(run, self.checkpointing, self._users_callbacks)
+        self.states = CallbackStates(self.callbacks, quiet=world.rank != 0)
+        self._checkpoint = run.checkpoint
         self.pending: PendingStep | None = None
         self.rollback_from: StepResult | None = None
         self._stop = StopSignals()
         self._stopping = False
         self._unfinished = False
+        # Why the run ends before its last step, with all of its work done.
+        self._finished_early: str | None = None
 
     def run(self, stop: StopSignals) -> bool:
         """Train until the last step or a request to stop; return whether all steps are done."""
         with self.active(stop):
             self.train()
-            finished = self.progress.step >= self.config.steps and not self._unfinished
+            finished = self._is_finished()
             for callback in self._each("on_train_end"):
                 callback.on_train_end(self, finished=finished)
-            if not finished:
+            if finished and self._finished_early is not None:
+                self.console.message(
+                    f"finished after step {self.progress.step}: {self._finished_early}"
+                )
+            elif not finished:
                 self.console.message(
                     f"stopped after step {self.progress.step} ({self._why_stopped()}); "
                     "continue with --resume auto"
@@ -119,12 +131,32 @@ class Trainer:
             )
             for callback in reversed(users_last):
                 exits.push(self._exit_of(callback))
+            self._set_up_callbacks()
             for callback in self._each("on_train_begin"):
                 callback.on_train_begin(self)
             yield
 
+    def _set_up_callbacks(self) -> None:
+        for callback in self._each("setup"):
+            callback.setup(self)
+        self.world.ranks.all_or_none(self.states.check)
+        if self._checkpoint is not None:
+            self.restore_callbacks(self._checkpoint)
+            self._checkpoint = None
+
+    def restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
+        """Load the states of callbacks. Collective over all ranks."""
+        message = self.world.ranks.all_or_none(lambda: self.states.restore(checkpoint))
+        if message is not None:
+            self.console.message(message)
+
     def _exit_of(self, callback: Callback) -> _Exit:
-        return lambda _kind, error, _traceback: callback.on_exit(self, error)
+        def leave(_kind: object, error: BaseException | None, _traceback: object) -> None:
+            if callback in self._users_callbacks:
+                self._enter_hook("on_exit", callback)
+            callback.on_exit(self, error)
+
+        return leave
 
     def train(self) -> None:
         """Run the remaining steps, or until any rank is asked to stop."""
@@ -165,7 +197,7 @@ class Trainer:
 
     def _begin_step(self, *, first: bool) -> None:
         step = self.progress.step + 1
-        for callback in self._each("on_step_begin"):
+        for callback in self._each("on_step_begin", step):
             callback.on_step_begin(self, step)
         current_phase.begin_step(step, first=first)
         self._seed_step()
@@ -184,7 +216,14 @@ class Trainer:
             overflow = self.engine.explain(step.outcome)
         spike = action_for(numbers, self.config.divergence)
         result = StepResult(
-            step.step, step.samples, numbers, step.seconds, overflow, spike, step.validation_loss
+            step.step,
+            step.samples,
+            numbers,
+            step.seconds,
+            overflow,
+            spike,
+            step.validation_loss,
+            step.validation_metrics,
         )
         for callback in self._each("on_step_end"):
             callback.on_step_end(self, result)
@@ -207,17 +246,20 @@ class Trainer:
         self.pending = None
         done = rollback.roll_back(self, result)
         self.rollback_from = None
+        if self._finished_early is not None:  # after a step that was taken back
+            self._stopping, self._finished_early = False, None
         for callback in self._each("on_rollback"):
             callback.on_rollback(self, done)
         limit = self.config.divergence.max_rollbacks
         self.console.message(rollback.message(done, self.progress, limit))
 
-    def report_validation(self, loss: float) -> None:
-        """Pass the loss on held-out data to the record of the step and to all callbacks."""
+    def report_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
+        """Pass loss and metrics on held-out data to the record of the step and to all callbacks."""
         if self.pending is not None:
             self.pending.validation_loss = loss
+            self.pending.validation_metrics = metrics
         for callback in self._each("on_validation"):
-            callback.on_validation(self, loss)
+            callback.on_validation(self, loss, metrics)
 
     def report_save(self, step: int, seconds: float) -> None:
         """Report a complete checkpoint to all callbacks."""
@@ -232,6 +274,18 @@ class Trainer:
     def stop_unfinished(self) -> None:
         """Stop after this step as unfinished: the run has to be resumed. Call it on every rank."""
         self._stopping = self._unfinished = True
+
+    def finish_early(self, reason: str) -> None:
+        """End the run after this step as finished, with exit code 0. Call it on every rank.
+
+        Args:
+            reason: Completes "finished after step N: ...".
+        """
+        self._stopping, self._finished_early = True, reason
+
+    def _is_finished(self) -> bool:
+        all_done = self.progress.step >= self.config.steps or self._finished_early is not None
+        return all_done and not self._unfinished
 
     def _stop_reason(self) -> str | None:
         if is_orphan():
@@ -263,9 +317,17 @@ class Trainer:
         digest = hashlib.sha256(key.encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
 
-    def _each(self, hook: str) -> Iterator[Callback]:
-        """Yield the callbacks in order; if one of the user's hangs, the report names it."""
+    def _each(self, hook: str, step: int | None = None) -> Iterator[Callback]:
+        """Yield the callbacks in order; if one of the user's hangs, the report names it.
+
+        Args:
+            hook: Name of the hook.
+            step: The step that the report names; None for that of the current phase.
+        """
         for callback in self.callbacks:
             if callback in self._users_callbacks:
-                current_phase.enter(f"{hook} of callback {type(callback).__name__}")
+                self._enter_hook(hook, callback, step)
             yield callback
+
+    def _enter_hook(self, hook: str, callback: Callback, step: int | None = None) -> None:
+        current_phase.enter(f"{hook} of callback {type(callback).__name__}", step=step)

@@ -60,6 +60,10 @@ def full(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: gathered(value).detach().clone() for name, value in values.items()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
 def test_weights_are_the_fp32_ones(kind: str, tmp_path: Path) -> None:
@@ -83,35 +87,34 @@ def test_weights_are_the_fp32_ones(kind: str, tmp_path: Path) -> None:
 def test_the_average_is_that_of_the_full_weights(kind: str, tmp_path: Path) -> None:
     found = run_example("An average of the weights", tmp_path, **KINDS[kind])
     engine, average = found["engine"], found["average"]
-    expected = full(average.values)
+    expected = whole(average.values)
     for seed in range(3):
         torch.manual_seed(seed)
         engine.step([torch.randn(16, 8)])
         average.update()
         for name, value in full(engine.state_dict()).items():
             expected[name].lerp_(value, 0.1)
-    result, weights = full(average.values), full(engine.state_dict())
+    result, weights = whole(average.values), full(engine.state_dict())
     for name, value in expected.items():
         torch.testing.assert_close(result[name], value, rtol=1e-6, atol=1e-7)
         assert not torch.equal(value, weights[name])
-    average.swap()
-    module = engine.model.state_dict(keep_vars=True)
-    assert all(
-        torch.equal(gathered(module[name].detach()).float(), value.to(module[name].dtype).float())
-        for name, value in result.items()
-    )
-    average.swap()
+    with average.as_weights():
+        module = engine.model.state_dict(keep_vars=True)
+        assert all(
+            torch.equal(gathered(module[n].detach()).float(), value.to(module[n].dtype).float())
+            for n, value in result.items()
+        )
     assert all(torch.equal(value, weights[n]) for n, value in full(engine.state_dict()).items())
     written = load_file(tmp_path / "runs/weights/average/model.safetensors")
     assert written.keys() == weights.keys()
     assert written["weight"].dtype == torch.float32
-    saved = {name.replace("model/", "average/"): value for name, value in average.values.items()}
+    saved = {f"average/{name}": value for name, value in average.values.items()}
     store.save(tmp_path / "checkpoints", 1, saved, {}, keep=1)
     for value in average.values.values():
         value.zero_()
     (path,) = [*(tmp_path / "checkpoints").glob("*1*")]
     store.StoredCheckpoint(path).load(saved)
-    assert all(torch.equal(value, result[name]) for name, value in full(average.values).items())
+    assert all(torch.equal(value, result[name]) for name, value in whole(average.values).items())
 
 
 def test_adapters_load_in_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

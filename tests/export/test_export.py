@@ -187,12 +187,40 @@ def test_a_run_its_export_and_a_run_from_there(
     assert main([*arguments, *more]) == 0
 
 
+def test_an_average_is_exported_on_demand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = {
+        "model/weight": torch.tensor([1.0, 2.0]),
+        "model/frozen": torch.tensor([3.0]),
+        "callbacks/Ema/weight": torch.tensor([0.5, 0.25]),
+        "callbacks/Other/weight": torch.tensor([7.0, 7.0]),
+    }
+    path = checkpoint(tmp_path / "run", tensors)
+    export(path, tmp_path / "weights")
+    assert "also contains an average of the weights, which --ema exports" in caplog.text
+    caplog.clear()
+    export(path, tmp_path / "average", "bf16", ema=True)
+    assert "also contains" not in caplog.text
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    assert {name: value.tolist() for name, value in weights.items()} == {
+        "weight": [1.0, 2.0],
+        "frozen": [3.0],
+    }
+    average = load_file(tmp_path / "average" / "model.safetensors")
+    assert {name: value.tolist() for name, value in average.items()} == {
+        "weight": [0.5, 0.25],
+        "frozen": [3.0],
+    }
+    assert average["weight"].dtype == torch.bfloat16
+
+
 REFUSED = {
     "no such checkpoint": (["nowhere", "--to", "new"], "checkpoint = 'nowhere': "),
     "no checkpoint in it": (["empty", "--to", "new"], "contains none"),
     "a folder that is there": (["run", "--to", "run"], "--to = 'run': exists already"),
     "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
     "no folder": (["run"], "--to"),
+    "no average": (["run", "--to", "new", "--ema"], "contains no average of the weights"),
+    "no best one": (["run", "--to", "new", "--best"], "has no best validation"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "no such size": (["run", "--to", "new", "--max-shard-size", "5"], "KB, MB, GB or TB"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),

@@ -49,6 +49,14 @@ _CASES = {
 }
 
 
+def test_a_metric_has_a_panel(tmp_path: Path) -> None:
+    values = {"accuracy": 0.5, "ema_accuracy": math.nan, "ema_loss": 2.0}
+    records = [record(s, validation_metrics=values if s % 5 == 0 else None) for s in range(1, 21)]
+    assert draw_curves(records, tmp_path / "curves.png")
+    height, width, _ = _picture(tmp_path / "curves.png").shape
+    assert (width, height) == (1100, 1210 + 2 * 220)
+
+
 @pytest.mark.parametrize("case", _CASES)
 def test_draws(tmp_path: Path, case: str) -> None:
     path = tmp_path / "curves.png"

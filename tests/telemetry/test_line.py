@@ -19,8 +19,10 @@ def test_all_fields() -> None:
 
 def test_notes_come_last_so_that_columns_stay() -> None:
     plain = progress_line(record(7), 100, 60.0)
-    noted = progress_line(record(7, skipped=True, validation_loss=2.5), 100, 60.0)
-    assert noted == plain + "  validation loss 2.5000  this step skipped"
+    metrics = {"accuracy": 0.75}
+    validated = record(7, skipped=True, validation_loss=2.5, validation_metrics=metrics)
+    noted = progress_line(validated, 100, 60.0)
+    assert noted == plain + "  validation loss 2.5000  accuracy 0.7500  this step skipped"
 
 
 _SOME = st.sampled_from([0.0, 1e-7, 0.5, 9.99, 123.456, 999.9, 1e5, 1e38, math.inf, math.nan])

@@ -28,6 +28,7 @@ _STRATEGY_OF_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "bool": st.booleans(),
     "float | None": st.none() | st.floats(),
     "list[float] | None": st.none() | st.lists(st.floats(), max_size=3),
+    "dict[str, float] | None": st.none() | st.dictionaries(st.text(), st.floats(), max_size=3),
     "dict[str, Any] | None": st.none() | st.dictionaries(st.text(), _JSON, max_size=3),
 }
 _RECORDS = st.builds(

@@ -88,7 +88,8 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     warnings: list[str] = []
     loggers = start([NAME], tmp_path, warnings)
     loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
-    loggers.write(record(step=2, validation_loss=1.5))
+    more = {"validation_metrics": {"accuracy": 0.75}, "layer_grad_norms": {"blocks.0": 2.5}}
+    loggers.write(record(step=2, validation_loss=1.5, **more))
     loggers.close()
     project, _, configuration, first, second, finished = calls(tmp_path)
     assert project == ["project", "test"]
@@ -98,6 +99,9 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     assert first[1]["loss"] == 2.3456
     assert {"step", "overflow", "validation_loss"}.isdisjoint(first[1])
     assert (second[0], second[1]["validation_loss"]) == (2, 1.5)
+    assert second[1]["validation_accuracy"] == 0.75
+    assert second[1]["layer_grad_norms/blocks.0"] == 2.5
+    assert {"validation_metrics", "layer_grad_norms"}.isdisjoint(second[1])
     assert finished == ["finished"]
     assert warnings == []
 

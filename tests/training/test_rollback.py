@@ -20,7 +20,7 @@ from distmp.errors import TrainingError
 from distmp.telemetry import Console, StepRecord, read_records
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
-from tests.reference import assert_same_bits, snapshot, trained
+from tests.reference import assert_same_bits, gathered, snapshot, trained
 
 BATCH = 8
 SAMPLES = 160
@@ -120,10 +120,13 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
     rank = World.current("cpu").rank
     for strategy in ("ddp", "fsdp"):
         folder, other = tmp_path / strategy, tmp_path / f"{strategy}-other"
-        arguments = (*ROLLBACK, f"--strategy={strategy}")
+        arguments = (f"--strategy={strategy}", "--ema.decay=0.8")
         # Step 9 is bad. The last checkpoint before it is of step 6: steps 7 to 9 are skipped.
-        found = run(folder, *arguments, poisoned=[samples_of(9)[5]])
-        clean = never_saw(other, 6, 9 * BATCH, f"--strategy={strategy}")
+        found = run(folder, *ROLLBACK, *arguments, poisoned=[samples_of(9)[5]])
+        clean = never_saw(other, 6, 9 * BATCH, *arguments)
+        averages = [gathered(trainer.states.tensors()) for trainer in (found, clean)]
+        assert_same_bits(*averages)
+        assert "callbacks/Ema/0.weight" in averages[0]
         assert_same_bits(trained(snapshot(found.engine)), trained(snapshot(clean.engine)))
         assert (found.progress.step, found.progress.samples) == (14, 17 * BATCH)
         assert found.progress.rollbacks == 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from distmp.commands.report.run import Run
+from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord
 from distmp.telemetry.thinning import smoothed, thinned
 
@@ -30,6 +31,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     """
     return [
         _chart("Loss", "", runs, lambda r: r.loss, smooth=True, extra=_validation),
+        *_metrics(runs),
         _chart("Learning rate", "", runs, lambda r: r.learning_rate),
         _chart("Gradient norm before clipping", "", runs, _norm, logarithm=10, smooth=True),
         _chart("Loss scale", "", runs, lambda r: r.loss_scale, logarithm=2, extra=_skipped),
@@ -69,6 +71,26 @@ def _validation(run: Run) -> list[Chart]:
         return []
     line = _line("validation", validated, lambda r: r.validation_loss or 0.0)
     return [line | {"kind": "dots"}]
+
+
+def _metrics(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield a chart of each metric on held-out data; that of the average is in the same chart."""
+    found = [name for run in runs for r in run.records for name in r.validation_metrics or {}]
+    for metric in dict.fromkeys(name.removeprefix(EMA_PREFIX) for name in found):
+        series: list[Chart] = []
+        for index, run in enumerate(runs):
+            for name in (metric, f"{EMA_PREFIX}{metric}"):
+                records = [r for r in run.records if name in (r.validation_metrics or {})]
+                if records:
+                    label = name if len(runs) == 1 else f"{run.name}, {name}"
+                    line = _line(label, records, _of_metric(name))
+                    series.append(line | {"kind": "dots", "run": index})
+        title = f"Held-out {metric}"
+        yield {"title": title, "unit": "", "logarithm": 0, "series": series}
+
+
+def _of_metric(name: str) -> Value:
+    return lambda record: (record.validation_metrics or {})[name]
 
 
 def _skipped(run: Run) -> list[Chart]:

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distmp.errors import ConfigError
+from distmp.models.tokenizers import DEFINITION, load_tokenizer
 
 BYTES = "bytes"
-
-_DEFINITION = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,10 @@ def load_encoder(tokenizer: str, end_of_text: str | None) -> Encoder:
     if tokenizer == BYTES:
         return _byte_encoder(end_of_text)
     folder = Path(tokenizer).expanduser()
-    if not (folder / _DEFINITION).is_file():
-        problem = f"has no {_DEFINITION}; name a folder that has one, or {BYTES!r}"
+    if not (folder / DEFINITION).is_file():
+        problem = f"has no {DEFINITION}; name a folder that has one, or {BYTES!r}"
         raise ConfigError("--tokenizer", tokenizer, problem)
-    loaded = _load(folder)
+    loaded = load_tokenizer("--tokenizer", folder)
     name = end_of_text if end_of_text is not None else loaded.eos_token
     if name is None:
         problem = "the tokenizer has no end-of-sequence token; name the token that ends a document"
@@ -105,19 +104,3 @@ def _byte_encoder(end_of_text: str | None) -> Encoder:
         problem = f"with --tokenizer {BYTES} a document ends with {END_OF_FILE}; remove this option"
         raise ConfigError("--end-of-text", end_of_text, problem)
     return Encoder(BYTES, None, VOCABULARY_SIZE, END_OF_FILE)
-
-
-def _load(folder: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        problem = "needs transformers; install the extra `hf`: pip install 'distmp[hf]'"
-        raise ConfigError("--tokenizer", str(folder), problem) from error
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        # Libraries of tokenizers raise any type.
-        problem = f"transformers cannot load it: {error}"
-        raise ConfigError("--tokenizer", str(folder), problem) from error

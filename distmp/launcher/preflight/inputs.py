@@ -69,6 +69,8 @@ def _packages(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _packages(item)
+    elif isinstance(value, dict):
+        yield from _packages([*value.values()])
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:

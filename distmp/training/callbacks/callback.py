@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.diagnosis.attribution import OverflowReport
@@ -23,6 +24,7 @@ class PendingStep:
         outcome: The numbers of the step. Reading them makes the host wait for the device.
         seconds: Time since the previous step was launched, without pauses.
         validation_loss: Mean loss on held-out data after this step; None if it was not validated.
+        validation_metrics: Metrics on held-out data after this step, by name.
     """
 
     step: int
@@ -30,6 +32,7 @@ class PendingStep:
     outcome: StepOutcome
     seconds: float
     validation_loss: float | None = None
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,7 +47,10 @@ class StepResult:
         overflow: Why the step was skipped, if a gradient was not finite and attribution is on.
         spike: The action for a loss or norm that is out of bounds; None without one.
         validation_loss: Mean loss on held-out data after this step; None if it was not validated.
+        validation_metrics: Metrics on held-out data after this step, by name.
         rank_seconds: Compute seconds per step of each rank; None in steps without a comparison.
+        layer_grad_norms: Norm of the gradient of each layer by name, before clipping; None in steps
+            without a measurement.
     """
 
     step: int
@@ -54,7 +60,9 @@ class StepResult:
     overflow: OverflowReport | None = None
     spike: SpikeAction | None = None
     validation_loss: float | None = None
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: list[float] | None = None
+    layer_grad_norms: dict[str, float] | None = None
 
     @property
     def rolls_back(self) -> bool:
@@ -90,6 +98,10 @@ class Callback:
     Each hook receives the trainer; its public attributes are `config`, `world`, `engine`,
     `progress`, `directory`, `console` and `timer`.
 
+    Hooks at the start: `setup`; then `load_state_dict`, if a checkpoint with the state of this
+    callback is loaded; then `on_train_begin`. A rollback calls `load_state_dict`, then
+    `on_rollback`.
+
     Ranks: every hook is called on every rank, in the same step and in the same order, except for
     `stop_reason`, `on_save` and `on_exit`. A hook may call collectives if it does so on every rank.
     To do something on one rank only, check `trainer.world.rank`.
@@ -102,6 +114,32 @@ class Callback:
     Errors: an exception ends the run on all ranks, with the traceback of the rank that raised it
     first. Raise a `distmp.errors.DistmpError` on every rank for a plain message without traceback.
     """
+
+    def setup(self, trainer: Trainer) -> None:
+        """Called once, before everything else: create tensors that `state_dict` returns here.
+
+        The engine has the weights of the checkpoint, if any.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores of this callback, by key.
+
+        Values are tensors, or what JSON keeps: numbers, text, None, lists, and dictionaries with
+        text as keys. Plain tensors and all other values have to be the same on every rank.
+        `DTensor`s and `FlatShard`s are stored by all ranks together, and load at another number of
+        ranks; return them from `setup` on. Called on every rank, without collectives.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state that `state_dict` has returned.
+
+        Not called if the checkpoint has no state of this callback.
+
+        Args:
+            state: The values by key. Sharded tensors are those that `state_dict` returns, already
+                with the stored values; other tensors are new ones.
+        """
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Called once, before the first step. The checkpoint, if any, has been loaded."""
@@ -137,12 +175,14 @@ class Callback:
             result: The numbers of the step.
         """
 
-    def on_validation(self, trainer: Trainer, loss: float) -> None:
+    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
         """Called after a validation.
 
         Args:
             trainer: The trainer. `trainer.progress.step` is the step that was validated.
             loss: Mean loss on held-out data, the same on every rank.
+            metrics: Values of `validation.metrics` by name, the same on every rank. Those of the
+                average of the weights, if there is one, have the prefix `ema_`.
         """
 
     def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:

@@ -52,6 +52,8 @@ class Checkpointing(Callback):
             self.writer.resumed(run.progress.step, saved=saved)
         self._trainer: Trainer | None = None
         self._is_prepared = False
+        # The step after which a save was asked for.
+        self._requested: int | None = None
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Start the writer; save once where a rollback may need a checkpoint."""
@@ -63,9 +65,10 @@ class Checkpointing(Callback):
     def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
         """Save if it is due; the last step is saved at the end."""
         if not self._is_prepared and _saves_later(trainer, step.step):
-            self.writer.prepare(trainer.engine.state_dict())
+            self.writer.prepare(_tensors(trainer))
         self._is_prepared = True
-        if step.step == trainer.config.steps or not self.writer.is_due(step.step):
+        due = self.writer.is_due(step.step) or self._requested == step.step
+        if step.step == trainer.config.steps or not due:
             return
         # The step is read first: a skipped step can be replayed only before the weights change, and
         # a step that causes a rollback is not saved.
@@ -96,6 +99,17 @@ class Checkpointing(Callback):
         current_phase.enter(SAVING, transfers=True)
         self.writer.save(*_state(trainer), wait=True)
 
+    def keep(self, step: int, *, save: bool = False) -> None:
+        """Keep the checkpoint of a step until another one is named. Call it on every rank.
+
+        Args:
+            step: The step; 0 for none.
+            save: Whether to save after this step, if no save is due then.
+        """
+        self.writer.best_step = step or None
+        if save:
+            self._requested = step
+
     def advice(self, trainer: Trainer) -> str:
         """Return which checkpoint a run that cannot continue goes back to. Collective."""
         self.writer.finish()
@@ -123,8 +137,17 @@ def _saves_later(trainer: Trainer, step: int) -> bool:
 def _state(trainer: Trainer) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], Health]:
     """Return the arguments of `CheckpointWriter.save`."""
     step, tensors, held, health = StateToSave.of(trainer.engine)
-    numbers = {**dataclasses.asdict(trainer.progress), **trainer.fingerprint}
+    tensors |= trainer.states.tensors()
+    numbers = {
+        **dataclasses.asdict(trainer.progress),
+        **trainer.fingerprint,
+        **trainer.states.numbers(),
+    }
     return step, tensors, numbers, held, health
+
+
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    return trainer.engine.state_dict() | trainer.states.tensors()
 
 
 def _last_healthy(directory: store.Location) -> str:

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 
+from distmp.callback_settings import CallbackSetting
 from distmp.errors import ConfigError
 from distmp.training.callbacks.callback import Callback
-from distmp.utils.imports import load_object
 
 
-def load_callbacks(paths: Sequence[str]) -> list[Callback]:
-    """Call what each import path names, without arguments, and return the callbacks.
-
-    Args:
-        paths: The setting `callbacks`: `package.module:callable`.
+def load_callbacks(entries: Sequence[CallbackSetting]) -> list[Callback]:
+    """Build the callbacks of the setting `callbacks`.
 
     Raises:
-        ConfigError: If a path names nothing that returns a `Callback`.
+        ConfigError: If an entry does not return a `Callback`.
     """
-    return [_load(path) for path in paths]
+    return [_load(entry) for entry in entries]
 
 
-def _load(path: str) -> Callback:
-    factory = load_object("callbacks", path)
-    if not callable(factory):
-        raise ConfigError(
-            "callbacks", path, f"is a {type(factory).__name__}; name a class or a function"
-        )
-    callback = factory()
+def check_hooks(callbacks: Iterable[Callback]) -> None:
+    """Refuse hooks that do not take the arguments that they are called with.
+
+    Raises:
+        ConfigError: Naming the first one, such as a hook of an earlier version.
+    """
+    for callback in callbacks:
+        for name, function in vars(Callback).items():
+            hook = getattr(callback, name)
+            if name.startswith("_") or getattr(hook, "__func__", None) is function:
+                continue
+            expected = inspect.signature(function)
+            parameters = [*expected.parameters.values()][1:]
+            keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+            try:
+                inspect.signature(hook).bind(
+                    *parameters[: len(parameters) - len(keywords)], **keywords
+                )
+            except TypeError:
+                listed = ", ".join(parameter.name for parameter in parameters)
+                raise ConfigError(
+                    "callbacks",
+                    type(callback).__name__,
+                    f"its {name} has other parameters; define {name}(self, {listed})",
+                ) from None
+
+
+def _load(entry: CallbackSetting) -> Callback:
+    callback = entry.factory()(**entry.options)
     if not isinstance(callback, Callback):
         raise ConfigError(
             "callbacks",
-            path,
+            entry.path,
             f"returned a {type(callback).__name__}; return a distmp.training.callbacks.Callback",
         )
     return callback

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.curves import Curves
+from distmp.training.callbacks.early_stopping import EarlyStopping
+from distmp.training.callbacks.ema import Ema
 from distmp.training.callbacks.hugging_face import HuggingFaceExport
+from distmp.training.callbacks.layer_grad_norms import LayerGradNorms
 from distmp.training.callbacks.lease_check import LeaseCheck
 from distmp.training.callbacks.profiling import Profiling
 from distmp.training.callbacks.rank_consistency import RankConsistency
@@ -29,19 +32,25 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     anything else happens at the end; `StepLogger` needs what `StragglerDetection` adds to a result,
     and writes a record before a callback of the user can fail; a step is compared, validated and
     passed to the user's callbacks before it is saved, so that a checkpoint contains their changes;
-    the others run after the last save.
+    the average is updated before it is validated; the others run after the last save.
     """
+    config = run.config
+    ema = Ema(config.ema) if config.ema.decay > 0 else None
+    every = config.log.grad_norms_every
     return [
         LeaseCheck(run),
         Profiling(run),
         StragglerDetection(run),
         TimeLimit(run),
+        *([LayerGradNorms(every)] if every else []),
         StepLogger(run),
         RankConsistency(),
-        Validation(),
+        *([] if ema is None else [ema]),
+        Validation(config.validation, ema),
+        *([EarlyStopping(config)] if config.early_stopping.patience else []),
         *users,
         checkpointing,
         HuggingFaceExport(),
-        TextSample(),
+        TextSample(run),
         Curves(),
     ]

@@ -1,55 +1,124 @@
-"""Prints a text that the trained model generates."""
+"""Prints texts that the model generates, every `sample.every` steps and at the end."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
-from distmp.data.text import decode, encode
+from distmp.data import text
+from distmp.data.token_metadata import TokenMetadata, metadata_of
 from distmp.distributed.progress import current_phase
+from distmp.errors import ConfigError
 from distmp.models.sampling import generate
-from distmp.training.callbacks.callback import Callback
+from distmp.models.tokenizers import DEFINITION, load_tokenizer, sha256
+from distmp.training.callbacks.callback import Callback, PendingStep
 
 if TYPE_CHECKING:
+    from distmp.config import RunConfig
+    from distmp.training.build import Run
     from distmp.training.trainer import Trainer
 
 
 class TextSample(Callback):
-    """Generates a sample at the end of a run, where samples are text."""
+    """Generates samples where tokens are text.
+
+    Args:
+        run: The run.
+
+    Raises:
+        SetupError: On every rank, if `sample.tokenizer` cannot be used.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._every = run.config.sample.every
+        self._codec = run.world.ranks.all_or_none(lambda: _find_codec(run.config))
+
+    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+        """Print a sample if it is due; the last step has one at the end."""
+        if self._every and step.step % self._every == 0 and step.step < trainer.config.steps:
+            with trainer.timer.paused():
+                self._print(trainer, f" after step {step.step}")
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
-        """Print the sample of the section `sample`."""
-        if not finished:
+        """Print a sample of the finished model."""
+        if finished:
+            self._print(trainer, "")
+
+    def _print(self, trainer: Trainer, when: str) -> None:
+        config = trainer.config
+        if self._codec is None:
             return
         current_phase.enter("generating a sample")
         try:
-            text = _generate_text(trainer)
+            # Every rank generates the same text: the forward of a sharded model needs all ranks.
+            tokens = generate(
+                trainer.engine.module,
+                self._codec.encode(config.sample.prompt).to(trainer.world.device),
+                count=config.sample.length,
+                sequence_length=config.data.sequence_length,
+                temperature=config.sample.temperature,
+                generator=torch.Generator().manual_seed(config.seed),
+            )
         except ValueError as error:
-            trainer.console.message(f"no sample of generated text: {error}")
+            trainer.console.message(f"no sample of generated text{when}: {error}")
             return
-        if text is not None:
-            trainer.console.message(f"sample of generated text:\n{text}")
+        generated = self._codec.decode(tokens)
+        trainer.console.message(f"sample of generated text{when}:\n{generated}")
 
 
-def _generate_text(trainer: Trainer) -> str | None:
-    """Return a generated text, or None if the model does not generate text.
+class _Codec(NamedTuple):
+    """Converts text to token ids, int64 [length], and back."""
+
+    encode: Callable[[str], Tensor]
+    decode: Callable[[Tensor], str]
+
+
+_BYTES = _Codec(text.encode, text.decode)
+
+
+def _find_codec(config: RunConfig) -> _Codec | None:
+    """Return how the tokens of a run become text; None without a sample.
 
     Raises:
-        ValueError: If the output of the model is NaN.
+        ConfigError: If `sample.tokenizer` is not that of the data, or cannot be used.
     """
-    config = trainer.config
+    folder = config.sample.tokenizer
+    if config.data.source == "text" and folder is not None:
+        raise ConfigError(
+            "sample.tokenizer", folder, "data.source = 'text' has bytes as tokens; remove it"
+        )
     # The loss `next_token` requires that the model turns token ids into logits.
-    writes_text = config.data.source == "text" and config.model.loss == "next_token"
-    if not writes_text or config.sample.length == 0:
+    if config.sample.length == 0 or config.model.loss != "next_token":
         return None
-    # Every rank generates the same text: the forward of a sharded model needs all ranks.
-    tokens = generate(
-        trainer.engine.module,
-        encode(config.sample.prompt).to(trainer.world.device),
-        count=config.sample.length,
-        sequence_length=config.data.sequence_length,
-        temperature=config.sample.temperature,
-        generator=torch.Generator().manual_seed(config.seed),
+    if config.data.source == "text":
+        return _BYTES
+    data = None
+    if config.data.source == "tokens":
+        data = metadata_of(Path(config.data.path or "").expanduser())
+    if folder is None and data is not None and data.tokenizer == "bytes":
+        return _BYTES
+    return None if folder is None else _codec_of(folder, config.sample.prompt, data)
+
+
+def _codec_of(folder: str, prompt: str, data: TokenMetadata | None) -> _Codec:
+    """Return the codec of a tokenizer, after checking that the data was made with it."""
+    path = Path(folder).expanduser()
+    if not (path / DEFINITION).is_file():
+        raise ConfigError("sample.tokenizer", folder, f"has no {DEFINITION}; name its folder")
+    tokenizer = load_tokenizer("sample.tokenizer", path)
+    if data is not None and data.tokenizer_sha256 != sha256(tokenizer):
+        raise ConfigError(
+            "sample.tokenizer",
+            folder,
+            f"is not the tokenizer of data.path, which is {data.tokenizer!r}; name its folder",
+        )
+    if not tokenizer.encode(prompt, add_special_tokens=False):
+        raise ConfigError("sample.prompt", prompt, f"has no tokens in {folder}; write other text")
+    return _Codec(
+        lambda prompt: torch.tensor(tokenizer.encode(prompt, add_special_tokens=False)),
+        lambda tokens: str(tokenizer.decode(tokens.tolist())),
     )
-    return decode(tokens)

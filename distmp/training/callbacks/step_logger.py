@@ -11,7 +11,7 @@ from distmp.training.callbacks.callback import Callback, Rollback, StepResult
 from distmp.utils import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from distmp.training.build import Run
     from distmp.training.trainer import Trainer
@@ -41,10 +41,10 @@ class StepLogger(Callback):
         for message in _messages(result):
             trainer.console.message(message)
 
-    def on_validation(self, trainer: Trainer, loss: float) -> None:
-        """Add the loss to the record of a step that was written before this run began."""
+    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
+        """Add the numbers to the record of a step that was written before this run began."""
         if trainer.pending is None:
-            self._log.add_validation(trainer.progress.step, loss)
+            self._log.add_validation(trainer.progress.step, loss, metrics)
 
     def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
         """Drop the records of later steps; the next record notes the rollback."""
@@ -94,9 +94,11 @@ def _record(result: StepResult, memory_bytes: int, divergence: dict[str, Any] | 
         step_seconds=result.seconds,
         memory_bytes=memory_bytes,
         validation_loss=result.validation_loss,
+        validation_metrics=dict(result.validation_metrics) or None,
         overflow=None if result.overflow is None else result.overflow.to_record(),
         divergence=divergence,
         rank_seconds=result.rank_seconds,
+        layer_grad_norms=result.layer_grad_norms,
     )
 
 

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
+from distmp.engine.evaluation import Evaluation
+from distmp.models.metrics import find_metric
+from distmp.models.settings import EMA_PREFIX, PERPLEXITY
 from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.training.callbacks.ema import Ema
 
 if TYPE_CHECKING:
+    from distmp.config import ValidationConfig
     from distmp.training.trainer import Trainer
 
 
 class Validation(Callback):
-    """Computes the mean loss on held-out data; the record of the step contains it."""
+    """Computes loss and metrics on held-out data; the record of the step contains them.
+
+    Args:
+        settings: The section `validation`.
+        ema: Has the average of the weights, which is evaluated, too; None without one.
+    """
+
+    def __init__(self, settings: ValidationConfig, ema: Ema | None) -> None:
+        self._settings = settings
+        self._ema = ema
+        found = {name: find_metric(name, path) for name, path in settings.metrics.items()}
+        self._metrics = {name: metric for name, metric in found.items() if metric is not None}
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Repeat the last validation of a run that has no steps left: it may have been stopped."""
@@ -22,43 +39,74 @@ class Validation(Callback):
 
     def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
         """Validate if it is due."""
-        every, last = trainer.config.validation.every, step.step == trainer.config.steps
+        every, last = self._settings.every, step.step == trainer.config.steps
         if last or (every > 0 and step.step % every == 0):
             self._validate(trainer, last=last)
 
     def _validate(self, trainer: Trainer, *, last: bool) -> None:
-        settings = trainer.config.validation
+        settings = self._settings
         with trainer.timer.paused():
-            loss = _mean_loss(trainer, settings.final_samples if last else settings.samples)
-        if loss is None:
+            found = self._evaluate_both(
+                trainer, settings.final_samples if last else settings.samples
+            )
+        if found is None:
             return
         if last:
             unit = "byte" if trainer.config.data.source == "text" else "unit of weight"
-            trainer.console.message(f"held-out loss {loss:.4f} nats per {unit}")
-        trainer.report_validation(loss)
+            trainer.console.message(f"held-out loss {found.loss:.4f} nats per {unit}")
+            for name, value in found.metrics.items():
+                trainer.console.message(f"held-out {name} {value:.4f}")
+        trainer.report_validation(found.loss, found.metrics)
+
+    def _evaluate_both(self, trainer: Trainer, samples: int | None) -> Evaluation | None:
+        """Evaluate the weights, and then their average, whose metrics get a prefix."""
+        found = self._evaluate(trainer, samples)
+        if found is None or self._ema is None:
+            return found
+        trainer.checkpointing.writer.release()  # it may be copying the weights
+        with self._ema.average.as_weights():
+            averaged = self._evaluate(trainer, samples)
+        if averaged is None:
+            return None
+        metrics = {"loss": averaged.loss, **averaged.metrics}
+        prefixed = {f"{EMA_PREFIX}{name}": value for name, value in metrics.items()}
+        return Evaluation(found.loss, {**found.metrics, **prefixed})
+
+    def _evaluate(self, trainer: Trainer, samples: int | None) -> Evaluation | None:
+        """Evaluate the first `samples` held-out samples, or all of them.
+
+        None if there is no held-out data, or if a rank was asked to stop.
+        """
+        dataset = trainer.components.datasets.validation
+        if dataset is None:
+            return None
+        batches = until_stop_requested(
+            evaluation_batches(
+                dataset,
+                samples=samples,
+                microbatch_size=trainer.config.batch.microbatch_size,
+                rank=trainer.world.rank,
+                world_size=trainer.world.world_size,
+            ),
+            trainer.is_asked_to_stop,
+            trainer.world.group,
+        )
+        found = trainer.engine.evaluate_metrics(batches, self._metrics)
+        if batches.ended_early:
+            trainer.stop_unfinished()
+            return None
+        return Evaluation(found.loss, self._with_perplexity(found))
+
+    def _with_perplexity(self, found: Evaluation) -> dict[str, float]:
+        """Return all metrics in the order of the settings."""
+        return {
+            name: _perplexity(found.loss) if path == PERPLEXITY else found.metrics[name]
+            for name, path in self._settings.metrics.items()
+        }
 
 
-def _mean_loss(trainer: Trainer, samples: int | None) -> float | None:
-    """Return the mean loss on the first `samples` held-out samples, or on all of them.
-
-    None if there is no held-out data, or if a rank was asked to stop.
-    """
-    dataset = trainer.components.datasets.validation
-    if dataset is None:
-        return None
-    batches = until_stop_requested(
-        evaluation_batches(
-            dataset,
-            samples=samples,
-            microbatch_size=trainer.config.batch.microbatch_size,
-            rank=trainer.world.rank,
-            world_size=trainer.world.world_size,
-        ),
-        trainer.is_asked_to_stop,
-        trainer.world.group,
-    )
-    loss = trainer.engine.evaluate(batches)
-    if batches.ended_early:
-        trainer.stop_unfinished()
-        return None
-    return loss
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -72,7 +72,8 @@ def report(*arguments: Path | str) -> Page:
 def test_charts_agree_with_the_records(tmp_path: Path) -> None:
     records = [record(s, loss=3 - s / 100, tokens_per_second=s * 10.0) for s in range(1, 41)]
     records[19] = skipped(20, diagnosis="too high", advice="wait")
-    records[29] = record(30, validation_loss=2.5, loss=math.nan)
+    metrics = {"accuracy": 0.5, "ema_accuracy": 0.75}
+    records[29] = record(30, validation_loss=2.5, loss=math.nan, validation_metrics=metrics)
     charts = report(write_run(tmp_path / "run", records)).charts()
 
     line, dots = charts["Loss"]["series"]
@@ -80,6 +81,10 @@ def test_charts_agree_with_the_records(tmp_path: Path) -> None:
     for one, drawn in zip(records, line["y"], strict=True):
         assert drawn is None if math.isnan(one.loss) else drawn == pytest.approx(one.loss, 1e-5)
     assert (dots["kind"], dots["x"], dots["y"]) == ("dots", [30], [2.5])
+    drawn = [
+        (line["label"], line["x"], line["y"]) for line in charts["Held-out accuracy"]["series"]
+    ]
+    assert drawn == [("accuracy", [30], [0.5]), ("ema_accuracy", [30], [0.75])]
     scale, marks = charts["Loss scale"]["series"]
     assert set(scale["y"]) == {65536}
     assert (marks["kind"], marks["x"], marks["label"]) == ("marks", [20], "1 skipped")

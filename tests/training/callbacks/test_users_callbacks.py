@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distmp.callback_settings import parse_callbacks
 from distmp.config import load
 from distmp.data.order import sample_indices
 from distmp.distributed.progress import current_phase
@@ -288,7 +289,7 @@ def nothing() -> None:
 )
 def test_a_path_that_leads_to_no_callback_is_one_message(path: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_callbacks([f"{__name__}:recorder", path])
+        load_callbacks(parse_callbacks([f"{__name__}:recorder", path]))
     assert str(caught.value) == f"callbacks = {path!r}: {problem}"
 
 

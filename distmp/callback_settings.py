@@ -1,0 +1,165 @@
+"""Settings of callbacks: those that users name, and early stopping."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from distmp.errors import ConfigError, nearest
+from distmp.models.settings import EMA_PREFIX
+from distmp.utils.imports import load_object
+
+_NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME: VALUE}}"
+# Metrics whose best value is the smallest one.
+_MINIMIZED = ("loss", "perplexity")
+
+
+class CallbackSetting(NamedTuple):
+    """An entry of the setting `callbacks`.
+
+    Attributes:
+        path: Import path of a class or function that returns a callback.
+        options: Its keyword arguments.
+    """
+
+    path: str
+    options: dict[str, Any]
+
+    def factory(self) -> Any:
+        """Import and return the class or function.
+
+        Raises:
+            ConfigError: If it does not exist, is a class that is no callback, or does not take the
+                options.
+        """
+        found = load_object("callbacks", self.path)
+        if not callable(found):
+            raise ConfigError(
+                "callbacks", self.path, f"is a {type(found).__name__}; name a class or a function"
+            )
+        # By name: the class belongs to a higher layer.
+        if inspect.isclass(found) and "Callback" not in {base.__name__ for base in found.__mro__}:
+            raise ConfigError(
+                "callbacks",
+                self.path,
+                "is not a distmp.training.callbacks.Callback; inherit from it",
+            )
+        try:
+            inspect.signature(found).bind(**self.options)
+        except TypeError as error:
+            raise ConfigError(
+                "callbacks",
+                self.path,
+                f"cannot be called with the options {self.options} ({error}); {_NOTATION}",
+            ) from None
+        except ValueError:  # a callable in C has no signature
+            pass
+        return found
+
+
+def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[CallbackSetting]:
+    """Return the entries of the setting `callbacks` as paths with options.
+
+    Raises:
+        ConfigError: If a section has other names than `name` and `options`, or values of other
+            types.
+    """
+    return [
+        CallbackSetting(entry, {})
+        if isinstance(entry, str)
+        else _parse(f"callbacks[{index}]", entry)
+        for index, entry in enumerate(entries)
+    ]
+
+
+def _parse(setting: str, entry: dict[str, Any]) -> CallbackSetting:
+    for name in entry:
+        if name not in ("name", "options"):
+            raise ConfigError(f"{setting}.{name}", entry[name], f"unknown setting; {_NOTATION}")
+    path, options = entry.get("name"), entry.get("options") or {}
+    if not isinstance(path, str):
+        raise ConfigError(f"{setting}.name", path, f"must be an import path; {_NOTATION}")
+    if not isinstance(options, dict):
+        raise ConfigError(f"{setting}.options", options, "must be a section of 'name: value' lines")
+    return CallbackSetting(path, options)
+
+
+@dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """When a run ends because a metric on held-out data no longer improves.
+
+    The checkpoint of the best validation is kept until the end.
+    """
+
+    patience: int = 0
+    """End the run after this many validations in a row without improvement; 0: never, and the
+    checkpoint of the best validation is not kept."""
+
+    metric: str = "loss"
+    """loss, or a name in validation.metrics; with the prefix ema_ computed with the average of the
+    weights."""
+
+    min_delta: float = 0.0
+    """Smallest difference to the best value that counts as an improvement."""
+
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether a smaller or a larger value is better. auto: min for loss and perplexity, max for the
+    metric `accuracy`; others need min or max."""
+
+    def __post_init__(self) -> None:
+        if self.patience < 0:
+            raise ConfigError("early_stopping.patience", self.patience, "use 0 or more validations")
+        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
+            raise ConfigError(
+                "early_stopping.min_delta", self.min_delta, "use a number of 0 or more"
+            )
+        if self.mode not in ("auto", "min", "max"):
+            raise ConfigError("early_stopping.mode", self.mode, "use auto, min or max")
+
+    @property
+    def maximizes(self) -> bool:
+        """Whether a larger value of the metric is better.
+
+        Raises:
+            ConfigError: If `mode` is auto and the metric is not known.
+        """
+        name = self.metric.removeprefix(EMA_PREFIX)
+        if self.mode != "auto":
+            return self.mode == "max"
+        if name in _MINIMIZED:
+            return False
+        if name == "accuracy":
+            return True
+        raise ConfigError(
+            "early_stopping.mode",
+            "auto",
+            f"does not know the metric {self.metric!r}; set min or max",
+        )
+
+    def check(self, metrics: Sequence[str], *, every: int, ema: bool) -> None:
+        """Refuse settings under which a run would never stop early.
+
+        Args:
+            metrics: Names in `validation.metrics`.
+            every: Setting `validation.every`.
+            ema: Whether the run has an average of its weights.
+
+        Raises:
+            ConfigError: If there is no such metric, or no validation during training.
+        """
+        if self.patience == 0:
+            return
+        if every == 0:
+            raise ConfigError(
+                "early_stopping.patience",
+                self.patience,
+                "needs validations during training; set validation.every",
+            )
+        known = ["loss", *metrics]
+        known += [f"{EMA_PREFIX}{name}" for name in known] if ema else []
+        if self.metric not in known:
+            raise ConfigError("early_stopping.metric", self.metric, nearest(self.metric, known))
+        _ = self.maximizes

@@ -1,0 +1,114 @@
+"""Exponential moving average (EMA) of the weights, sharded as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from distmp.engine.engine import Engine
+from distmp.engine.settings import EmaConfig
+from distmp.utils.dtensor import local_values
+from distmp.utils.flat_shard import FlatShard
+
+
+class WeightAverage:
+    """The average of the trained weights of an engine. Each rank averages what it holds.
+
+    The average begins with the weights that the engine has when it is built. Skipped steps do not
+    count. Frozen parameters and buffers are not averaged.
+
+    Args:
+        engine: The engine.
+        config: Decay and warmup.
+
+    Attributes:
+        values: The average by parameter name, FP32, with the sharding of `engine.weights()`.
+    """
+
+    def __init__(self, engine: Engine, config: EmaConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self.values = {name: _copy(tensor) for name, tensor in engine.weights().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Include the weights after the last step, unless it was skipped. The host does not wait.
+
+        Call it once after each `Engine.step`.
+        """
+        share = self._share()
+        for name, weights in self._engine.weights().items():
+            if name not in self.values:  # unfrozen during training
+                self.values[name] = _copy(weights)
+            average = local(self.values[name])
+            average.lerp_(local(weights).to(average.dtype), share.to(average.device))
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Continue from stored values with the sharding of `values`, by parameter name.
+
+        Parameters that are missing keep their average.
+        """
+        for name in self.values.keys() & values.keys():
+            if values[name] is not self.values[name]:
+                local(self.values[name]).copy_(local(values[name]))
+
+    @contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """Let the engine evaluate the average; afterwards its weights are the same bits as before.
+
+        Average and weights are exchanged tensor by tensor. Every rank has to use it; do not take
+        steps inside. After an exception the engine keeps the average as its weights.
+        """
+        kept: dict[str, Tensor] = {}
+        self._exchange(kept)
+        # Not in `finally`: ranks exchange together, and after an error others may not come.
+        yield
+        self._exchange(kept)
+
+    def _share(self) -> Tensor:
+        """Return the share of the weights in this update, FP32 0-dim; 0 after a skipped step."""
+        applied, _, skipped_in_a_row = self._engine.step_counts.to(torch.float64).unbind()
+        share = torch.full_like(applied, 1 - self._config.decay)
+        if self._config.warmup:
+            share = share.maximum(9 / (10 + applied))
+        return torch.where(skipped_in_a_row == 0, share, 0.0).float()
+
+    @torch.no_grad()
+    def _exchange(self, kept: dict[str, Tensor]) -> None:
+        """Exchange average and weights.
+
+        Args:
+            kept: Weights in 16 bits, which cannot hold the average, while they are replaced.
+        """
+        for name, weights in self._engine.weights().items():
+            live, average = local(weights), local(self.values[name])
+            before = live.clone()
+            if name in kept:
+                live.copy_(kept.pop(name))
+                continue
+            live.copy_(average)
+            if live.dtype == average.dtype:
+                average.copy_(before)
+            else:
+                kept[name] = before
+        self._engine.publish_weights()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds, as a plain tensor of the same memory."""
+    if isinstance(tensor, FlatShard):
+        return tensor.as_subclass(Tensor)
+    return local_values(tensor)
+
+
+@torch.no_grad()
+def _copy(tensor: Tensor) -> Tensor:
+    """Return an FP32 copy with the same sharding."""
+    if isinstance(tensor, FlatShard):
+        values = local(tensor).to(torch.float32, copy=True)
+        return FlatShard.of(values, tensor.global_shape, tensor.start)
+    return tensor.detach().to(torch.float32, copy=True)

@@ -1,0 +1,131 @@
+"""Loss and metrics of an evaluation, from one forward pass per microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+
+# metric(outputs, batch) -> (sum, weight)
+MetricFunction = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
+
+
+class Evaluation(NamedTuple):
+    """The result of an evaluation, the same on every rank.
+
+    Attributes:
+        loss: Mean loss over the global weight; NaN if that is 0.
+        metrics: Mean of each metric over its global weight, by name; NaN if that is 0.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+
+
+class MetricSums:
+    """Sums loss and metrics of microbatches on the device, in FP64.
+
+    Args:
+        metrics: The functions, by name.
+        device: The device.
+    """
+
+    def __init__(self, metrics: Mapping[str, MetricFunction], device: torch.device) -> None:
+        self._metrics = dict(metrics)
+        self._total = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
+
+    def add(self, batch: Any, loss_sum: Tensor, weight: Tensor, outputs: list[Any]) -> None:
+        """Add a microbatch. If its loss has no weight, its metrics do not count, either.
+
+        Args:
+            batch: The microbatch on the device.
+            loss_sum: Sum of its losses, 0-dim.
+            weight: Weight of the loss, 0-dim.
+            outputs: What the model returned in each of its calls.
+        """
+        rows = [torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])]
+        for name, metric in self._metrics.items():
+            rows.append(self._row(name, metric(_output(outputs), batch)))
+        values = torch.stack(rows)
+        # A microbatch that only keeps ranks in step repeats samples, which must not count twice.
+        values[1:] = torch.where(weight == 0, 0.0, values[1:])
+        self._total += values
+
+    def result(self, group: dist.ProcessGroup | None) -> Evaluation:
+        """Return the means over all ranks, in one all-reduce; the host waits."""
+        if group is not None:
+            dist.all_reduce(self._total, group=group)
+        loss, *metrics = (
+            total / weight if weight else float("nan") for total, weight in self._total.tolist()
+        )
+        return Evaluation(loss, dict(zip(self._metrics, metrics, strict=True)))
+
+    def _row(self, name: str, result: Any) -> Tensor:
+        """Return the sum and the weight of a metric as FP64 [2]."""
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if is_pair and all(_is_number(value) for value in result):
+            values = [torch.as_tensor(value).detach().to(self._total) for value in result]
+            return torch.stack([value.reshape(()) for value in values])
+        raise ConfigError(
+            f"validation.metrics.{name}",
+            type(result).__name__,
+            "return a tuple of a sum over the microbatch and its weight, each a number or a tensor "
+            "with one element",
+        )
+
+
+@contextmanager
+def recorded_outputs(module: nn.Module, *, active: bool) -> Iterator[list[Any]]:
+    """Record what calls of a module return; models that compute their loss return logits.
+
+    Args:
+        module: The module that the loss function calls.
+        active: False records nothing and changes nothing.
+    """
+    outputs: list[Any] = []
+    if not active:
+        yield outputs
+        return
+
+    def record(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        outputs.append(output)
+
+    # Such a model returns the loss sum in place of logits.
+    chunked = [part for part in module.modules() if getattr(part, "takes_targets", False)]
+    for part in chunked:
+        part.takes_targets = False  # type: ignore[assignment]
+    handle = module.register_forward_hook(record)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+        for part in chunked:
+            part.takes_targets = True  # type: ignore[assignment]
+
+
+def _output(outputs: list[Any]) -> Any:
+    """Return the output of the model; a tuple if the loss function called it several times.
+
+    Raises:
+        ConfigError: If the loss function did not call it.
+    """
+    if not outputs:
+        raise ConfigError(
+            "validation.metrics",
+            "outputs",
+            "the loss function did not call the model that is passed to it, only parts of it, so "
+            "metrics have no output; call model(...)",
+        )
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float))

@@ -1,0 +1,75 @@
+"""Metrics on held-out data: each returns a sum and its weight, as losses do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distmp.data import IGNORED
+from distmp.errors import ConfigError
+from distmp.models.loss import logits_of
+from distmp.models.settings import EMA_PREFIX, PERPLEXITY
+from distmp.utils.imports import load_object
+
+Metric = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
+"""metric(outputs, batch) -> (sum, weight), each a number or a 0-dim tensor."""
+
+
+def find_metric(name: str, path: str) -> Metric | None:
+    """Return the function of an entry of `validation.metrics`.
+
+    Args:
+        name: Name of the metric.
+        path: "accuracy", "perplexity", or an import path.
+
+    Returns:
+        The function; None for "perplexity", which is derived from the loss.
+
+    Raises:
+        ConfigError: If the name is reserved, or the path names no function.
+    """
+    if name == "loss" or name.startswith(EMA_PREFIX) or not name.isidentifier():
+        raise ConfigError(
+            f"validation.metrics.{name}",
+            path,
+            "choose another name: letters, digits and '_', not 'loss' and not 'ema_...'",
+        )
+    if path == PERPLEXITY:
+        return None
+    if path == "accuracy":
+        return accuracy
+    function = load_object(f"validation.metrics.{name}", path)
+    if not callable(function):
+        raise ConfigError(
+            f"validation.metrics.{name}", path, f"is a {type(function).__name__}; name a function"
+        )
+    metric: Metric = function
+    return metric
+
+
+def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the number of right predictions, and of targets that are not IGNORED.
+
+    Args:
+        outputs: Logits [..., classes], or an output with an attribute `logits`.
+        batch: "targets" int64 [...], or a sequence whose second element they are.
+
+    Raises:
+        ConfigError: If there are no such targets.
+    """
+    logits = logits_of(outputs)
+    targets = batch.get("targets") if isinstance(batch, Mapping) else batch[1]
+    if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
+        shape = f" and targets {[*targets.shape]}" if isinstance(targets, Tensor) else ""
+        raise ConfigError(
+            "validation.metrics",
+            "accuracy",
+            "needs logits [..., classes] and integer targets [...] as batch['targets'] or "
+            f"batch[1], but the model returned {[*logits.shape]}{shape}; name a function of yours",
+        )
+    counted = targets != IGNORED
+    right = (logits.argmax(-1) == targets) & counted
+    return right.sum(dtype=torch.float64), counted.sum(dtype=torch.float64)

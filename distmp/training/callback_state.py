@@ -1,0 +1,180 @@
+"""State of callbacks in checkpoints.
+
+Tensors are stored as `callbacks/NAME/KEY`, other values in the numbers of the checkpoint. NAME is
+that of the class, with a number if several callbacks have the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distmp.checkpoint import store
+from distmp.errors import CheckpointError, ConfigError, listed
+from distmp.training.callbacks.callback import Callback
+from distmp.utils.dtensor import is_dtensor
+from distmp.utils.flat_shard import FlatShard
+
+PREFIX = "callbacks/"
+# Entry of a checkpoint's numbers.
+NUMBERS = "callbacks"
+
+State = dict[str, Any]
+
+logger = logging.getLogger("distmp")
+
+
+class CallbackStates:
+    """Saves and restores what `Callback.state_dict` returns.
+
+    Args:
+        callbacks: All callbacks of the run, in the same order on every rank.
+        quiet: Do not log warnings; True on all ranks but rank 0.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], *, quiet: bool) -> None:
+        self._callbacks = dict(_named(callbacks))
+        self._quiet = quiet
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors of all callbacks, by their names in a checkpoint."""
+        return {
+            _stored_name(name, key): value
+            for name, state in self._states().items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def check(self) -> None:
+        """Refuse states that a checkpoint cannot hold.
+
+        Raises:
+            ConfigError: Naming the first callback with such a state.
+        """
+        for name, values in self._values():
+            if (problem := _unsuitable(values)) is not None:
+                raise ConfigError(f"state_dict() of callback {name}", values, problem)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the other values of all callbacks, as an entry of a checkpoint's numbers.
+
+        A state that became unsuitable during the run is left out with a warning: the rest of the
+        checkpoint is worth more.
+        """
+        numbers = {}
+        for name, values in self._values():
+            problem = _unsuitable(values)
+            if problem is None:
+                numbers[name] = values
+            elif not self._quiet:
+                logger.warning(
+                    "state_dict() of callback %s is not saved: %r %s", name, values, problem
+                )
+        return {NUMBERS: numbers} if numbers else {}
+
+    def _values(self) -> Iterator[tuple[str, State]]:
+        for name, state in self._states().items():
+            values = {key: v for key, v in state.items() if not isinstance(v, Tensor)}
+            if values:
+                yield name, values
+
+    def restore(self, checkpoint: store.StoredCheckpoint) -> str | None:
+        """Load the states in a checkpoint. Collective over all ranks.
+
+        Sharded tensors are loaded in place into those that `state_dict` returns, all others into
+        new tensors.
+
+        Returns:
+            A message if the checkpoint has the states of other callbacks than this run.
+
+        Raises:
+            CheckpointError: If the checkpoint cannot be read, or a sharded tensor has another
+                shape in it.
+        """
+        live = {name: state for name, state in self._states().items() if state}
+        stored = _stored_states(checkpoint)
+        targets = {
+            _stored_name(name, key): _target(live.get(name, {}).get(key), *value)
+            for name, (tensors, _) in stored.items()
+            if name in self._callbacks
+            for key, value in tensors.items()
+        }
+        if targets:
+            checkpoint.load(targets)
+        for name, callback in self._callbacks.items():
+            if name in stored:
+                tensors, values = stored[name]
+                loaded = {key: targets[_stored_name(name, key)] for key in tensors}
+                callback.load_state_dict({**values, **loaded})
+        return _difference(checkpoint, live.keys() - stored.keys(), stored.keys() - self._callbacks)
+
+    def _states(self) -> dict[str, State]:
+        return {name: callback.state_dict() for name, callback in self._callbacks.items()}
+
+
+def _named(callbacks: Sequence[Callback]) -> Iterator[tuple[str, Callback]]:
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        counts[name] = counts.get(name, 0) + 1
+        yield name if counts[name] == 1 else f"{name}-{counts[name]}", callback
+
+
+def _stored_name(name: str, key: str) -> str:
+    return f"{PREFIX}{name}/{key}"
+
+
+def _stored_states(
+    checkpoint: store.StoredCheckpoint,
+) -> dict[str, tuple[dict[str, tuple[torch.Size, torch.dtype]], State]]:
+    """Return the shapes and dtypes of the tensors, and the values, of each callback."""
+    numbers = checkpoint.numbers.get(NUMBERS, {})
+    if not isinstance(numbers, dict) or not all(isinstance(v, dict) for v in numbers.values()):
+        raise CheckpointError(f"the numbers in {checkpoint} have no states of callbacks by name")
+    stored: dict[str, tuple[dict[str, tuple[torch.Size, torch.dtype]], State]] = {
+        name: ({}, values) for name, values in numbers.items()
+    }
+    for full, spec in checkpoint.tensors.items():
+        if full.startswith(PREFIX):
+            name, _, key = full.removeprefix(PREFIX).partition("/")
+            stored.setdefault(name, ({}, {}))[0][key] = spec
+    return stored
+
+
+def _target(live: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return the tensor to load into: the live one if it is sharded, else a new one."""
+    if isinstance(live, Tensor) and (isinstance(live, FlatShard) or is_dtensor(live)):
+        return live
+    device = live.device if isinstance(live, Tensor) else torch.device("cpu")
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _unsuitable(values: State) -> str | None:
+    """Return why JSON would not return the same values, or None."""
+    reason = ""
+    try:
+        # JSON converts tuples to lists and other keys to text.
+        if repr(json.loads(json.dumps(values))) == repr(values):
+            return None
+    except (TypeError, ValueError) as error:
+        reason = f" ({error})"
+    return (
+        f"cannot be stored as it is{reason} in a checkpoint; use tensors, or numbers, text, None, "
+        "lists, and dictionaries with text as keys"
+    )
+
+
+def _difference(
+    checkpoint: store.StoredCheckpoint, lacking: Collection[str], unused: Collection[str]
+) -> str | None:
+    parts = []
+    if lacking:
+        parts.append(f"has no state of {listed(sorted(lacking))}, which starts anew")
+    if unused:
+        parts.append(f"has the state of {listed(sorted(unused))}, which this run does not have")
+    return f"{checkpoint}: the checkpoint {' and '.join(parts)} (callbacks)" if parts else None

@@ -1,0 +1,162 @@
+"""The average of the weights, compared with its recurrence in float64 under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distmp.engine import Engine
+from distmp.engine.average import WeightAverage, local
+from distmp.engine.settings import EmaConfig
+from distmp.errors import ConfigError
+from tests.ranks import ranks
+from tests.reference import (
+    ONE_RANK,
+    TWO_RANKS,
+    Batch,
+    assert_same_bits,
+    foreach_adamw,
+    gathered,
+    loss,
+    make_engine,
+    make_model,
+    microbatches,
+    snapshot,
+    weights,
+)
+
+DECAY = 0.7
+# Steps with a gradient that is not finite on one rank.
+SKIPPED = (1, 4)
+CASES: dict[str, dict[str, Any]] = {
+    "ddp, fp32": {"strategy": "ddp"},
+    "ddp, bf16": {"strategy": "ddp", "policy": "bf16"},
+    "ddp, bf16-pure": {"strategy": "ddp", "policy": "bf16-pure"},
+    "ddp, the host skips": {"strategy": "ddp", "optimizer": foreach_adamw},
+    "sharded optimizer, fp16": {"strategy": "ddp", "policy": "fp16", "shard_optimizer": True},
+    "fsdp, fp16": {"strategy": "fsdp", "policy": "fp16"},
+    "fsdp, fp32": {"strategy": "fsdp"},
+    "fsdp1, bf16": {"strategy": "fsdp1", "policy": "bf16"},
+}
+
+
+def step(engine: Engine, number: int) -> bool:
+    """Take a step, and return whether it was skipped."""
+    rank = engine.world.rank
+    batches = microbatches(number, TWO_RANKS[0], rank)
+    if number in SKIPPED and rank == 1:
+        batches[0] = batches[0]._replace(factor=float("inf"))
+    return engine.step(batches).numbers.skipped
+
+
+def check_recurrence(engine: Engine, config: EmaConfig) -> WeightAverage:
+    """Train, and compare the average with the recurrence in float64 after each step."""
+    average = WeightAverage(engine, config)
+    expected = {name: value.double() for name, value in weights(engine).items()}
+    skipped, applied = [], 0
+    for number in range(7):
+        if step(engine, number):
+            skipped.append(number)
+        else:
+            applied += 1
+            decay = min(config.decay, (1 + applied) / (10 + applied) if config.warmup else 1.0)
+            for name, value in weights(engine).items():
+                expected[name] = decay * expected[name] + (1 - decay) * value.double()
+        average.update()
+        for name, value in gathered(average.values).items():
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7)
+    assert skipped == [*SKIPPED]
+    return average
+
+
+def check_exchange(engine: Engine, average: WeightAverage) -> None:
+    """Evaluate with the average, compare with another engine, and check that no bit is left."""
+    batches = microbatches(9, TWO_RANKS[0], engine.world.rank)
+    before, values = snapshot(engine), gathered(average.values)
+    outputs = [engine.evaluate(batches)]
+    with average.as_weights():
+        outputs.append(engine.evaluate(batches))
+    outputs.append(engine.evaluate(batches))
+    assert_same_bits(snapshot(engine), before)
+    assert_same_bits(gathered(average.values), values)
+    assert outputs[0] == outputs[2] != outputs[1]
+    reference = make_model().double()
+    reference.load_state_dict({name: value.double() for name, value in values.items()})
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        total, weight = loss(reference, batch._replace(inputs=batch.inputs.double()))
+        sums += torch.tensor([float(total), float(weight)])
+    dist.all_reduce(sums)
+    tolerance = 1e-5 if engine.policy.compute_dtype == torch.float32 else 2e-2
+    assert outputs[1] == pytest.approx(float(sums[0] / sums[1]), rel=tolerance)
+    assert not step(engine, 8)  # training continues
+
+
+@ranks(2, timeout=150)
+def test_the_average_follows_its_recurrence_and_can_be_evaluated() -> None:
+    for options in CASES.values():
+        engine = make_engine(**options)
+        check_exchange(engine, check_recurrence(engine, EmaConfig(DECAY)))
+    check_recurrence(make_engine(), EmaConfig(DECAY, warmup=True))
+
+
+@ranks(2)
+def test_a_rank_averages_only_what_it_holds() -> None:
+    def held(tensors: dict[str, Tensor]) -> int:
+        return sum(local(tensor).numel() for tensor in tensors.values())
+
+    whole = sum(parameter.numel() for parameter in make_model().parameters())
+    for options in ({"strategy": "fsdp"}, {"strategy": "ddp", "shard_optimizer": True}):
+        engine = make_engine(**options)
+        average = WeightAverage(engine, EmaConfig(DECAY))
+        assert held(average.values) == held(engine.weights()) < 0.7 * whole
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"decay": 1.0}, "ema.decay = 1.0: use a number from 0 to below 1, such as 0.999"),
+        ({"decay": -0.1}, "ema.decay = -0.1: use a number from 0 to below 1, such as 0.999"),
+        ({"warmup": True}, "ema.warmup = True: has no effect without ema.decay"),
+    ],
+)
+def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EmaConfig(**values)
+    assert str(caught.value) == message
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_the_device_decides_without_the_host(policy: str) -> None:
+    engine = make_engine(policy=policy, device="cuda", max_norm=1.0)
+    average = WeightAverage(engine, EmaConfig(DECAY, warmup=True))
+    batches = [
+        Batch(batch.inputs.cuda(), batch.labels.cuda(), batch.factor)
+        for batch in microbatches(0, ONE_RANK[0])
+    ]
+    for _ in range(2):  # the first steps allocate
+        engine.step(batches)
+        average.update()
+    expected = {name: value.double() for name, value in average.values.items()}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.step(batches)
+        average.update()
+        bad = [batches[0]._replace(factor=float("inf")), *batches[1:]]
+        outcome = engine.step(bad)
+        average.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert outcome.numbers.skipped
+    applied = outcome.numbers.applied_total
+    decay = min(DECAY, (1 + applied) / (10 + applied))
+    for name, value in engine.weights().items():
+        wanted = decay * expected[name] + (1 - decay) * value.double()
+        torch.testing.assert_close(average.values[name].double(), wanted, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,151 @@
+"""Metrics of an evaluation: one forward, the mean over all ranks, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.models.loss import next_token_loss
+from distmp.models.metrics import accuracy, find_metric
+from distmp.models.transformer import Transformer, TransformerConfig
+from tests.ranks import ranks
+from tests.reference import TWO_RANKS, Batch, fused_adamw, loss, make_engine, make_model, samples
+
+STEP = TWO_RANKS[0]
+
+
+def right(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    return (outputs.argmax(-1) == batch.labels).sum(), len(batch.labels)
+
+
+def magnitude(outputs: Tensor, batch: Batch) -> tuple[float, Tensor]:
+    """A number, and a weight that is not the one of the loss."""
+    return float(outputs.double().abs().sum()), torch.tensor([outputs.numel()])
+
+
+@ranks(2)
+def test_metrics_are_means_over_all_ranks_from_one_forward() -> None:
+    for strategy, policy in (("ddp", "fp32"), ("fsdp", "fp32"), ("ddp", "bf16")):
+        engine = make_engine(strategy=strategy, policy=policy)
+        forwards: list[nn.Module] = []
+        handle = engine.module.register_forward_hook(
+            lambda module, *_, calls=forwards: calls.append(module)
+        )
+        whole = samples(0, sum(map(sum, STEP)))
+        flat = [size for sizes in STEP for size in sizes]
+        parts = [
+            Batch(*part)
+            for part in zip(whole.inputs.split(flat), whole.labels.split(flat), strict=True)
+        ]
+        own = parts[:2] if engine.world.rank == 0 else parts[2:]
+        # A repeated microbatch without weight keeps ranks in step, and must not count.
+        padding = own[0]._replace(factor=0.0)
+        engine._loss = lambda model, batch: (
+            loss(model, batch)[0],
+            len(batch.labels) if batch.factor else 0,
+        )
+        found = engine.evaluate_metrics([*own, padding], {"right": right, "size": magnitude})
+        assert len(forwards) == len(own) + 1
+        handle.remove()
+        with torch.no_grad():
+            logits = make_model().double()(whole.inputs.double())
+        tolerance = {"rel": 1e-6 if policy == "fp32" else 2e-2}
+        assert found.metrics["right"] == float((logits.argmax(-1) == whole.labels).double().mean())
+        assert found.metrics["size"] == pytest.approx(float(logits.abs().mean()), **tolerance)
+        expected = float(F.cross_entropy(logits, whole.labels))
+        assert found.loss == pytest.approx(expected, **tolerance)
+        assert found.loss == engine.evaluate([*own, padding])
+        engine.step(own)  # no hook is left that keeps outputs
+
+
+def test_a_model_that_computes_its_loss_returns_logits_to_metrics() -> None:
+    config = TransformerConfig(
+        vocabulary_size=11, sequence_length=8, layers=1, dimension=16, heads=2, hidden=32
+    )
+    model = Transformer(config)
+    engine = Engine(model, next_token_loss, fused_adamw, policy="fp32", device="cpu")
+    tokens = torch.randint(11, (3, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
+    batch["targets"][0, :3] = -100
+    found = engine.evaluate_metrics([batch], {"accuracy": accuracy})
+    with torch.no_grad():
+        predicted = model(batch["inputs"]).argmax(-1)
+    counted = batch["targets"] != -100
+    expected = (predicted == batch["targets"])[counted].double().mean()
+    assert found.metrics["accuracy"] == pytest.approx(float(expected))
+    assert found.loss == pytest.approx(engine.evaluate([batch]), rel=1e-6)
+    assert model.takes_targets
+
+
+def calls_parts(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    return model.head(model.first(batch.inputs)).sum(), len(batch.labels)
+
+
+def calls_twice(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    return (model(batch.inputs) * model(2 * batch.inputs)).sum(), len(batch.labels)
+
+
+def distance(outputs: tuple[Tensor, Tensor], batch: Batch) -> tuple[Tensor, int]:
+    one, two = outputs
+    return (one - two).square().sum(), len(batch.labels)
+
+
+def test_outputs_of_several_calls_are_a_tuple() -> None:
+    engine = Engine(make_model(), calls_twice, fused_adamw, policy="fp32", device="cpu")
+    batch = samples(0, 4)
+    with torch.no_grad():
+        model = make_model()
+        expected = float((model(batch.inputs) - model(2 * batch.inputs)).square().sum() / 4)
+    found = engine.evaluate_metrics([batch], {"distance": distance})
+    assert found.metrics["distance"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "metric", "message"),
+    [
+        (calls_parts, right, "the loss function did not call the model that is passed to it"),
+        (loss, lambda outputs, batch: outputs.sum(), "return a tuple of a sum"),
+        (loss, lambda outputs, batch: (outputs, 1), "return a tuple of a sum"),
+    ],
+)
+def test_what_is_no_metric_is_one_message(function: Any, metric: Any, message: str) -> None:
+    engine = Engine(make_model(), function, fused_adamw, policy="fp32", device="cpu")
+    with pytest.raises(ConfigError) as caught:
+        engine.evaluate_metrics([samples(0, 4)], {"right": metric})
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("validation.metrics")
+
+
+@pytest.mark.parametrize(
+    "batch", [{"targets": torch.zeros(4, 2)}, {"labels": torch.zeros(4)}, (torch.zeros(4, 6), None)]
+)
+def test_accuracy_needs_a_class_per_sample(batch: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        accuracy(torch.zeros(4, 5), batch)
+    assert str(caught.value).startswith(
+        "validation.metrics = 'accuracy': needs logits [..., classes] and integer targets [...] as "
+        "batch['targets'] or batch[1], but the model returned [4, 5]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("loss", "accuracy", "choose another name"),
+        ("ema_accuracy", "accuracy", "choose another name"),
+        ("top/5", "accuracy", "choose another name"),
+        ("right", "accuracies", "write an import path"),
+        ("right", "json:decoder", "is a module; name a function"),
+    ],
+)
+def test_names_and_paths_are_checked(name: str, path: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_metric(name, path)
+    assert str(caught.value).startswith(f"validation.metrics.{name} = {path!r}: ")
+    assert message in str(caught.value)

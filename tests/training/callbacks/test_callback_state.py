@@ -1,0 +1,323 @@
+"""State of callbacks in checkpoints, and callbacks with arguments, with the real trainer."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distmp.callback_settings import parse_callbacks
+from distmp.checkpoint import store
+from distmp.config import load
+from distmp.distributed.progress import current_phase
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.engine.average import local
+from distmp.errors import ConfigError, SetupError
+from distmp.launcher.command import main as launch
+from distmp.telemetry import Console
+from distmp.training.callbacks import Callback, PendingStep, StepResult
+from distmp.training.callbacks.loading import load_callbacks
+from distmp.training.trainer import Trainer
+from tests.ranks import ranks, run_ranks
+from tests.reference import assert_same_bits, gathered, snapshot
+from tests.training.test_resume import configuration
+
+
+class History(Callback):
+    """Keeps small values, a tensor that grows, and a sharded sum of the weights."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self.losses: list[float] = []
+        self.rates = torch.zeros(0, dtype=torch.float64)
+        self.sums: dict[str, Tensor] = {}
+        self.calls: list[str] = []
+
+    def setup(self, trainer: Trainer) -> None:
+        self.calls.append("setup")
+        self.sums = copy.deepcopy(trainer.engine.weights())
+
+    def state_dict(self) -> dict[str, Any]:
+        sums = {f"sum/{name}": value for name, value in self.sums.items()}
+        return {"losses": self.losses, "rates": self.rates, **sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+        self.losses, self.rates = state["losses"], state["rates"]
+        for name, value in self.sums.items():
+            local(value).copy_(local(state[f"sum/{name}"]))
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.calls.append(f"on_train_begin {len(self.losses)}")
+
+    @torch.no_grad()
+    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+        for name, weights in trainer.engine.weights().items():
+            local(self.sums[name]).add_(local(weights), alpha=self.factor)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self.losses = [*self.losses, result.numbers.loss]
+        rate = torch.tensor([result.numbers.learning_rate], dtype=torch.float64)
+        self.rates = torch.cat([self.rates, rate])
+
+
+class Other(Callback):
+    """A callback of another run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"a": 1}
+
+
+HISTORY = {"name": f"{__name__}:History", "options": {"factor": 0.5}}
+COMMON: dict[str, Any] = {
+    "steps": 8,
+    "checkpoint": {"every": 4, "keep": 3},
+    "callbacks": [HISTORY, f"{__name__}:History"],
+    "ema": {"decay": 0.9},
+    "validation": {"every": 2, "samples": 4, "metrics": {"right": "accuracy"}},
+    "early_stopping": {"metric": "ema_loss", "patience": 100},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp, fp16, overflows": {
+        "strategy": "fsdp",
+        "precision": {"policy": "fp16", "loss_scale": {"init": 2.0**24}},
+    },
+    "sharded optimizer, bf16": {"shard_optimizer": True, "precision": {"policy": "bf16"}},
+}
+
+
+def trainer(folder: Path, *users: Callback, **values: Any) -> Trainer:
+    config = configuration(folder, **{**COMMON, **values})
+    world = World.current("cpu")
+    return Trainer(config, world, Console(config.log, quiet=world.rank != 0), users)
+
+
+def finished(run: Trainer) -> Trainer:
+    assert run.run(StopSignals())
+    return run
+
+
+def state(run: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return copies of the whole tensors of all callbacks, and their other values."""
+    return gathered(run.states.tensors()), run.states.numbers()
+
+
+@ranks(2, timeout=150)
+def test_a_resumed_run_has_the_states_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    for number, values in enumerate(CASES.values()):
+        first, second = tmp_path / f"{number}", tmp_path / f"{number}-resumed"
+        whole = finished(trainer(first, **values))
+        if "fp16" in str(values):
+            assert int(whole.engine.step_counts[1])  # skipped
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.copytree(first, second)
+            for path in (second / "checkpoints").iterdir():
+                if path.name > "step-000004":
+                    shutil.rmtree(path)
+        dist.barrier()
+        resumed = finished(trainer(second, **values, resume="auto"))
+        assert _history(resumed).calls == ["setup", "load_state_dict", "on_train_begin 4"]
+        assert _history(whole).factor == 0.5
+        tensors, numbers = state(whole)
+        found, found_numbers = state(resumed)
+        assert_same_bits(found, tensors)
+        assert found_numbers == numbers
+        assert len(numbers["callbacks"]["History-2"]["losses"]) == 8
+        assert tensors["callbacks/History/rates"].shape == (8,)
+        assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
+
+
+def _history(run: Trainer) -> History:
+    return next(callback for callback in run.callbacks if isinstance(callback, History))
+
+
+def train_and_return(folder: Path, values: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Train on these ranks, and return the states of callbacks."""
+    return state(finished(trainer(folder, **values)))
+
+
+def load_and_return(folder: Path, values: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Resume a finished run on these ranks, and return the states of callbacks."""
+    run = trainer(folder, **values, resume="auto")
+    with run.active(StopSignals()):
+        return state(run)
+
+
+def test_states_load_at_another_number_of_ranks(tmp_path: Path) -> None:
+    values = CASES["sharded optimizer, bf16"]
+    expected = run_ranks(train_and_return, 2, tmp_path / "run", values)[0]
+    for world_size, strategy in ((1, {}), (4, {"strategy": "fsdp"})):
+        changed = {**strategy, "precision": values["precision"]}
+        for tensors, numbers in run_ranks(load_and_return, world_size, tmp_path / "run", changed):
+            assert_same_bits(tensors, expected[0])
+            # The validation of a finished run is repeated, and does not count again.
+            assert numbers == expected[1]
+
+
+@ranks(1)
+def test_a_checkpoint_with_other_callbacks_loads_with_one_message(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def resumed(**values: Any) -> str:
+        run = trainer(tmp_path / "run", **values, resume="auto")
+        run.console.message = lines.append  # type: ignore[method-assign]
+        finished(run)
+        found = [line for line in lines if "(callbacks)" in line]
+        lines.clear()
+        return "; ".join(found)
+
+    none: dict[str, Any] = {"callbacks": [], "ema": {}, "early_stopping": {}}
+    finished(trainer(tmp_path / "run", **{**none, "steps": 3}))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert resumed(**none, steps=4) == ""
+    assert resumed(steps=5, ema={}, early_stopping={}, callbacks=[HISTORY]) == (
+        f"{checkpoints / 'step-000004'}: the checkpoint has no state of History, which starts anew "
+        "(callbacks)"
+    )
+    other = {**none, "callbacks": [f"{__name__}:Other"], "ema": {"decay": 0.5}}
+    assert resumed(**{**other, "steps": 6}) == (
+        f"{checkpoints / 'step-000005'}: the checkpoint has no state of Ema, Other, which starts "
+        "anew and has the state of History, which this run does not have (callbacks)"
+    )
+    assert resumed(**{**other, "steps": 7}) == ""
+    assert resumed(**none, steps=8) == (
+        f"{checkpoints / 'step-000007'}: the checkpoint has the state of Ema, Other, which this "
+        "run does not have (callbacks)"
+    )
+
+
+class Bad(Callback):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+@ranks(1)
+def test_a_state_that_json_would_change_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+    for number, value in enumerate(({1: 2}, (1, 2), object(), {1, 2})):
+        run = trainer(tmp_path / str(number), Bad(value))
+        with pytest.raises((ConfigError, SetupError)) as caught:
+            run.run(StopSignals())
+        assert "state_dict() of callback Bad = " in str(caught.value)
+        assert "cannot be stored as it is" in str(caught.value)
+        assert "use tensors, or numbers, text, None, lists, and dictionaries" in str(caught.value)
+        assert run.progress.step == 0
+
+
+@ranks(1)
+def test_a_state_that_becomes_unsuitable_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+    class Later(Bad):
+        def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+            self.value = (1, 2)
+
+    lines: list[str] = []
+    logger = logging.getLogger("distmp")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    run = finished(trainer(tmp_path / "run", Later(1), callbacks=[]))
+    logger.removeHandler(handler)
+    found = [line for line in lines if "is not saved" in line]
+    assert found
+    assert found[0].startswith("state_dict() of callback Later is not saved: {'value': (1, 2)} ")
+    numbers = store.StoredCheckpoint(run.directory.checkpoints / "step-000008").numbers
+    assert [*numbers["callbacks"]] == ["EarlyStopping"]
+
+
+class Old(Callback):
+    def on_validation(self, trainer: Trainer, loss: float) -> None:  # type: ignore[override]
+        """The signature of version 0.1."""
+
+
+@ranks(1)
+def test_a_hook_with_other_parameters_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, SetupError)) as caught:
+        trainer(tmp_path / "run", Old())
+    assert str(caught.value) == (
+        "callbacks = 'Old': its on_validation has other parameters; define on_validation(self, "
+        "trainer, loss, metrics)"
+    )
+
+
+class Phases(Callback):
+    """Notes what a hang report would name."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def setup(self, trainer: Trainer) -> None:
+        self.seen.append(str(current_phase.now))
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        self.seen.append(str(current_phase.now))
+
+    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
+        self.seen.append(f"{current_phase.now} {[*metrics]}")
+
+    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+        self.seen.append(str(current_phase.now))
+
+
+@ranks(1)
+def test_hang_reports_name_the_hook_and_its_step(tmp_path: Path) -> None:
+    current_phase.restart()
+    phases = Phases()
+    finished(trainer(tmp_path / "run", phases, callbacks=[], steps=2, schedule={"warmup_steps": 1}))
+    assert phases.seen == [
+        "setup of callback Phases",
+        "step 1, on_step_begin of callback Phases",
+        "step 2, on_step_begin of callback Phases",
+        "step 2, on_validation of callback Phases ['right', 'ema_loss', 'ema_right']",
+        "step 2, on_exit of callback Phases",
+    ]
+
+
+OPTIONS = f"{{name: {__name__}:History, options: {{factor: 3.0}}}}"
+
+
+def test_callbacks_with_and_without_options_are_built_from_the_command_line() -> None:
+    config = load(["--callbacks", f"{__name__}:Other", OPTIONS])
+    other, history = load_callbacks(parse_callbacks(config.callbacks))
+    assert isinstance(other, Other)
+    assert isinstance(history, History)
+    assert history.factor == 3.0
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("json:dumps", "cannot be called with the options {} (missing a required argument: 'obj')"),
+        ("json:JSONDecoder", "is not a distmp.training.callbacks.Callback; inherit from it"),
+        ("json:decoder", "is a module; name a class or a function"),
+        ("no_such_module:A", "there is no module 'no_such_module' on the Python path"),
+        (
+            OPTIONS.replace("factor", "factr"),
+            "cannot be called with the options {'factr': 3.0} (got an unexpected keyword argument",
+        ),
+        ("{name: 3}", "must be an import path"),
+        ("{nam: json:dumps}", "unknown setting; write 'module:callable', or {name: "),
+        ("{name: json:dumps, options: [1]}", "must be a section of 'name: value' lines"),
+    ],
+)
+def test_an_entry_that_cannot_be_a_callback_is_refused_before_ranks_start(
+    entry: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch(["--nproc-per-node", "2", "--", "--callbacks", entry])
+    assert str(caught.value).startswith("callbacks")
+    assert message in str(caught.value)

@@ -1,0 +1,218 @@
+"""Early stopping and the best checkpoint, with the real trainer on real ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmp.callback_settings import EarlyStoppingConfig
+from distmp.checkpoint.retention import Retention
+from distmp.config import load
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.engine.evaluation import Evaluation
+from distmp.errors import ConfigError, SetupError
+from distmp.telemetry import Console
+from distmp.training.callbacks.early_stopping import EarlyStopping
+from distmp.training.trainer import Trainer
+from tests.ranks import ranks
+from tests.training.test_resume import configuration
+
+# Losses of the validations after steps 2, 4, 6, ...
+LOSSES = (3.0, 2.0, 1.5, 1.6, 1.45, 1.7, math.nan, 1.0, 1.0, 1.0)
+VALUES: dict[str, Any] = {
+    "steps": 40,
+    "validation": {"every": 2, "samples": 4},
+    "checkpoint": {"every": 5, "keep": 1},
+    "early_stopping": {"patience": 3, "min_delta": 0.1},
+}
+
+
+def trainer(folder: Path, losses: Sequence[float] = LOSSES, **values: Any) -> Trainer:
+    """Return a trainer whose validations have these losses."""
+    config = configuration(folder, **{**VALUES, **values})
+    world = World.current("cpu")
+    run = Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+
+    def evaluate(batches: Any, metrics: Mapping[str, Any]) -> Evaluation:
+        assert [*batches]
+        return Evaluation(losses[run.progress.step // 2 - 1], {})
+
+    run.engine.evaluate_metrics = evaluate  # type: ignore[method-assign]
+    return run
+
+
+def messages(run: Trainer) -> list[str]:
+    """Train to the end, and return what is printed at it."""
+    lines: list[str] = []
+    run.console.message = lines.append  # type: ignore[method-assign]
+    assert run.run(StopSignals())
+    return [line for line in lines if line.startswith(("best", "finished"))]
+
+
+def checkpoints(run: Trainer) -> list[str]:
+    return sorted(path.name for path in Path(str(run.directory.checkpoints)).iterdir())
+
+
+@ranks(2, timeout=120)
+def test_all_ranks_end_together_and_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    for strategy in ("ddp", "fsdp"):
+        folder = tmp_path / strategy
+        run = trainer(folder, strategy=strategy)
+        # 1.45 is not better than 1.5 by more than 0.1: 1.6, 1.45 and 1.7 do not improve.
+        reason = (
+            "loss has not improved on 1.5 at step 6 for 3 validations (early_stopping.patience)"
+        )
+        best = f"best held-out loss 1.5 at step 6: {run.directory.checkpoints / 'step-000006'}"
+        assert messages(run) == [best, f"finished after step 12: {reason}"]
+        assert run.progress.step == 12
+        assert checkpoints(run) == ["step-000006", "step-000012"]
+        # The run is finished, also for a job that resumes it.
+        resumed = trainer(folder, strategy=strategy, resume="auto")
+        assert messages(resumed) == [best, f"finished after step 12: {reason}"]
+        assert resumed.progress.step == 12
+        # With more patience it continues. NaN does not improve, 1.0 does.
+        section = {"patience": 5, "min_delta": 0.1}
+        longer = trainer(folder, strategy=strategy, resume="auto", early_stopping=section, steps=18)
+        assert messages(longer) == [
+            best.replace("1.5 at step 6", "1 at step 16").replace("06", "16")
+        ]
+        assert longer.progress.step == 18
+        assert checkpoints(longer) == ["step-000016", "step-000018"]
+
+
+@ranks(1)
+def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "run", steps=10)
+    assert messages(first) == [
+        f"best held-out loss 1.5 at step 6: {first.directory.checkpoints / 'step-000006'}"
+    ]
+    resumed = trainer(tmp_path / "run", resume="auto")
+    assert messages(resumed)[1].startswith("finished after step 12: ")
+
+
+@ranks(1)
+def test_data_without_held_out_samples_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "run")
+    run.components = run.components._replace(
+        datasets=run.components.datasets._replace(validation=None)
+    )
+    with pytest.raises((ConfigError, SetupError), match="needs held-out data"):
+        run.run(StopSignals())
+
+
+class Watched:
+    """What `EarlyStopping` uses of a trainer."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.progress = self
+        self.checkpointing = self
+        self.step = 0
+        self.kept = 0
+        self.reason: str | None = None
+
+    def keep(self, step: int, *, save: bool = False) -> None:
+        self.kept = step
+
+    def finish_early(self, reason: str) -> None:
+        self.reason = reason
+
+
+@given(
+    values=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.25, 2.0, math.nan, math.inf]), max_size=12),
+    patience=st.integers(1, 3),
+    min_delta=st.sampled_from([0.0, 0.25]),
+    maximizes=st.booleans(),
+    resumed_at=st.integers(0, 12),
+)
+def test_the_counts_are_those_of_the_definition(
+    values: list[float], patience: int, min_delta: float, maximizes: bool, resumed_at: int
+) -> None:
+    """Also if the run is resumed, from a checkpoint after any validation."""
+    mode = "max" if maximizes else "min"
+    config = configuration(
+        Path("unused"),
+        validation={"every": 1, "samples": 4},
+        early_stopping={"patience": patience, "min_delta": min_delta, "mode": mode},
+    )
+    watched: Any = Watched(config)
+    stopping = EarlyStopping(config)
+    best, best_step, since = None, 0, 0
+    for step, value in enumerate(values, 1):
+        if step == resumed_at:
+            state, stopping = stopping.state_dict(), EarlyStopping(config)
+            stopping.load_state_dict(state)
+        watched.step = step
+        stopping.on_validation(watched, value, {})
+        sign = 1 if maximizes else -1
+        if not math.isnan(value) and (best is None or sign * (value - best) > min_delta):
+            best, best_step, since = value, step, 0
+        else:
+            since += 1
+        assert watched.kept == best_step
+        assert (watched.reason is not None) == (since >= patience)
+        if watched.reason is not None:
+            break
+
+
+def test_retention_keeps_the_best_checkpoint_and_no_other_one_more() -> None:
+    sizes = dict.fromkeys(range(1, 8), 10)
+    assert Retention(last=2, best=3).surplus(sizes) == [1, 2, 4, 5]
+    assert Retention(last=2, best=7).surplus(sizes) == [1, 2, 3, 4, 5]
+    assert Retention(last=2, best=9).surplus(sizes) == [1, 2, 3, 4, 5]
+    assert Retention(last=4, best=3, max_bytes=30).surplus(sizes) == [1, 2, 4, 5]
+
+
+PATIENCE, EVERY = "--early-stopping.patience=2", "--validation.every=5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--early-stopping.patience=-1"], "early_stopping.patience = -1: use 0 or more"),
+        (
+            [PATIENCE],
+            "early_stopping.patience = 2: needs validations during training; set validation.every",
+        ),
+        (
+            [PATIENCE, EVERY, "--early-stopping.metric=los"],
+            "early_stopping.metric = 'los': did you mean 'loss'?",
+        ),
+        (
+            [PATIENCE, EVERY, "--early-stopping.metric=ema_loss"],
+            "early_stopping.metric = 'ema_loss': did you mean 'loss'?",
+        ),
+        (
+            [PATIENCE, EVERY, "--early-stopping.metric=f1", "--validation.metrics={f1: accuracy}"],
+            "early_stopping.mode = 'auto': does not know the metric 'f1'; set min or max",
+        ),
+        (
+            ["--validation.metrics={p: perplexity}", "--model.loss=json:dumps"],
+            "validation.metrics = 'perplexity': is the exponential of the loss next_token",
+        ),
+    ],
+)
+def test_settings_that_would_never_stop_a_run_are_refused(
+    arguments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(arguments)
+    assert str(caught.value).startswith(message)
+
+
+def test_the_direction_follows_from_known_metrics() -> None:
+    directions = {
+        name: EarlyStoppingConfig(metric=name).maximizes
+        for name in ("loss", "ema_loss", "perplexity", "accuracy", "ema_accuracy")
+    }
+    assert [name for name, maximizes in directions.items() if maximizes] == [
+        "accuracy",
+        "ema_accuracy",
+    ]

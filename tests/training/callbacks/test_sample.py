@@ -1,0 +1,131 @@
+"""Samples of generated text: during training, with a tokenizer, and for sharded models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distmp import cli
+from distmp.config import load
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.errors import ConfigError, SetupError
+from distmp.models.sampling import generate
+from distmp.telemetry import Console
+from distmp.training.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.reference import assert_same_bits, snapshot
+from tests.torchrun import TINY, corpus
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tokenizer, and tokens of it and of bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers.decoders import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    folder = tmp_path_factory.mktemp("tokens")
+    text = corpus(folder / "text")
+    for name, words in (("tokenizer", "the quick brown fox"), ("other", "jumps over the lazy dog")):
+        backend.train_from_iterator([words] * 50, trainer)
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(
+            folder / name
+        )
+    for target, tokenizer in (("ids", str(folder / "tokenizer")), ("bytes", "bytes")):
+        arguments = ["--to", str(folder / target), "--tokenizer", tokenizer, "--workers", "1"]
+        assert cli.main(["data", "tokenize", str(text), *arguments]) == 0
+    return folder
+
+
+def trainer(folder: Path, run_dir: str, *arguments: str) -> Trainer:
+    config = load(
+        [
+            *TINY,
+            "--data.source=tokens",
+            f"--run-dir={folder / run_dir}",
+            "--steps=5",
+            "--schedule.warmup-steps=1",
+            "--sample.prompt=the quick",
+            "--sample.temperature=0",
+            *arguments,
+        ]
+    )
+    world = World.current("cpu")
+    return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+
+
+def samples(folder: Path, run_dir: str, *arguments: str) -> tuple[list[str], dict[str, Any]]:
+    """Train, and return the samples and the state at the end."""
+    run = trainer(folder, run_dir, *arguments)
+    lines: list[str] = []
+    run.console.message = lines.append  # type: ignore[method-assign]
+    assert run.run(StopSignals())
+    return [line for line in lines if "sample" in line.split("\n")[0]], snapshot(run.engine)
+
+
+def test_samples_of_a_tokenizer_under_every_strategy_change_no_bit(tokens: Path) -> None:
+    options = (f"--data.path={tokens / 'ids'}", f"--sample.tokenizer={tokens / 'tokenizer'}")
+    for strategy in ("ddp", "fsdp"):
+        chosen = (*options, f"--strategy={strategy}")
+        with_samples = run_ranks(samples, 2, tokens, f"{strategy}-a", *chosen, "--sample.every=2")
+        without = run_ranks(samples, 2, tokens, f"{strategy}-b", *chosen, "--sample.length=0")
+        for (lines, state), (none, expected) in zip(with_samples, without, strict=True):
+            assert_same_bits(state, expected)
+            assert none == []
+            first_lines = [line.partition("\n") for line in lines]
+            assert [first for first, _, _ in first_lines] == [
+                "sample of generated text after step 2:",
+                "sample of generated text after step 4:",
+                "sample of generated text:",
+            ]
+            assert all(text.startswith("the quick") for _, _, text in first_lines)
+            assert all(len(text) > len("the quick") for _, _, text in first_lines)
+
+
+def test_tokens_of_bytes_need_no_tokenizer(tokens: Path) -> None:
+    options = [f"--data.path={tokens / 'bytes'}", "--sample.length=4"]
+    (lines,) = (found[0] for found in run_ranks(samples, 1, tokens, "bytes-run", *options))
+    assert len(lines) == 1
+    assert lines[0].startswith("sample of generated text:\nthe quick")
+
+
+def refusals(folder: Path) -> list[str]:
+    """Return the messages about tokenizers that do not fit."""
+    found = []
+    for data, tokenizer in (("ids", "other"), ("ids", "nowhere"), ("bytes", "tokenizer")):
+        options = (f"--data.path={folder / data}", f"--sample.tokenizer={folder / tokenizer}")
+        with pytest.raises((ConfigError, SetupError)) as caught:
+            trainer(folder, "refused", *options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_another_tokenizer_than_that_of_the_data_is_refused(tokens: Path) -> None:
+    (found,) = run_ranks(refusals, 1, tokens)
+    other, nowhere, of_bytes = found
+    problem = "is not the tokenizer of data.path, which is {!r}; name its folder"
+    assert other.endswith(problem.format("tokenizer"))
+    assert nowhere.endswith("has no tokenizer.json; name its folder")
+    assert of_bytes.endswith(problem.format("bytes"))
+
+
+def test_parts_in_evaluation_mode_stay_so() -> None:
+    """Such as frozen batch norms, which a sample during training must not unfreeze."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Dropout(0.5), nn.Linear(4, 5))
+    model[1].eval()
+    generate(model, torch.tensor([1]), count=2, sequence_length=4)
+    assert [part.training for part in model.modules()] == [True, True, False, True]
