@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
-from distmp.models import huggingface
+from distmp.models import adapters, huggingface
 from distmp.models.transformer import TransformerConfig
 from distmp.utils.files import check_name
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
@@ -93,6 +93,12 @@ class ModelConfig:
     rank of a sharded strategy keeps only its shards; false builds the whole model on every host
     first, once for each rank."""
 
+    peft: dict[str, Any] | None = field(
+        default=None, metadata=dangerous("other parameters are trained")
+    )
+    """Freeze the model and train adapters (LoRA) instead: settings of peft's LoraConfig, such as
+    {r: 16, lora_alpha: 32, target_modules: [q_proj, v_proj]}; null: train all parameters."""
+
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
     replace those in config.json. The transformer takes `tied_head` (true, false), `rotary_base` (a
@@ -125,6 +131,8 @@ class ModelConfig:
             self._check_count(name)
         if self.name == "transformer":
             self._check_transformer()
+        if self.peft is not None:
+            adapters.check_settings(self.peft)
 
     @property
     def is_hugging_face(self) -> bool:

@@ -13,7 +13,6 @@ from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.models.architecture import architecture
 from distmp.optim import Muon
 from distmp.parallel.memory import Option
 from distmp.telemetry import Console
@@ -25,7 +24,7 @@ from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.restarts import Restarts
 from distmp.training.resume_compat import Changes
 from distmp.training.run_directory import RunDirectory, try_to_write
-from distmp.training.run_fingerprint import changes_since, run_fingerprint
+from distmp.training.run_fingerprint import changes_since, describe_model, run_fingerprint
 from distmp.training.run_lease import RunLease, this_job
 from distmp.training.setup import (
     Progress,
@@ -112,7 +111,7 @@ def _build_run(
     if checkpoint is None:
         start_from_weights(components, engine)
     fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
-    fingerprint["model"] = architecture(components.model, config.model)
+    fingerprint |= describe_model(components.model, config)
     changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
     directory = _choose_directory(config, world, restarts, checkpoint, choice)
     for line in _summary(chosen, world, components, engine, parameters, strategy_reason):

@@ -403,6 +403,34 @@ def build_deferred(
     return module
 
 
+def record_more(
+    module: nn.Module, create: Callable[[], None], seed: int, recorded_name: Callable[[str], str]
+) -> None:
+    """Add parameters to a module after its constructor, such as adapters.
+
+    If `build_deferred` has built the module, they are recorded, and end on the meta device.
+
+    Args:
+        module: The module.
+        create: Creates the parameters, and registers them in the module.
+        seed: Seed of their initial values.
+        recorded_name: Returns the former name of a parameter, which may have been moved to another
+            submodule.
+    """
+    seed = int.from_bytes(hashlib.sha256(f"{seed} more".encode()).digest()[:7], "little")
+    recording = _recordings.get(module)
+    if recording is None:
+        with generators_kept(), _Seeded(seed):
+            create()
+        return
+    views = recording.views
+    names = {held.name for held in held_tensors(module)}
+    recording.views = {n: views[recorded_name(n)] for n in names if recorded_name(n) in views}
+    with generators_kept(), _Recorder(recording, seed):
+        create()
+    _leave_fake(module, recording)
+
+
 def build_whole(build: Callable[[], Module], seed: int) -> Module:
     """Build a module with the initial values that `build_deferred` computes on the CPU."""
     with generators_kept(), _Seeded(seed):

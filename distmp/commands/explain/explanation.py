@@ -16,6 +16,7 @@ from distmp.commands.explain.observe import ObservedDtypes, differences, observe
 from distmp.commands.explain.trace_steps import trace_steps
 from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
+from distmp.data.order import microbatches_per_rank
 from distmp.distributed.world import World, local_device
 from distmp.parallel import resolve_strategy
 from distmp.parallel.settings import SHARDED_STRATEGIES
@@ -218,6 +219,10 @@ def predict(
         ConfigError: If the run itself would raise it.
         SetupError: If `strategy: auto` finds no strategy, as in the run itself.
     """
+    # Before any rank is simulated: a fake process group takes memory for each of them.
+    microbatches_per_rank(
+        config.batch.global_batch_size, config.batch.microbatch_size, world_size
+    )
     local = ranks_per_machine or world_size
     group = config.strategy in SHARDED_STRATEGIES
     with _restored_settings(), simulate_ranks(world_size, local, group=group):
