@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distmp.data import IGNORED
 from distmp.errors import ConfigError
 from distmp.models.linear_cross_entropy import check_targets
+from distmp.utils.tensor_trees import described
 
 # Largest number of wrappers of a model: DDP, a compiled module, FSDP1.
 _WRAPPERS = 3
@@ -41,9 +42,10 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
 
     Raises:
-        ConfigError: If there are positions, and the model has no attribute `takes_positions`, and
-            for targets outside of the vocabulary, see `check_targets`.
+        ConfigError: For positions, if the model has no attribute `takes_positions`, and for
+            targets outside of the vocabulary, see `check_targets`, and a batch without these keys.
     """
+    _check_batch(batch)
     targets = batch["targets"]
     options = {"positions": batch["positions"]} if "positions" in batch else {}
     if options and not takes_positions(model):
@@ -57,6 +59,17 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
     return loss_sum, (targets != IGNORED).sum().to(torch.float32)
+
+
+def _check_batch(batch: Any) -> None:
+    if isinstance(batch, Mapping) and "inputs" in batch and "targets" in batch:
+        return
+    raise ConfigError(
+        "batch",
+        described(batch),
+        "the loss next_token reads the keys inputs and targets, both int64 [batch, time]; return "
+        "them from the data set, or set model.loss to a function that reads what is there",
+    )
 
 
 def takes_targets(model: nn.Module) -> bool:

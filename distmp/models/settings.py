@@ -84,6 +84,11 @@ class ModelConfig:
     """'next_token' (cross entropy) or the import path 'module:callable' of a function
     loss(model, batch) -> (loss sum, weight)."""
 
+    weight_unit: str | None = field(default=None, metadata=HARMLESS)
+    """What the weight that the loss returns counts, in the singular, for logs: token, sample,
+    pixel, ... (default: token for next_token; for your loss, sample if the weight of a step is at
+    most its number of samples)."""
+
     weights: str | None = field(default=None, metadata=IGNORED)
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
+from distmp.models.loss import next_token_loss
 from tests.ranks import ranks
 
 Pair = tuple[Tensor, Tensor]
@@ -107,8 +108,55 @@ def test_missing_keys_are_named_with_those_that_are_there() -> None:
     inputs, targets = pair()
     with pytest.raises(ConfigError) as error:
         make(loss).step([{"inputs": inputs, "targets": targets}])
-    message = "batch = ['inputs', 'targets']: the loss function reads the key 'labels'"
-    assert str(error.value) == message
+    message = (
+        "batch = '{inputs: float32 [4, 3], targets: int64 [4]}': the loss function reads the key"
+    )
+    assert str(error.value).startswith(f"{message} 'labels', which the batch lacks; return it from")
+
+
+def takes_a_pair(model: nn.Module, batch: Any) -> Any:
+    inputs, targets = batch
+    return model(inputs).sum(), len(targets)
+
+
+def reads_keys(model: nn.Module, batch: Any) -> Any:
+    return model(batch["inputs"]).sum(), 1
+
+
+def passes_all(model: nn.Module, batch: Any) -> Any:
+    return model(**batch).sum(), 1
+
+
+X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+MAPPING, LIST = "{inputs: float32 [4, 3], targets: int64 [4]}", "list of float32 [4, 3], int64 [4]"
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "described", "problem"),
+    [
+        (takes_a_pair, {"inputs": X, "targets": Y}, MAPPING, "takes keys for tensors"),
+        (takes_a_pair, {"a": X, "b": X, "c": X}, "{a: float32", "takes keys for tensors (too many"),
+        (reads_keys, [X, Y], LIST, "return dictionaries from the data set"),
+        (passes_all, {"inputs": X, "targets": Y}, MAPPING, "the model does not take what the loss"),
+        (next_token_loss, {"inputs": X}, "{inputs: float32 [4, 3]}", "the loss next_token reads"),
+        (next_token_loss, [X, Y], LIST, "the loss next_token reads the keys inputs and targets"),
+    ],
+)
+def test_a_batch_that_the_loss_misreads_is_described(
+    loss: Any, batch: Any, described: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make(loss).step([batch])
+    assert described in str(error.value)
+    assert problem in str(error.value)
+
+
+def test_unrelated_errors_about_strings_pass_through() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return "mine".missing
+
+    with pytest.raises(AttributeError, match="missing"):
+        make(loss).step([{"inputs": X}])
 
 
 def test_an_unrelated_key_error_passes_through() -> None:

@@ -220,9 +220,7 @@ def predict(
         SetupError: If `strategy: auto` finds no strategy, as in the run itself.
     """
     # Before any rank is simulated: a fake process group takes memory for each of them.
-    microbatches_per_rank(
-        config.batch.global_batch_size, config.batch.microbatch_size, world_size
-    )
+    microbatches_per_rank(config.batch.global_batch_size, config.batch.microbatch_size, world_size)
     local = ranks_per_machine or world_size
     group = config.strategy in SHARDED_STRATEGIES
     with _restored_settings(), simulate_ranks(world_size, local, group=group):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distmp.data.loading import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
 from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.training.weight_unit import loss_unit
 
 if TYPE_CHECKING:
     from distmp.training.trainer import Trainer
@@ -33,8 +34,7 @@ class Validation(Callback):
         if loss is None:
             return
         if last:
-            unit = "byte" if trainer.config.data.source == "text" else "unit of weight"
-            trainer.console.message(f"held-out loss {loss:.4f} nats per {unit}")
+            trainer.console.message(f"held-out loss {loss:.4f}{loss_unit(trainer.config)}")
         trainer.report_validation(loss)
 
 
