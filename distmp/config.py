@@ -19,6 +19,7 @@ from distmp.engine.rank_consistency import RankConsistencyConfig
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
+from distmp.models import contracts
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import (
     OptimizerFactory,
@@ -375,7 +376,10 @@ def load(argv: Sequence[str]) -> RunConfig:
         SystemExit: With code 0, after `--help`.
     """
     config = command_line(
-        RunConfig, argv, prog="distmp train", description="Train a model on any number of ranks."
+        RunConfig,
+        argv,
+        prog="distmp train",
+        description=f"Train a model on any number of ranks.\n\n{contracts.as_text()}",
     )
     for name, value in flat(to_mapping(config)).items():
         if (problem := _unusable(value)) is not None:

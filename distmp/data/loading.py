@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from distmp.data import IGNORED
 from distmp.data.order import MicrobatchSampler, microbatches_per_rank
@@ -37,7 +37,8 @@ def step_batches(
 
     Args:
         dataset: Map-style dataset. It may draw random numbers (see `distmp.data.seeded`); an
-            attribute `draws_nothing = True` disables the seeding, which takes time.
+            attribute `draws_nothing = True` disables the seeding, which takes time. See
+            `collate_of` for its attribute `collate_fn`.
         seed: Seed of the order (see `distmp.data.order`).
         first_sample: Number of samples that all ranks together have consumed before.
         global_batch_size: Samples of one step, over all ranks.
@@ -64,11 +65,13 @@ def step_batches(
         world_size=world_size,
     )
     places: Any = sampler
+    collate = collate_of(dataset)
     if not getattr(dataset, "draws_nothing", False):
         dataset, places = SeededSamples(dataset, seed), _Places(sampler)
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=places,
+        collate_fn=collate,
         num_workers=workers,
         pin_memory=pin_memory,
         worker_init_fn=_ignore_stop_signals,
@@ -76,6 +79,31 @@ def step_batches(
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     return _group(loader, count)
+
+
+def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
+    """Return the function that makes a microbatch of samples.
+
+    It is the attribute `collate_fn` of the dataset, or of the dataset that is split into
+    `torch.utils.data.Subset`s; without one, torch's `default_collate`.
+
+    Raises:
+        ConfigError: If the attribute cannot be called.
+    """
+    while not hasattr(dataset, "collate_fn") and isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    collate = getattr(dataset, "collate_fn", None)
+    if collate is None:
+        return default_collate
+    if not callable(collate):
+        raise ConfigError(
+            "data.source",
+            type(dataset).__name__,
+            f"its attribute collate_fn is a {type(collate).__name__}; make it a function that "
+            "takes a list of samples and returns a microbatch",
+        )
+    function: Callable[[list[Any]], Any] = collate
+    return function
 
 
 class _Places:
@@ -155,18 +183,19 @@ def evaluation_batches(
     groups = [indices[i : i + microbatch_size] for i in range(0, chosen, microbatch_size)]
     missing = -len(groups) % world_size
     if missing:
-        ignore_targets(dataset, default_collate([dataset[groups[0][0]]]))
+        ignore_targets(dataset, collate_of(dataset)([dataset[groups[0][0]]]))
     return _evaluate(dataset, groups, missing, rank, world_size)
 
 
 def _evaluate(
     dataset: Any, groups: list[list[int]], missing: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
+    collate = collate_of(dataset)
     for group in groups[rank::world_size]:
-        yield default_collate([dataset[index] for index in group])
+        yield collate([dataset[index] for index in group])
     if missing and rank >= world_size - missing:
         # One sample is enough: only the forward has to happen.
-        yield ignore_targets(dataset, default_collate([dataset[groups[0][0]]]))
+        yield ignore_targets(dataset, collate_of(dataset)([dataset[groups[0][0]]]))
 
 
 def ignore_targets(dataset: Any, batch: Any) -> Any:
