@@ -59,7 +59,7 @@ def describe_model(model: nn.Module, config: RunConfig) -> dict[str, Any]:
     described: dict[str, Any] = {"model": architecture(model, config.model)}
     if config.model.peft is not None:
         described["adapter"] = adapters.describe(model, _weights_folder(config))
-    if (tokenizer := _tokenizer_folder(config)) is not None:
+    if (tokenizer := tokenizer_folder(config)) is not None:
         described["tokenizer"] = str(tokenizer.absolute())
     return described
 
@@ -74,7 +74,7 @@ def _weights_folder(config: RunConfig) -> str | None:
     return None if folder is None else str(folder.absolute())
 
 
-def _tokenizer_folder(config: RunConfig) -> Path | None:
+def tokenizer_folder(config: RunConfig) -> Path | None:
     """Return the folder of the tokenizer that made the data, or of the model's; None without."""
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
