@@ -11,8 +11,10 @@ import importlib.util
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -126,9 +128,8 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
         )
     try:
         config = peft.LoraConfig(**_as_lists(asdict(settings)) | {"task_type": task})
-        with warnings.catch_warnings(record=True) as caught:
-            # Without memory: `_create` gives the adapters theirs.
-            peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        with warnings.catch_warnings(record=True) as caught, _without_memory():
+            peft.inject_adapter_in_model(config, model)
     except (ValueError, TypeError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]
         problem = f"refused by peft: {first_line}; {_linear_layers(forwards)}"
@@ -139,6 +140,19 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     _check_layers(model, values, forwards, tied)
     model.requires_grad_(False)
     record_more(model, lambda: _create(model, settings.init_lora_weights), seed, stored_name)
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Let peft create adapters on the meta device; `_create` gives them memory.
+
+    peft would then move them to the device of the layer, which torch refuses for fake tensors.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    move = mock.patch.object(LoraLayer, "_move_adapter_to_device_of_base_layer")
+    with torch.device("meta"), move:
+        yield
 
 
 def _as_lists(values: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from distmp.models.loss import NO_POSITIONS, takes_positions
 from distmp.models.settings import ModelConfig
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES, Recomputation
-from distmp.precision import PolicyLike, resolve
+from distmp.precision import PolicyLike, PrecisionPolicy, resolve
 from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
 
@@ -185,9 +185,7 @@ def build_engine(
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
     """
-    has_adapters = config.model.peft is not None
-    if has_adapters:
-        adapters.round_frozen(parts.model, resolve(policy, world.device)[0])
+    round_frozen(config, parts, resolve(policy, world.device)[0])
     settings = replace(
         config.engine(parts.microbatches),
         policy=policy,
@@ -202,8 +200,14 @@ def build_engine(
         schedule=config.schedule_factory,
         device=world.device,
         # Weights in files have no values for adapters.
-        initialize=not load and (parts.weights is None or has_adapters),
+        initialize=not load and (parts.weights is None or config.model.peft is not None),
     )
+
+
+def round_frozen(config: RunConfig, parts: RunComponents, policy: PrecisionPolicy) -> None:
+    """Hold the frozen weights of a model with adapters as the policy computes with them."""
+    if config.model.peft is not None:
+        adapters.round_frozen(parts.model, policy)
 
 
 def start_from_weights(parts: RunComponents, engine: Engine) -> None:

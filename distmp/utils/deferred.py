@@ -397,7 +397,7 @@ def build_deferred(
     except _UNSUPPORTED as error:
         needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
-    _leave_fake(module, recording)
+    _leave_fake(module, recording, _is_fake)
     _compute_attributes(module, recording, recorder.has_made)
     _recordings[module] = recording
     return module
@@ -426,9 +426,11 @@ def record_more(
     views = recording.views
     names = {held.name for held in held_tensors(module)}
     recording.views = {n: views[recorded_name(n)] for n in names if recorded_name(n) in views}
-    with generators_kept(), _Recorder(recording, seed):
+    recorder = _Recorder(recording, seed)
+    with generators_kept(), recorder:
         create()
-    _leave_fake(module, recording)
+    # The others are on the meta device, where modes such as explain's make them fake, too.
+    _leave_fake(module, recording, recorder.has_made)
 
 
 def build_whole(build: Callable[[], Module], seed: int) -> Module:
@@ -532,14 +534,14 @@ def _writes_to_real(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _leave_fake(module: nn.Module, recording: Recording) -> None:
+def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any], bool]) -> None:
     """Replace the fake tensors of a module by tensors on the meta device."""
-    fake = [held for held in held_tensors(module) if _is_fake(held.tensor)]
+    fake = [held for held in held_tensors(module) if is_fake(held.tensor)]
     if unknown := [held.name for held in fake if not recording.is_known(held.tensor)]:
         raise NotDeferrableError(_ASSIGNS.format(listed(unknown)))
     for held in fake:
         recording.views[held.name] = recording.view(held.tensor)
-    replace_tensors(module, _is_fake, lambda held: _on_meta(held.tensor))
+    replace_tensors(module, is_fake, lambda held: _on_meta(held.tensor))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from distmp import cli
+from distmp.commands.explain.explanation import explain
 from distmp.config import load
 from distmp.distributed.world import World
 from distmp.engine import Engine
@@ -48,7 +49,6 @@ LORA_GPT2 = {
 CASES = [
     ("llama", "ddp", "fp32"),
     ("llama", "shard_optimizer", "bf16"),
-    ("llama", "fsdp", "fp32"),
     ("llama", "fsdp", "bf16"),
     ("llama", "hsdp", "fp16"),
     ("gpt2", "ddp", "bf16"),
@@ -257,6 +257,16 @@ def test_a_run_is_resumed_exported_and_merged(
         assert transformers.AutoTokenizer.from_pretrained(path).encode("fox dog") == [2, 1]
     assert cli.main(["export", "whole", "--to=other", "--format=transformers"]) == 2
     assert "--format = 'transformers': adapters have names of" in capsys.readouterr().err
+
+
+def test_explain_predicts_frozen_shards_in_16_bits(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    corpus(tmp_path / "corpus")
+    found = explain(load(settings(tmp_path, "llama", "fsdp", "bf16")), 2)
+    assert found.differences == []
+    stored = {group.name: group.stored for group in found.predicted.groups}
+    assert stored["model.layers.*.mlp.up_proj"] == torch.bfloat16
+    assert stored["model.layers.*.mlp.down_proj.lora_A.default"] == torch.float32
 
 
 def test_the_transformer_of_distmp_and_models_of_users(tmp_path: Path) -> None:

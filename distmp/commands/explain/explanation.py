@@ -23,7 +23,7 @@ from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, as_mapping, resolve
 from distmp.precision.costs import costs
 from distmp.precision.policy import dtype_word
-from distmp.training.setup import prepare
+from distmp.training.setup import prepare, round_frozen
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.dtypes import dtype_name
@@ -228,6 +228,7 @@ def predict(
         parts = prepare(config, world)
         config, auto_reason = choose_strategy(config, parts, world)
         strategy = resolve_strategy(config.strategy, world)
+        round_frozen(config, parts, policy)
         groups = expected_groups(parts.model, policy, strategy)
         run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
         trace = trace_steps(config, parts, world, policy, microbatches=min(run, parts.microbatches))
