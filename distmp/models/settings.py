@@ -130,6 +130,12 @@ class ModelConfig:
             raise ConfigError(
                 "model.loss", self.loss, "write 'next_token' or an import path 'module:callable'"
             )
+        if self.weight_unit is not None and not self.weight_unit.isalpha():
+            raise ConfigError(
+                "model.weight_unit",
+                self.weight_unit,
+                "write one word in the singular, such as token",
+            )
         if self.size not in SIZES:
             raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
         for name in (*_OVERRIDES, "vocabulary_size", "sequence_length"):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
@@ -103,7 +105,7 @@ def _build_run(
     if checkpoint is not None:
         stored_progress(checkpoint)  # the same on all ranks
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
-    parameters = sum(parameter.numel() for parameter in components.model.parameters())
+    parameters = _count_parameters(components.model)
     chosen, strategy_reason = choose_strategy(config, components, world)
     engine = world.ranks.all_or_none(
         lambda: _engine(chosen, components, world, load=checkpoint is not None)
@@ -205,14 +207,14 @@ def _summary(
     world: World,
     components: RunComponents,
     engine: Engine,
-    parameters: int,
+    parameters: str,
     strategy_reason: str,
 ) -> Iterator[str]:
     """Yield lines about the run, with the reason for every automatic choice."""
     batch = config.batch
     yield f"data: {components.datasets.description}"
     yield (
-        f"model: {config.model.name}, {parameters:,} parameters; "
+        f"model: {config.model.name}, {parameters}; "
         f"precision {engine.policy.name} ({engine.policy_reason})"
     )
     yield (
@@ -227,6 +229,13 @@ def _summary(
         option = Option(config.strategy, config.shard_optimizer)
         yield f"strategy: {option} ({strategy_reason})"
     yield from overridden_options(os.environ, engine.policy, engine.strategy)
+
+
+def _count_parameters(model: nn.Module) -> str:
+    parameters = [*model.parameters()]
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return f"{count:,} parameters" + (f", {trained:,} of them trained" if trained < count else "")
 
 
 def _backend(world: World) -> str:

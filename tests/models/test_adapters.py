@@ -229,7 +229,9 @@ def test_a_run_is_resumed_exported_and_merged(
     corpus(tmp_path / "corpus")
     arguments = settings(tmp_path, "llama", "single", "bf16")
     assert main([*arguments, "--steps=6", "--run-dir=whole"]) == 0
-    assert f"whole/model (tokenizer of {tmp_path / 'llama'})" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"whole/model (tokenizer of {tmp_path / 'llama'})" in output
+    assert "10,736 parameters, 864 of them trained" in output
     early = [*arguments, "--run-dir=parts", "--steps=6"]
     assert main([*early, "--steps=3"]) == 0
     assert main([*early, "--resume=auto"]) == 0
@@ -282,6 +284,35 @@ def test_the_transformer_of_distmp_and_models_of_users(tmp_path: Path) -> None:
         "0.lora_B.default.weight",
     ]
     assert not users[0].lora_B["default"].weight.any()
+
+
+class ReadsWeight(nn.Module):
+    """Reads the weight of a layer without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, 8)
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 257)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(self.embedding(ids)), self.head.weight)
+
+
+def test_adapters_that_are_not_used_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path / "corpus")
+    arguments = [
+        f"--model.name={ReadsWeight.__module__}:ReadsWeight",
+        *settings(tmp_path, "llama", "single", "bf16")[2:],
+        "--steps=2",
+    ]
+    assert main([*arguments, "--model.peft={r: 2, target_modules: [first, head]}"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("model.peft: 2 parameters of adapters have had no gradient, head.lora") == 1
+    assert main([*arguments, "--model.peft={r: 2, target_modules: [first]}"]) == 0
+    assert "model.peft" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

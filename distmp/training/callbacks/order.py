@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distmp.training.callbacks.adapter_check import AdapterCheck
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.curves import Curves
@@ -38,6 +39,7 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         TimeLimit(run),
         StepLogger(run),
         RankConsistency(),
+        AdapterCheck(),
         Validation(),
         *users,
         checkpointing,
