@@ -231,7 +231,7 @@ def test_a_run_is_resumed_exported_and_merged(
     assert main([*arguments, "--steps=6", "--run-dir=whole"]) == 0
     output = capsys.readouterr().out
     assert f"whole/model (tokenizer of {tmp_path / 'llama'})" in output
-    assert "10,736 parameters, 864 of them trained" in output
+    assert "10,480 parameters, 480 of them trained" in output
     early = [*arguments, "--run-dir=parts", "--steps=6"]
     assert main([*early, "--steps=3"]) == 0
     assert main([*early, "--resume=auto"]) == 0
