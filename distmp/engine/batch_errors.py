@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from distmp.engine.step_checks import LIST_ADVICE
 from distmp.errors import ConfigError, listed
 from distmp.utils.tensor_trees import described
 
+DICTIONARY_ADVICE = "return dictionaries from the data set"
 KEY_ADVICE = "return it from the data set, or change the loss (model.loss) to read what is there"
 # A string where a tensor is needed, and the arguments of a forward that do not fit.
 _STRING = re.compile(r"not str\b|'str' object has no attribute")
@@ -44,42 +46,48 @@ def explain_batch_errors(batch: Any, model: nn.Module) -> Iterator[None]:
             "rows",
         ) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = _misread_batch(batch, error)
+        problem = _misread_batch(batch, error, model)
         if problem is None:
             raise
         raise ConfigError(*problem) from error
 
 
-def _misread_batch(batch: Any, error: Exception) -> tuple[str, str, str] | None:
+def _misread_batch(batch: Any, error: Exception, model: nn.Module) -> tuple[str, str, str] | None:
     """Return setting, value and advice for an error that a batch causes; None for other errors."""
-    text, value = str(error), described(batch)
-    if isinstance(batch, Mapping):
-        if isinstance(error, KeyError):
-            key = error.args[0] if error.args else None
-            if key in batch or not _is_local_variable(batch, error):
-                return None
-            problem = (
-                f"the loss function reads the key {key!r}, which the batch lacks; {KEY_ADVICE}"
-            )
-            return "batch", value, problem
-        if "to unpack" in text or (_STRING.search(text) and _holds_a_key(batch, error)):
-            problem = (
-                f"the loss function takes keys for tensors ({text}); read batch['KEY'] instead"
-            )
-            return "batch", value, problem
-    if isinstance(batch, tuple | list) and "indices must be integers" in text:
-        problem = (
-            f"the loss function reads it by keys ({text}); return dictionaries from the data set"
-        )
-        return "batch", value, problem
+    text = str(error)
     if isinstance(batch, Tensor) and "values to unpack" in text:
-        problem = (
-            f"is one microbatch, and the loss function unpacks it ({text}); if it is a part of"
-        )
-        return "microbatches", value, f"{problem} a batch, {LIST_ADVICE}"
-    if isinstance(error, TypeError) and _FORWARD.search(text):
-        return "batch", value, f"the model does not take what the loss function passes: {text}"
-    return None
+        problem = f"is one microbatch, and the loss function unpacks it ({text})"
+        advice = f"if it is a part of a batch, {LIST_ADVICE}"
+        return "microbatches", described(batch), f"{problem}; {advice}"
+    problem = _misread_mapping(batch, error) if isinstance(batch, Mapping) else ""
+    by_key = isinstance(batch, tuple | list) and "indices must be integers" in text
+    if by_key and _is_local_variable(batch, error):
+        problem = f"the loss function reads it by keys ({text}); {DICTIONARY_ADVICE}"
+    if isinstance(error, TypeError) and _FORWARD.search(text) and _is_local_variable(model, error):
+        takes = listed([*inspect.signature(model.forward).parameters])
+        problem = f"the model does not take what the loss function passes: {text}; it takes {takes}"
+    return ("batch", described(batch), problem) if problem else None
+
+
+def _misread_mapping(batch: Mapping[Any, Any], error: Exception) -> str:
+    """Return how a loss function misreads a dictionary; empty for errors of other causes."""
+    if isinstance(error, KeyError):
+        key = error.args[0] if error.args else None
+        if key in batch or not _is_local_variable(batch, error):
+            return ""
+        return f"the loss function reads the key {key!r}, which the batch lacks; {KEY_ADVICE}"
+    unpacked = _unpacks(len(batch), str(error)) and _is_local_variable(batch, error)
+    if unpacked or (_STRING.search(str(error)) and _holds_a_key(batch, error)):
+        return f"the loss function takes keys for tensors ({error}); read batch['KEY'] instead"
+    return ""
+
+
+def _unpacks(size: int, text: str) -> bool:
+    """Return whether an error may come from unpacking `size` values."""
+    found = re.search(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?", text)
+    if found is None:
+        return False
+    return int(found[2]) == size if found[2] else size > int(found[1])
 
 
 def _is_local_variable(value: Any, error: BaseException) -> bool:

@@ -118,10 +118,12 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     import peft
 
     settings = check_settings(values)
-    is_hugging_face = hasattr(model, "generate")
+    is_hugging_face = hasattr(getattr(model, "config", None), "model_type")
     task = settings.task_type or ("CAUSAL_LM" if is_hugging_face else None)
     forwards = {name: type(part).forward for name, part in model.named_modules()}
     tied = _tied(model)
+    if any(_layers(model)):
+        raise ConfigError(SETTING, dict(values), "the model has adapters already; remove either")
     if settings.target_modules is None and not is_hugging_face:
         raise ConfigError(
             f"{SETTING}.target_modules", None, f"name layers to adapt; {_linear_layers(forwards)}"

@@ -137,7 +137,7 @@ MAPPING, LIST = "{inputs: float32 [4, 3], targets: int64 [4]}", "list of float32
         (takes_a_pair, {"inputs": X, "targets": Y}, MAPPING, "takes keys for tensors"),
         (takes_a_pair, {"a": X, "b": X, "c": X}, "{a: float32", "takes keys for tensors (too many"),
         (reads_keys, [X, Y], LIST, "return dictionaries from the data set"),
-        (passes_all, {"inputs": X, "targets": Y}, MAPPING, "the model does not take what the loss"),
+        (passes_all, {"inputs": X, "targets": Y}, MAPPING, "'inputs'; it takes input"),
         (next_token_loss, {"inputs": X}, "{inputs: float32 [4, 3]}", "the loss next_token reads"),
         (next_token_loss, [X, Y], LIST, "the loss next_token reads the keys inputs and targets"),
     ],
@@ -151,12 +151,37 @@ def test_a_batch_that_the_loss_misreads_is_described(
     assert problem in str(error.value)
 
 
-def test_unrelated_errors_about_strings_pass_through() -> None:
-    def loss(model: nn.Module, batch: Any) -> Any:
-        return "mine".missing
+class Broken(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        rows, _, _ = x.shape
+        return rows
 
-    with pytest.raises(AttributeError, match="missing"):
-        make(loss).step([{"inputs": X}])
+
+def own_text(model: nn.Module, batch: Any) -> Any:
+    return "mine".missing  # type: ignore[attr-defined]
+
+
+def own_list(model: nn.Module, batch: Any) -> Any:
+    return [1]["mine"]  # type: ignore[call-overload]  # noqa: RUF016
+
+
+def own_model(model: nn.Module, batch: Any) -> Any:
+    return nn.Identity()(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "error"),
+    [
+        (own_text, {"inputs": X}, AttributeError),
+        (own_list, {"inputs": X}, TypeError),
+        (own_model, {"inputs": X}, TypeError),
+        (reads_keys, {"inputs": X}, ValueError),  # the model unpacks another tuple
+    ],
+)
+def test_errors_of_other_causes_pass_through(loss: Any, batch: Any, error: type) -> None:
+    with pytest.raises(error) as raised:
+        make(loss, Broken(3, 2)).step([batch])
+    assert not isinstance(raised.value, ConfigError)
 
 
 def test_an_unrelated_key_error_passes_through() -> None:

@@ -222,7 +222,10 @@ def check_bytes(case: str, held: dict[str, int], trained: dict[str, Tensor]) -> 
 
 
 def test_a_run_is_resumed_exported_and_merged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_models(tmp_path)
@@ -259,6 +262,11 @@ def test_a_run_is_resumed_exported_and_merged(
         assert transformers.AutoTokenizer.from_pretrained(path).encode("fox dog") == [2, 1]
     assert cli.main(["export", "whole", "--to=other", "--format=transformers"]) == 2
     assert "--format = 'transformers': adapters have names of" in capsys.readouterr().err
+    # A checkpoint does not need the folder of the model, except for the tokenizer.
+    (tmp_path / "llama").rename(tmp_path / "gone")
+    assert cli.main(["export", "whole", "--to=later", "--merge"]) == 0
+    assert_same_bits(load_file("later/model.safetensors"), load_file("merged/model.safetensors"))
+    assert "has no files of one any more" in caplog.text
 
 
 def test_explain_predicts_frozen_shards_in_16_bits(tmp_path: Path) -> None:
@@ -284,6 +292,8 @@ def test_the_transformer_of_distmp_and_models_of_users(tmp_path: Path) -> None:
         "0.lora_B.default.weight",
     ]
     assert not users[0].lora_B["default"].weight.any()
+    with pytest.raises(ConfigError, match="the model has adapters already"):
+        adapters.add_adapters(users, {"target_modules": "2"}, seed=1)
 
 
 class ReadsWeight(nn.Module):

@@ -30,11 +30,9 @@ class HuggingFaceExport(Callback):
         except CheckpointError as error:
             trainer.console.message(f"{error}; distmp export writes it from the checkpoint")
             return
-        what = "model" if settings.peft is None else "adapters"
+        what = "model in the Hugging Face format" if settings.peft is None else "adapters for peft"
         source = "no tokenizer was found" if tokenizer is None else f"tokenizer of {tokenizer}"
-        trainer.console.message(
-            f"{what} in the Hugging Face format: {trainer.directory.model} ({source})"
-        )
+        trainer.console.message(f"{what}: {trainer.directory.model} ({source})")
 
 
 def _write(trainer: Trainer, tokenizer: Path | None) -> None:
