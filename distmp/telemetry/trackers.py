@@ -132,9 +132,13 @@ def find(name: str) -> type[GeneralTracker]:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted."""
+    """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted.
+
+    The throughput has the name of its unit, such as `tokens_per_second`.
+    """
     values = dataclasses.asdict(record)
     del values["step"]
+    values[f"{record.unit}s_per_second"] = values.pop("weight_per_second")
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in values.items()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from benchmarks.figures import ROOT
 from distmp import cli
 from distmp.commands.explain.explanation import explain
 from distmp.config import load
@@ -346,6 +349,19 @@ def test_settings_that_would_train_something_else(values: dict[str, Any], proble
     model = Transformer(TransformerConfig(32, 8, 2, 16, 2, 24, tied_head=False))
     with pytest.raises(ConfigError, match=problem):
         adapters.add_adapters(model, values, seed=1)
+
+
+def test_the_page_lists_all_settings_which_are_those_of_peft() -> None:
+    section = (ROOT / "docs" / "huggingface.md").read_text().partition("## LoRA")[2]
+    rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    own = {field.name: field.default for field in dataclasses.fields(adapters.LoraSettings)}
+    assert listed == own.keys()
+    theirs = {field.name: field.default for field in dataclasses.fields(peft.LoraConfig)}
+    factories = {"rank_pattern", "alpha_pattern"}
+    assert {name: theirs[name] for name in own if name not in factories} == {
+        name: value for name, value in own.items() if name not in factories
+    }
 
 
 def test_a_tied_weight_is_not_adapted() -> None:

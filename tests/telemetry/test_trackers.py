@@ -88,7 +88,7 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     warnings: list[str] = []
     loggers = start([NAME], tmp_path, warnings)
     loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
-    loggers.write(record(step=2, validation_loss=1.5))
+    loggers.write(record(step=2, validation_loss=1.5, unit="sample"))
     loggers.close()
     project, _, configuration, first, second, finished = calls(tmp_path)
     assert project == ["project", "test"]
@@ -98,6 +98,8 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     assert first[1]["loss"] == 2.3456
     assert {"step", "overflow", "validation_loss"}.isdisjoint(first[1])
     assert (second[0], second[1]["validation_loss"]) == (2, 1.5)
+    assert first[1]["tokens_per_second"] == second[1]["samples_per_second"] == 12345.0
+    assert "samples_per_second" not in first[1]
     assert finished == ["finished"]
     assert warnings == []
 
