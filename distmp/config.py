@@ -16,6 +16,7 @@ from distmp.data.settings import DataConfig
 from distmp.engine.settings import DivergenceConfig, EmaConfig, RankConsistencyConfig
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
+from distmp.models import contracts
 from distmp.models.settings import ModelConfig
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 from distmp.parallel.settings import (
@@ -432,7 +433,8 @@ class RunConfig:
 
 def load(argv: Sequence[str]) -> RunConfig:
     """Read the configuration of `distmp train`, see `load_as`."""
-    return load_as(RunConfig, argv, "distmp train", "Train a model on any number of ranks.")
+    description = f"Train a model on any number of ranks.\n\n{contracts.as_text()}"
+    return load_as(RunConfig, argv, "distmp train", description)
 
 
 def load_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:

@@ -333,7 +333,6 @@ class CheckpointWriter:
             pending.snapshot.cancel()  # if it has not even been copied
             pending.seconds = time.perf_counter() - started
 
-
     def _join(self, timeout: float | None) -> None:
         pending = self._pending
         if pending is None:

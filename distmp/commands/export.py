@@ -50,6 +50,12 @@ def main(argv: list[str]) -> int:
         help="maximum size of one file, such as 500MB; larger models are several files with an "
         "index (default: 5GB)",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge the adapters of model.peft into the weights (default: write them alone, in "
+        "peft's format)",
+    )
     arguments = parser.parse_args(argv)
     # Imported late, so that errors in arguments are reported without a second of imports.
     from distmp.export.export import export
@@ -62,6 +68,7 @@ def main(argv: list[str]) -> int:
         arguments.format,
         ema=arguments.ema,
         best=arguments.best,
+        merge=arguments.merge,
     )
     sys.stdout.write(f"exported {size:,} elements in {arguments.dtype} to {arguments.to}\n")
     return 0

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 
 from distmp.data.errors import DataError
+from distmp.errors import ConfigError
+
+
+def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
+    """Return the function that makes a microbatch of samples.
+
+    It is the attribute `collate_fn` of the dataset, or of the dataset that is split into
+    `torch.utils.data.Subset`s; without one, `collate`.
+
+    Raises:
+        ConfigError: If the attribute cannot be called.
+    """
+    while not hasattr(dataset, "collate_fn") and isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    own = getattr(dataset, "collate_fn", None)
+    if own is None:
+        return collate
+    if not callable(own):
+        raise ConfigError(
+            "data.source",
+            type(dataset).__name__,
+            f"its attribute collate_fn is a {type(own).__name__}; make it a function that takes a "
+            "list of samples and returns a microbatch",
+        )
+    function: Callable[[list[Any]], Any] = own
+    return function
 
 
 def collate(samples: Sequence[Any]) -> Any:

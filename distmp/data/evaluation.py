@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distmp.data import IGNORED
-from distmp.data.collation import collate
+from distmp.data.collation import collate_of
 from distmp.data.loading import Batch, Collate, is_stream
 from distmp.errors import ConfigError
 
@@ -46,7 +46,7 @@ def evaluation_batches(
         microbatch_size: Samples of one forward; the last microbatch may have fewer.
         rank: This rank.
         world_size: Number of ranks that share the evaluation.
-        collate_fn: Combines samples into a microbatch; None uses `collate`.
+        collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
 
     Returns:
         A finite iterator of collated microbatches.
@@ -55,7 +55,7 @@ def evaluation_batches(
         ConfigError: On every rank, if a microbatch must be ignored and the dataset does not support
             it: immediately, or at the end of an iterable dataset.
     """
-    combine = collate_fn or collate
+    combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):
         return _evaluate_stream(dataset, samples, microbatch_size, rank, world_size, combine)
     size = len(dataset)

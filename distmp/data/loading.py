@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
-from distmp.data.collation import collate
+from distmp.data.collation import collate_of
 from distmp.data.order import Division, MicrobatchSampler
 from distmp.data.seeded import SeededMicrobatches
 from distmp.data.streams import Step, StreamSteps, sample_checksum
@@ -56,7 +56,7 @@ def step_batches(
         world_size: Number of ranks that share the batch.
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         pin_memory: Whether tensors are in page-locked memory, for faster copies to a GPU.
-        collate_fn: Combines samples into a microbatch; None uses `collate`.
+        collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
         group: Ranks that compare their data sets, see `steps`.
 
     Returns:
@@ -110,7 +110,7 @@ def steps(
         shuffle: False reads a map-style data set in the order of its indices.
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         pin_memory: Whether tensors are in page-locked memory.
-        collate_fn: Combines samples into a microbatch; None uses `collate`.
+        collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
         group: Ranks that compare their data sets: once, and a stream in every step. None compares
             nothing.
         setting: Name of the setting that holds the data set, for error messages.
@@ -127,15 +127,15 @@ def steps(
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     same = _SameOnAllRanks(group, setting)
+    combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):
-        combine = collate_fn or collate
         read = StreamSteps(dataset, division, seed, combine, compared=same.needed)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
         return _compared(loader, division, same)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
-    seeded = SeededMicrobatches(dataset, seed, collate_fn or collate)
+    seeded = SeededMicrobatches(dataset, seed, combine)
     if collate_fn is None and getattr(dataset, "draws_nothing", False):
-        loader = loads(dataset, batch_sampler=sampler, collate_fn=collate)
+        loader = loads(dataset, batch_sampler=sampler, collate_fn=combine)
     else:
         loader = loads(seeded, batch_sampler=_Places(sampler), collate_fn=_unchanged)
     return _grouped(loader, sampler, seeded, same)

@@ -30,6 +30,7 @@ from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.own_time import StepClock
 from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_phase
 from distmp.distributed.world import World, world_of_process
+from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
@@ -51,7 +52,6 @@ from distmp.engine.step_checks import (
     check_stop,
     count_microbatches,
     explain_backward_errors,
-    explain_batch_errors,
 )
 from distmp.errors import ConfigError, TrainingError, rank_names, ranks_by_value
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory

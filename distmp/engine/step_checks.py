@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from distmp.data.dataloader import DataLoader
 from distmp.distributed.world import World
 from distmp.engine.outcome import StepOutcome
-from distmp.errors import ConfigError, listed
+from distmp.errors import ConfigError
 from distmp.precision.policy import dtype_word
 from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
@@ -216,43 +216,6 @@ def check_weight(weight: float) -> None:
         raise ConfigError(
             "weight", weight, "is below 0; return the number of samples or tokens in the sum"
         )
-
-
-@contextmanager
-def explain_batch_errors(batch: Any, model: nn.Module) -> Iterator[None]:
-    """Explain errors of the loss function or the model that come from the contents of a batch.
-
-    Raises:
-        ConfigError: In place of a KeyError for a missing key of the batch, of an IndexError for an
-            id above a vocabulary, and of a ValueError for a tensor that is unpacked like a pair.
-    """
-    try:
-        yield
-    except KeyError as error:
-        is_of_batch = isinstance(batch, Mapping) and _is_local_variable(batch, error)
-        if not is_of_batch or not error.args or error.args[0] in batch:
-            raise
-        raise ConfigError(
-            "batch", list(batch), f"the loss function reads the key {error.args[0]!r}"
-        ) from error
-    except IndexError as error:
-        if "out of range in self" not in str(error) and "out of bounds" not in str(error):
-            raise
-        raise ConfigError(
-            "batch",
-            _integer_ranges(batch),
-            f"an id is too large: {error}; the model has embeddings of {_embedding_sizes(model)} "
-            "rows",
-        ) from error
-    except ValueError as error:
-        if not isinstance(batch, Tensor) or "values to unpack" not in str(error):
-            raise
-        raise ConfigError(
-            "microbatches",
-            _describe(batch),
-            f"is one microbatch, and the loss function unpacks it ({error}); if it is a part of a "
-            f"batch, {LIST_ADVICE}",
-        ) from error
 
 
 @contextmanager
@@ -469,32 +432,6 @@ def _id_hook(name: str, rows: int) -> Callable[[nn.Module, tuple[Any, ...]], Non
             )
 
     return check
-
-
-def _is_local_variable(value: Any, error: BaseException) -> bool:
-    """Return whether the function that raised has `value` among its local variables."""
-    entry = error.__traceback__
-    while entry is not None and entry.tb_next is not None:
-        entry = entry.tb_next
-    return entry is not None and any(local is value for local in entry.tb_frame.f_locals.values())
-
-
-def _integer_ranges(batch: Any) -> str:
-    """Return the range of each integer tensor, by its path in the batch."""
-    leaves, _ = pytree.tree_flatten_with_path(batch)
-    ranges = [
-        f"{pytree.keystr(path)} from {leaf.min().item()} to {leaf.max().item()}".strip()
-        for path, leaf in leaves
-        if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_floating_point()
-    ]
-    return listed(ranges) or "no integers"
-
-
-def _embedding_sizes(model: nn.Module) -> str:
-    sizes = {
-        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    return ", ".join(map(str, sorted(sizes))) or "unknown numbers of"
 
 
 def _describe(value: Any) -> str:

@@ -19,17 +19,19 @@ from distmp.checkpoint import store
 from distmp.checkpoint.layout import final_path
 from distmp.checkpoint.manifest import check_number
 from distmp.errors import ConfigError, nearest
+from distmp.export.adapters import AdapterWeights, MergedWeights, updates_of, write_adapter
 from distmp.export.files import MAX_SHARD_SIZE, Weights, write
 from distmp.export.sources import CheckpointWeights, LlamaWeights, has_average
 from distmp.models import llama
 from distmp.models.architecture import TRANSFORMER, is_hugging_face
+from distmp.models.tokenizer_files import has_tokenizer
 from distmp.models.transformer import TransformerConfig
 from distmp.precision.policy import DTYPE_WORDS
 from distmp.utils.dtypes import dtype_name
 
-Layout = Literal["own", "transformers"]
-
 logger = logging.getLogger("distmp")
+
+Layout = Literal["own", "transformers"]
 
 
 def export(
@@ -41,6 +43,7 @@ def export(
     *,
     ema: bool = False,
     best: bool = False,
+    merge: bool = False,
 ) -> int:
     """Write the weights in a checkpoint as safetensors, in one process and tensor by tensor.
 
@@ -59,6 +62,8 @@ def export(
         ema: Export the average of the weights (setting `ema`). Frozen weights and buffers have no
             average and are those of the model.
         best: Of a run with early stopping, export the checkpoint of the best validation.
+        merge: Merge the adapters of `model.peft` into the weights. Otherwise, the adapters of such
+            a run are written alone, in peft's format.
 
     Returns:
         Number of exported elements.
@@ -77,18 +82,40 @@ def export(
     if best:
         checkpoint = _best(checkpoint)
     _check_average(checkpoint, ema=ema)
-    weights = CheckpointWeights(checkpoint, DTYPE_WORDS[dtype], ema=ema)
-    described = checkpoint.numbers.get("model")
-    written: Weights = weights
-    if layout == "transformers":
-        described, written = _as_llama(described, weights, DTYPE_WORDS[dtype])
-    write(target, written, described, DTYPE_WORDS[dtype], max_shard_size)
-    weights.report_nan()
-    return sum(tensor.numel() for tensor in weights.specs.values())
+    adapter = checkpoint.numbers.get("adapter")
+    if merge and adapter is None:
+        raise ConfigError("--merge", True, f"{checkpoint} has no adapters; omit the option")
+    if adapter is not None and not merge and layout == "transformers":
+        raise ConfigError("--format", layout, "adapters have names of their own; add --merge")
+    # What is merged is read in FP32, and rounded once.
+    read = CheckpointWeights(checkpoint, torch.float32 if merge else DTYPE_WORDS[dtype], ema=ema)
+    tokenizer = _tokenizer(checkpoint)
+    if adapter is not None and not merge:
+        own = AdapterWeights(read)
+        write_adapter(target, own, adapter, tokenizer)
+        written: Weights = own
+    else:
+        written = MergedWeights(read, updates_of(adapter), DTYPE_WORDS[dtype]) if adapter else read
+        described = checkpoint.numbers.get("model")
+        if layout == "transformers":
+            described, written = _as_llama(described, written, DTYPE_WORDS[dtype])
+        write(target, written, described, DTYPE_WORDS[dtype], max_shard_size, tokenizer=tokenizer)
+    read.report_nan()
+    return sum(tensor.numel() for tensor in written.specs.values())
+
+
+def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
+    """Return the folder of the tokenizer of a run, if it exists; log if there is none."""
+    known = checkpoint.numbers.get("tokenizer")
+    if known is not None and has_tokenizer(Path(known)):
+        return Path(known)
+    if known is not None:
+        logger.warning("no tokenizer is exported: %s has no files of one any more", known)
+    return None
 
 
 def _as_llama(
-    described: Any, weights: CheckpointWeights, dtype: torch.dtype
+    described: Any, weights: Weights, dtype: torch.dtype
 ) -> tuple[dict[str, Any], Weights]:
     if described is not None and is_hugging_face(described):
         return described, weights

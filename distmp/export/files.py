@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distmp.errors import CheckpointError, listed
 from distmp.export.safetensors_file import in_file_order, write_file
-from distmp.models import huggingface
+from distmp.models import huggingface, tokenizer_files
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def write(
     dtype: torch.dtype,
     max_shard_size: int = MAX_SHARD_SIZE,
     *,
+    tokenizer: Path | None = None,
     writes: bool = True,
 ) -> None:
     """Write a folder of safetensors, which gets its name when it is complete.
@@ -58,6 +59,7 @@ def write(
         architecture: Content of config.json, see `distmp.models.architecture`; None: no such file.
         dtype: Dtype of the weights, for config.json.
         max_shard_size: Maximum size of one file, in bytes; a larger tensor has one of its own.
+        tokenizer: Folder whose tokenizer is copied; None: no tokenizer.
         writes: Whether this rank writes the files.
 
     Raises:
@@ -68,18 +70,48 @@ def write(
     from huggingface_hub import split_torch_state_dict_into_shards
 
     plan = split_torch_state_dict_into_shards(dict(weights.specs), max_shard_size=max_shard_size)
-    files = {
+
+    def write_rest(temporary: Path) -> None:
+        _write_index(temporary, plan)
+        _write_architecture(temporary, architecture, dtype)
+        tokenizer_files.copy(tokenizer, temporary)
+
+    write_folder(folder, weights, plan.filename_to_tensors, write_rest, writes=writes)
+
+
+def write_folder(
+    folder: Path,
+    weights: Weights,
+    files: Mapping[str, Sequence[str]],
+    write_rest: Callable[[Path], None],
+    *,
+    writes: bool,
+) -> None:
+    """Write files of safetensors and others into a folder, which replaces one of its name.
+
+    Collective over the ranks that read `weights` together.
+
+    Args:
+        folder: The folder.
+        weights: The weights.
+        files: Names of the tensors of each file.
+        write_rest: Called with the unfinished folder, to write other files.
+        writes: Whether this rank writes.
+
+    Raises:
+        CheckpointError: If they cannot be written, on the rank that writes them.
+    """
+    ordered = {
         file: in_file_order({name: weights.specs[name] for name in names})
-        for file, names in plan.filename_to_tensors.items()
+        for file, names in files.items()
     }
-    values = (weights.read([name]) for specs in files.values() for name in specs)
+    values = (weights.read([name]) for specs in ordered.values() for name in specs)
     try:
         if writes:
             with _replacing(folder) as temporary:
-                for file, specs in files.items():
+                for file, specs in ordered.items():
                     write_file(temporary / file, specs, (next(values)[name] for name in specs))
-                _write_index(temporary, plan)
-                _write_architecture(temporary, architecture, dtype)
+                write_rest(temporary)
     finally:
         for _ in values:  # the other ranks read them together with this one, also after an error
             pass

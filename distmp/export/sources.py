@@ -11,6 +11,7 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.checkpoint.finite import is_finite
 from distmp.errors import CheckpointError, listed
+from distmp.export.files import Weights
 from distmp.export.weights import PREFIX
 from distmp.models import llama
 from distmp.models.transformer import TransformerConfig
@@ -65,7 +66,7 @@ class CheckpointWeights:
             if not is_finite(tensor) and bool(tensor.isnan().any())
         ]
         if self._dtype == torch.float16:
-            self._refuse_infinite(tensors)
+            refuse_infinite(tensors, str(self._checkpoint))
         return tensors
 
     def report_nan(self) -> None:
@@ -76,14 +77,6 @@ class CheckpointWeights:
                 self._checkpoint,
                 listed(self._nan),
             )
-
-    def _refuse_infinite(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and tensor.isinf().any():
-                raise CheckpointError(
-                    f"{name!r} of {self._checkpoint} has values beyond the range of "
-                    "float16; use bf16 or fp32"
-                )
 
 
 class EngineWeights:
@@ -141,7 +134,7 @@ class LlamaWeights:
         specs: Shape and dtype of each tensor, as tensors on the meta device.
     """
 
-    def __init__(self, source: CheckpointWeights, config: TransformerConfig) -> None:
+    def __init__(self, source: Weights, config: TransformerConfig) -> None:
         self._source = source
         self._rows = llama.rows_by_name(config)
         # The tensor of the source that was read last: several names are rows of it.
@@ -160,6 +153,19 @@ class LlamaWeights:
             self._read.clear()
             self._read = self._source.read([rows.name])
         return self._read[rows.name][rows.start : rows.stop]
+
+
+def refuse_infinite(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse infinite values in float16.
+
+    Raises:
+        CheckpointError: With the name of the tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.isinf().any():
+            raise CheckpointError(
+                f"{name!r} of {source} has values beyond the range of float16; use bf16 or fp32"
+            )
 
 
 def _is_converted(dtype: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError, listed
 from distmp.export.files import INDEX
-from distmp.models import llama
+from distmp.models import adapters, llama
 from distmp.models.architecture import CONFIG_FILE, TRANSFORMER, read, rebuild
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.flat_shard import global_shape, local_parts
@@ -179,7 +179,8 @@ class BuiltModel(NamedTuple):
     """A model before an engine was built on it.
 
     Attributes:
-        names: For each name in its `state_dict`, the first name of the same tensor.
+        names: For each name in its `state_dict`, the first name of the same tensor. Adapters are
+            left out, and the names are those without adapters.
         dimensions: Configuration of distmp's transformer; None for another model.
     """
 
@@ -187,11 +188,13 @@ class BuiltModel(NamedTuple):
     dimensions: TransformerConfig | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> BuiltModel:
-        """Describe a model."""
+    def of(cls, model: nn.Module, *, has_adapters: bool = False) -> BuiltModel:
+        """Describe a model, perhaps with the adapters of `model.peft`."""
         first: dict[int, str] = {}
         state = model.state_dict(keep_vars=True)
         names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+        if has_adapters:
+            names = {own: names[name] for own, name in adapters.base_names(names).items()}
         return cls(names, _dimensions(model))
 
 

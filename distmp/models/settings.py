@@ -93,6 +93,11 @@ class ModelConfig:
     """'next_token' (cross entropy) or the import path 'module:callable' of a function
     loss(model, batch) -> (loss sum, weight)."""
 
+    weight_unit: str | None = field(default=None, metadata=HARMLESS)
+    """What the weight that the loss returns counts, in the singular, for logs: token, sample,
+    pixel, ... (default: token for next_token; for your loss, sample if the weight of a step is at
+    most its number of samples)."""
+
     weights: str | None = field(default=None, metadata=IGNORED)
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
@@ -101,6 +106,12 @@ class ModelConfig:
     """Build the model without memory for its parameters, and compute them one at a time, so that a
     rank of a sharded strategy keeps only its shards; false builds the whole model on every host
     first, once for each rank."""
+
+    peft: dict[str, Any] | None = field(
+        default=None, metadata=dangerous("other parameters are trained")
+    )
+    """Freeze the model and train adapters (LoRA) instead: settings of peft's LoraConfig, such as
+    {r: 16, lora_alpha: 32, target_modules: [q_proj, v_proj]}; null: train all parameters."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
@@ -128,12 +139,22 @@ class ModelConfig:
             raise ConfigError(
                 "model.loss", self.loss, "write 'next_token' or an import path 'module:callable'"
             )
+        if self.weight_unit is not None and not self.weight_unit.isalpha():
+            raise ConfigError(
+                "model.weight_unit",
+                self.weight_unit,
+                "write one word in the singular, such as token",
+            )
         if self.size not in SIZES:
             raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
         for name in (*_OVERRIDES, "vocabulary_size", "sequence_length"):
             self._check_count(name)
         if self.name == "transformer":
             self._check_transformer()
+        if self.peft is not None:
+            from distmp.models import adapters  # imports torch
+
+            adapters.check_settings(self.peft)
 
     @property
     def is_hugging_face(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from distmp.telemetry.records import StepRecord
-from distmp.utils.units import bytes_text, duration, quantity, scale_text
+from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
 
 _SEPARATOR = "  "
 
@@ -41,7 +41,7 @@ def step_fields(record: StepRecord, total_steps: int, seconds_left: float) -> li
     fields = [
         Field(f"step {record.step:>{digits}}/{total_steps}", 0),
         Field(f"loss {_loss(record.loss):>8}", 1),
-        Field(f"{quantity(record.tokens_per_second):>5} tok/s", 3),
+        Field(f"{quantity(record.weight_per_second):>5} {per_second(record.unit)}", 3),
         Field(f"lr {record.learning_rate:.2e}", 7),
         Field(f"norm {_norm(record.grad_norm):>8}", 4),
         Field(f"scale {scale_text(record.loss_scale):>5}", 6),

@@ -50,7 +50,8 @@ class StepRecord:
         skipped: Whether the update was skipped.
         skipped_total: Number of skipped steps so far, including this one.
         applied_total: Number of applied updates so far, including this one.
-        tokens_per_second: Tokens of the global batch per second, over all ranks.
+        weight_per_second: Weight of the global batch divided by the time of the step: tokens or
+            samples per second, over all ranks.
         step_seconds: Wall time of the step, without pauses for validation.
         memory_bytes: Peak memory of the recording rank, in bytes.
         validation_loss: Validation loss after this step, or None without a validation.
@@ -60,6 +61,7 @@ class StepRecord:
             strings.
         divergence: What was out of bounds in this step (`problem`, `action`), and in the first step
             after a rollback its cause and origin (`rolled_back`).
+        unit: What the weight counts, in the singular: "token", "sample" or another word.
         rank_seconds: Own time of each rank in seconds, if ranks were compared after this step; NaN
             for a rank that was not measured.
         validation_metrics: Metrics of the validation after this step, by name; None without one.
@@ -77,13 +79,14 @@ class StepRecord:
     skipped: bool
     skipped_total: int
     applied_total: int
-    tokens_per_second: float
+    weight_per_second: float
     step_seconds: float
     memory_bytes: int
     validation_loss: float | None = None
     dropped: int = 0
     overflow: dict[str, Any] | None = None
     divergence: dict[str, Any] | None = None
+    unit: str = "token"
     rank_seconds: list[float] | None = None
     validation_metrics: dict[str, float] | None = None
     layer_grad_norms: dict[str, float] | None = None
@@ -242,6 +245,8 @@ def _strict(value: Any) -> Any:
 def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecord:
     try:
         values = json.loads(line)
+        if "tokens_per_second" in values:  # written before the unit could be another
+            values.setdefault("weight_per_second", values["tokens_per_second"])
         known = {n: convert(values[n]) for n, convert in _CONVERTERS.items() if n in values}
         return StepRecord(**known)
     except (ValueError, TypeError) as error:
@@ -252,6 +257,12 @@ def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecor
 def _boolean(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
     return value
 
 
@@ -280,6 +291,7 @@ _CONVERTER_OF_TYPE: dict[str, Callable[[Any], Any]] = {
     "int": operator.index,
     "float": float,  # reads "NaN", "Infinity" and "-Infinity" too
     "bool": _boolean,
+    "str": _text,
     "float | None": _optional_float,
     "dict[str, Any] | None": _optional_mapping,
     "dict[str, float] | None": _optional_numbers,

@@ -134,10 +134,12 @@ def find(name: str) -> type[GeneralTracker]:
 def scalars(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted.
 
-    A metric has the name `validation_NAME`, the norm of a layer `layer_grad_norms/NAME`.
+    The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
+    `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`.
     """
     values = dataclasses.asdict(record)
     del values["step"]
+    values[f"{record.unit}s_per_second"] = values.pop("weight_per_second")
     for name, value in (record.validation_metrics or {}).items():
         values[f"validation_{name}"] = value
     for name, value in (record.layer_grad_norms or {}).items():

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.models.architecture import architecture
 from distmp.optim import Muon
 from distmp.parallel.memory import Option
 from distmp.telemetry import Console
@@ -26,7 +27,7 @@ from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.restarts import Restarts
 from distmp.training.resume_compat import Changes
 from distmp.training.run_directory import RunDirectory, try_to_write
-from distmp.training.run_fingerprint import changes_since, run_fingerprint
+from distmp.training.run_fingerprint import changes_since, describe_model, run_fingerprint
 from distmp.training.run_lease import RunLease, this_job
 from distmp.training.setup import (
     Progress,
@@ -105,7 +106,7 @@ def _build_run(
     if checkpoint is not None:
         stored_progress(checkpoint)  # the same on all ranks
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
-    parameters = sum(parameter.numel() for parameter in components.model.parameters())
+    parameters = _count_parameters(components.model)
     chosen, strategy_reason = choose_strategy(config, components, world)
     engine = world.ranks.all_or_none(
         lambda: _engine(chosen, components, world, load=checkpoint is not None)
@@ -113,7 +114,7 @@ def _build_run(
     if checkpoint is None:
         start_from_weights(components, engine)
     fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
-    fingerprint["model"] = architecture(components.model, config.model)
+    fingerprint |= describe_model(components.model, config)
     changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
     directory = _choose_directory(config, world, restarts, checkpoint, choice)
     for line in _summary(chosen, world, components, engine, parameters, strategy_reason):
@@ -207,14 +208,14 @@ def _summary(
     world: World,
     components: RunComponents,
     engine: Engine,
-    parameters: int,
+    parameters: str,
     strategy_reason: str,
 ) -> Iterator[str]:
     """Yield lines about the run, with the reason for every automatic choice."""
     batch = config.batch
     yield f"data: {components.datasets.description}"
     yield (
-        f"model: {config.model.name}, {parameters:,} parameters; "
+        f"model: {config.model.name}, {parameters}; "
         f"precision {engine.policy.name} ({engine.policy_reason})"
     )
     yield (
@@ -229,6 +230,13 @@ def _summary(
         option = Option(config.strategy, config.shard_optimizer)
         yield f"strategy: {option} ({strategy_reason})"
     yield from overridden_options(os.environ, engine.policy, engine.strategy)
+
+
+def _count_parameters(model: nn.Module) -> str:
+    parameters = [*model.parameters()]
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return f"{count:,} parameters" + (f", {trained:,} of them trained" if trained < count else "")
 
 
 def _backend(world: World) -> str:

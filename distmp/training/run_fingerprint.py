@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from distmp.config import RunConfig
 from distmp.data.build import Datasets
 from distmp.data.identity import identity
 from distmp.distributed.world import World
 from distmp.masking import masked
+from distmp.models import adapters, huggingface, tokenizer_files
+from distmp.models.architecture import architecture
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
 from distmp.training.resume_compat import RUN_PROPERTIES, Changes, compare
@@ -42,6 +47,41 @@ def run_fingerprint(
         },
         "versions": {name: installed[name] for name in ("distmp", "torch", "python")},
     }
+
+
+def describe_model(model: nn.Module, config: RunConfig) -> dict[str, Any]:
+    """Return what a checkpoint stores for `distmp export`, as JSON types.
+
+    Returns:
+        "model", the content of config.json; "adapter" for a model with adapters, see
+        `adapters.describe`; "tokenizer", the folder of the tokenizer, if it is known.
+    """
+    described: dict[str, Any] = {"model": architecture(model, config.model)}
+    if config.model.peft is not None:
+        described["adapter"] = adapters.describe(model, _weights_folder(config))
+    if (tokenizer := tokenizer_folder(config)) is not None:
+        described["tokenizer"] = str(tokenizer.absolute())
+    return described
+
+
+def _weights_folder(config: RunConfig) -> str | None:
+    """Return the folder of the weights that a new run starts from; None for random weights."""
+    if config.model.weights is not None:
+        return str(Path(config.model.weights).absolute())
+    folder = None
+    if config.model.is_hugging_face:
+        folder = huggingface.weights_folder(config.model.name)
+    return None if folder is None else str(folder.absolute())
+
+
+def tokenizer_folder(config: RunConfig) -> Path | None:
+    """Return the folder of the tokenizer that made the data, or of the model's; None without."""
+    candidates = []
+    if config.data.source == "tokens" and config.data.path is not None:
+        candidates.append(Path(config.data.path).expanduser() / tokenizer_files.SUBFOLDER)
+    if config.model.is_hugging_face and (folder := huggingface.locate(config.model.name)).is_dir():
+        candidates.append(folder)
+    return next(filter(tokenizer_files.has_tokenizer, candidates), None)
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
 from distmp.errors import CheckpointError, ConfigError
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards
-from distmp.models import huggingface
+from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.loss import NO_POSITIONS, takes_positions
 from distmp.models.settings import ModelConfig
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES, Recomputation
-from distmp.precision import PolicyLike
+from distmp.precision import PolicyLike, PrecisionPolicy, resolve
 from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
 
@@ -100,15 +100,16 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
                 config.model.name,
                 problems[0],
             )
+    if config.model.peft is not None:
+        adapters.add_adapters(model, config.model.peft, config.seed)
     if config.model.is_hugging_face and config.model.loss == "next_token":
         huggingface.prepare_loss(model)
     if config.data.document_masking and not takes_positions(model):
         raise ConfigError("data.document_masking", True, NO_POSITIONS.format(config.model.name))
     if world.rank == 0:
         _warn_about_recomputed_attention(config, world.device)
-    return RunComponents(
-        datasets, model, build_loss(config.model), microbatches, weights, BuiltModel.of(model)
-    )
+    built = BuiltModel.of(model, has_adapters=config.model.peft is not None)
+    return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
 
 
 def _warn_about_recomputed_attention(config: RunConfig, device: torch.device) -> None:
@@ -185,6 +186,7 @@ def build_engine(
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
     """
+    round_frozen(config, parts, resolve(policy, world.device)[0])
     settings = replace(
         config.engine(parts.microbatches),
         policy=policy,
@@ -198,8 +200,15 @@ def build_engine(
         settings,
         schedule=config.schedule_factory,
         device=world.device,
-        initialize=not load and parts.weights is None,
+        # Weights in files have no values for adapters.
+        initialize=not load and (parts.weights is None or config.model.peft is not None),
     )
+
+
+def round_frozen(config: RunConfig, parts: RunComponents, policy: PrecisionPolicy) -> None:
+    """Hold the frozen weights of a model with adapters as the policy computes with them."""
+    if config.model.peft is not None:
+        adapters.round_frozen(parts.model, policy)
 
 
 def start_from_weights(parts: RunComponents, engine: Engine) -> None:

@@ -19,7 +19,7 @@ from distmp.parallel.replicated import check_buckets
 from distmp.parallel.settings import Accumulation
 from distmp.parallel.sharded import check_shapes, shard_size
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.training.setup import RunComponents
+from distmp.training.setup import RunComponents, round_frozen
 from distmp.training.step_memory import activation_bytes, build_fake_optimizer, state_bytes
 from distmp.utils.fake_tensors import FakeTensors
 from distmp.utils.generators import generators_kept
@@ -80,6 +80,7 @@ def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple
         return config, ""
     free = least_free_bytes(world)
     policy, _ = resolve(config.precision.policy, world.device)
+    round_frozen(config, parts, policy)
 
     def choose_on_rank_0() -> Choice:
         # The other ranks do not trace: rank 0 must not draw other numbers afterwards than they do.

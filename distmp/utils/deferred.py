@@ -397,10 +397,40 @@ def build_deferred(
     except _UNSUPPORTED as error:
         needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
-    _leave_fake(module, recording)
+    _leave_fake(module, recording, _is_fake)
     _compute_attributes(module, recording, recorder.has_made)
     _recordings[module] = recording
     return module
+
+
+def record_more(
+    module: nn.Module, create: Callable[[], None], seed: int, recorded_name: Callable[[str], str]
+) -> None:
+    """Add parameters to a module after its constructor, such as adapters.
+
+    If `build_deferred` has built the module, they are recorded, and end on the meta device.
+
+    Args:
+        module: The module.
+        create: Creates the parameters, and registers them in the module.
+        seed: Seed of their initial values.
+        recorded_name: Returns the former name of a parameter, which may have been moved to another
+            submodule.
+    """
+    seed = int.from_bytes(hashlib.sha256(f"{seed} more".encode()).digest()[:7], "little")
+    recording = _recordings.get(module)
+    if recording is None:
+        with generators_kept(), _Seeded(seed):
+            create()
+        return
+    views = recording.views
+    names = {held.name for held in held_tensors(module)}
+    recording.views = {n: views[recorded_name(n)] for n in names if recorded_name(n) in views}
+    recorder = _Recorder(recording, seed)
+    with generators_kept(), recorder:
+        create()
+    # The others are on the meta device, where modes such as explain's make them fake, too.
+    _leave_fake(module, recording, recorder.has_made)
 
 
 def build_whole(build: Callable[[], Module], seed: int) -> Module:
@@ -504,14 +534,14 @@ def _writes_to_real(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _leave_fake(module: nn.Module, recording: Recording) -> None:
+def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any], bool]) -> None:
     """Replace the fake tensors of a module by tensors on the meta device."""
-    fake = [held for held in held_tensors(module) if _is_fake(held.tensor)]
+    fake = [held for held in held_tensors(module) if is_fake(held.tensor)]
     if unknown := [held.name for held in fake if not recording.is_known(held.tensor)]:
         raise NotDeferrableError(_ASSIGNS.format(listed(unknown)))
     for held in fake:
         recording.views[held.name] = recording.view(held.tensor)
-    replace_tensors(module, _is_fake, lambda held: _on_meta(held.tensor))
+    replace_tensors(module, is_fake, lambda held: _on_meta(held.tensor))
 
 
 @torch.no_grad()

@@ -5,6 +5,15 @@ from __future__ import annotations
 import math
 
 
+def per_second(unit: str) -> str:
+    """Return the unit of a throughput: "tok/s", "samples/s", ...
+
+    Args:
+        unit: What is counted, in the singular, such as "token".
+    """
+    return "tok/s" if unit == "token" else f"{unit}s/s"
+
+
 def quantity(value: float) -> str:
     """Return three significant digits and a decimal prefix: 12345 -> "12.3k"; 5 characters."""
     if abs(value) < 1:

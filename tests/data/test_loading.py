@@ -208,5 +208,42 @@ def test_dataset_that_divides_needs_nothing() -> None:
     assert [batch[0].flatten().tolist() for batch in evaluate(Pairs(8))] == [[2, 3], [6, 7]]
 
 
+class Collated(Numbers):
+    """Its `collate_fn` returns the sum of a microbatch."""
+
+    def collate_fn(self, samples: list[Any]) -> Any:
+        total = sum(int(sample["inputs"]) for sample in samples)
+        return {"targets": torch.tensor([total])}
+
+
+def test_the_dataset_makes_microbatches_in_training_and_evaluation() -> None:
+    part = torch.utils.data.Subset(Collated(20), range(10, 16))  # type: ignore[arg-type]
+    nested = torch.utils.data.Subset(part, range(6))
+    for dataset in (part, nested):
+        expected = [[10 + 11], [14 + 15]], [[12 + 13], [IGNORED]]
+        for rank in (0, 1):
+            found = [batch["targets"].tolist() for batch in evaluate(dataset, rank)]
+            assert found == expected[rank]
+        batches = step_batches(
+            dataset,
+            seed=1,
+            first_sample=0,
+            global_batch_size=6,
+            microbatch_size=3,
+            rank=0,
+            world_size=1,
+        )
+        step = next(batches)
+        assert sum(int(batch["targets"]) for batch in step) == sum(range(10, 16))
+        batches.close()
+
+
+def test_a_collate_fn_that_is_no_function_is_refused() -> None:
+    dataset = Numbers(4)
+    dataset.collate_fn = "pad"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"its attribute collate_fn is a str; make it a function"):
+        evaluate(dataset)
+
+
 def test_empty_evaluation_has_no_batches() -> None:
     assert evaluate(Numbers(0)) == []

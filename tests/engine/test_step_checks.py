@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
+from distmp.models.loss import next_token_loss
 from tests.ranks import ranks
 
 Pair = tuple[Tensor, Tensor]
@@ -112,8 +113,80 @@ def test_missing_keys_are_named_with_those_that_are_there() -> None:
     inputs, targets = pair()
     with pytest.raises(ConfigError) as error:
         make(loss).step([{"inputs": inputs, "targets": targets}])
-    message = "batch = ['inputs', 'targets']: the loss function reads the key 'labels'"
-    assert str(error.value) == message
+    message = (
+        "batch = '{inputs: float32 [4, 3], targets: int64 [4]}': the loss function reads the key"
+    )
+    assert str(error.value).startswith(f"{message} 'labels', which the batch lacks; return it from")
+
+
+def takes_a_pair(model: nn.Module, batch: Any) -> Any:
+    inputs, targets = batch
+    return model(inputs).sum(), len(targets)
+
+
+def reads_keys(model: nn.Module, batch: Any) -> Any:
+    return model(batch["inputs"]).sum(), 1
+
+
+def passes_all(model: nn.Module, batch: Any) -> Any:
+    return model(**batch).sum(), 1
+
+
+X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+MAPPING, LIST = "{inputs: float32 [4, 3], targets: int64 [4]}", "list of float32 [4, 3], int64 [4]"
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "described", "problem"),
+    [
+        (takes_a_pair, {"inputs": X, "targets": Y}, MAPPING, "takes keys for tensors"),
+        (takes_a_pair, {"a": X, "b": X, "c": X}, "{a: float32", "takes keys for tensors (too many"),
+        (reads_keys, [X, Y], LIST, "return dictionaries from the data set"),
+        (passes_all, {"inputs": X, "targets": Y}, MAPPING, "'inputs'; it takes input"),
+        (next_token_loss, {"inputs": X}, "{inputs: float32 [4, 3]}", "the loss next_token reads"),
+        (next_token_loss, [X, Y], LIST, "the loss next_token reads the keys inputs and targets"),
+    ],
+)
+def test_a_batch_that_the_loss_misreads_is_described(
+    loss: Any, batch: Any, described: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make(loss).step([batch])
+    assert described in str(error.value)
+    assert problem in str(error.value)
+
+
+class Broken(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        rows, _, _ = x.shape
+        return rows
+
+
+def own_text(model: nn.Module, batch: Any) -> Any:
+    return "mine".missing  # type: ignore[attr-defined]
+
+
+def own_list(model: nn.Module, batch: Any) -> Any:
+    return [1]["mine"]  # type: ignore[call-overload]  # noqa: RUF016
+
+
+def own_model(model: nn.Module, batch: Any) -> Any:
+    return nn.Identity()(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "error"),
+    [
+        (own_text, {"inputs": X}, AttributeError),
+        (own_list, {"inputs": X}, TypeError),
+        (own_model, {"inputs": X}, TypeError),
+        (reads_keys, {"inputs": X}, ValueError),  # the model unpacks another tuple
+    ],
+)
+def test_errors_of_other_causes_pass_through(loss: Any, batch: Any, error: type) -> None:
+    with pytest.raises(error) as raised:
+        make(loss, Broken(3, 2)).step([batch])
+    assert not isinstance(raised.value, ConfigError)
 
 
 def test_an_unrelated_key_error_passes_through() -> None:

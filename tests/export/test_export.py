@@ -100,6 +100,12 @@ def test_what_is_no_number_of_up_to_32_bits_stays_what_it_is(tmp_path: Path) -> 
     }
 
 
+def test_a_run_without_adapters_is_not_merged(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "run", {"model/weight": torch.ones(2)})
+    with pytest.raises(ConfigError, match=r"^--merge = True: .* has no adapters; omit the option"):
+        export(path, tmp_path / "merged", merge=True)
+
+
 def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
     state = {f"model/{name}": value for name, value in make_model(3).state_dict().items()}
     path = checkpoint(tmp_path / "run", state)

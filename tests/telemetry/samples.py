@@ -16,7 +16,7 @@ _TYPICAL = StepRecord(
     skipped=False,
     skipped_total=0,
     applied_total=1,
-    tokens_per_second=12345.0,
+    weight_per_second=12345.0,
     step_seconds=0.5,
     memory_bytes=1288490189,
 )

@@ -89,7 +89,7 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     loggers = start([NAME], tmp_path, warnings)
     loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
     more = {"validation_metrics": {"accuracy": 0.75}, "layer_grad_norms": {"blocks.0": 2.5}}
-    loggers.write(record(step=2, validation_loss=1.5, **more))
+    loggers.write(record(step=2, validation_loss=1.5, unit="sample", **more))
     loggers.close()
     project, _, configuration, first, second, finished = calls(tmp_path)
     assert project == ["project", "test"]
@@ -102,6 +102,8 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     assert second[1]["validation_accuracy"] == 0.75
     assert second[1]["layer_grad_norms/blocks.0"] == 2.5
     assert {"validation_metrics", "layer_grad_norms"}.isdisjoint(second[1])
+    assert first[1]["tokens_per_second"] == second[1]["samples_per_second"] == 12345.0
+    assert "samples_per_second" not in first[1]
     assert finished == ["finished"]
     assert warnings == []
 

@@ -150,7 +150,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def same(record: StepRecord) -> dict[str, Any]:
     """Return the fields that do not depend on the speed of a step."""
-    timed = ("tokens_per_second", "step_seconds", "memory_bytes")
+    timed = ("weight_per_second", "step_seconds", "memory_bytes")
     return {name: value for name, value in vars(record).items() if name not in timed}
 
 

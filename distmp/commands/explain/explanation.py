@@ -16,13 +16,14 @@ from distmp.commands.explain.observe import ObservedDtypes, differences, observe
 from distmp.commands.explain.trace_steps import trace_steps
 from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
+from distmp.data.order import microbatches_per_rank
 from distmp.distributed.world import World, local_device
 from distmp.parallel import resolve_strategy
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, as_mapping, resolve
 from distmp.precision.costs import costs
 from distmp.precision.policy import dtype_word
-from distmp.training.setup import prepare
+from distmp.training.setup import prepare, round_frozen
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.dtypes import dtype_name
@@ -218,6 +219,8 @@ def predict(
         ConfigError: If the run itself would raise it.
         SetupError: If `strategy: auto` finds no strategy, as in the run itself.
     """
+    # Before any rank is simulated: a fake process group takes memory for each of them.
+    microbatches_per_rank(config.batch.global_batch_size, config.batch.microbatch_size, world_size)
     local = ranks_per_machine or world_size
     group = config.strategy in SHARDED_STRATEGIES
     with _restored_settings(), simulate_ranks(world_size, local, group=group):
@@ -225,6 +228,7 @@ def predict(
         parts = prepare(config, world)
         config, auto_reason = choose_strategy(config, parts, world)
         strategy = resolve_strategy(config.strategy, world)
+        round_frozen(config, parts, policy)
         groups = expected_groups(parts.model, policy, strategy)
         run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
         trace = trace_steps(config, parts, world, policy, microbatches=min(run, parts.microbatches))

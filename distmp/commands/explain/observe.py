@@ -23,6 +23,7 @@ from distmp.training.setup import (
     Progress,
     build_engine,
     prepare,
+    round_frozen,
     start_from_weights,
     training_batches,
 )
@@ -173,6 +174,7 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
     accumulated: set[torch.dtype] = set()
     with _one_rank(needs_group=strategy != "single") as world:
         parts = prepare(small, world)
+        round_frozen(small, parts, policy)
         groups = expected_groups(parts.model, policy, strategy)
 
         def loss(module: nn.Module, batch: Any) -> Any:

@@ -77,6 +77,9 @@ def _group(
     stepped = fp32 if kept else policy.param_dtype
     # The optimizer steps FSDP's shards, which are cast when they are gathered.
     held = policy.param_dtype if sharded else policy.module_dtype
+    own = [*part.parameters(recurse=False)]
+    if sharded and not any(value.requires_grad for value in own):
+        held = own[0].dtype  # frozen shards keep it
     # FSDP2 has a communication dtype per group; flat buckets and FSDP1's hook have one for all.
     reduces_in_fp32 = kept and strategy in ("fsdp", "hsdp")
     return ModuleGroup(

@@ -29,13 +29,14 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     has `label`, `run` (0 or 1), `kind` ("line", "smooth", "dots" or "marks") and the points `x`,
     `y`. Non-finite values are null and leave a gap.
     """
+    throughput = " or ".join(dict.fromkeys(run.throughput_unit for run in runs))
     return [
         _chart("Loss", "", runs, lambda r: r.loss, smooth=True, extra=_validation),
         *_metrics(runs),
         _chart("Learning rate", "", runs, lambda r: r.learning_rate),
         _chart("Gradient norm before clipping", "", runs, _norm, logarithm=10, smooth=True),
         _chart("Loss scale", "", runs, lambda r: r.loss_scale, logarithm=2, extra=_skipped),
-        _chart("Throughput", "tok/s", runs, _steady(lambda r: r.tokens_per_second)),
+        _chart("Throughput", throughput, runs, _steady(lambda r: r.weight_per_second)),
         _chart("Time of a step", "s", runs, _steady(lambda r: r.step_seconds)),
         *_rank_times(runs),
         _chart("Peak memory of the first rank", "MiB", runs, lambda r: r.memory_bytes / 2**20),

@@ -14,7 +14,7 @@ from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
 from distmp.utils.settings import read_yaml
 from distmp.utils.settings.flat import flat
-from distmp.utils.units import bytes_text, duration, quantity, scale_text
+from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
 
 # The summary shows the mean loss of this many last steps.
 LAST_STEPS = 50
@@ -65,6 +65,11 @@ class Run:
         profile = Summary.read(summary) if summary.is_file() else None
         return cls(folder.resolve().name, records, config, environment, profile)
 
+    @property
+    def throughput_unit(self) -> str:
+        """The unit of `weight_per_second`, such as "tok/s"."""
+        return per_second(self.records[-1].unit)
+
     def summary(self) -> dict[str, str]:
         """Return the most important numbers of the run as text, by name."""
         records, last = self.records, self.records[-1]
@@ -83,7 +88,8 @@ class Run:
             "skipped": f"{last.skipped_total:,} steps",
             "loss scale at the end": scale_text(last.loss_scale),
             "throughput, median": (
-                f"{quantity(statistics.median(r.tokens_per_second for r in records))} tok/s"
+                f"{quantity(statistics.median(r.weight_per_second for r in records))} "
+                f"{self.throughput_unit}"
             ),
             "time in steps": duration(seconds),
             "peak memory of a rank": bytes_text(max(record.memory_bytes for record in records)),

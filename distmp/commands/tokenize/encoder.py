@@ -28,12 +28,14 @@ class Encoder:
         definition: Content of `tokenizer.json`, as transformers uses it; None for bytes.
         vocabulary_size: Number of ids.
         end_of_text: Id that is appended to each document.
+        folder: Folder of the tokenizer; None for bytes.
     """
 
     name: str
     definition: str | None
     vocabulary_size: int
     end_of_text: int
+    folder: Path | None = None
 
     @property
     def sha256(self) -> str | None:
@@ -94,7 +96,7 @@ def load_encoder(tokenizer: str, end_of_text: str | None) -> Encoder:
         raise ConfigError("--end-of-text", name, problem)
     size = max(vocabulary.values()) + 1
     definition = loaded.backend_tokenizer.to_str()
-    return Encoder(folder.resolve().name, definition, size, vocabulary[name])
+    return Encoder(folder.resolve().name, definition, size, vocabulary[name], folder)
 
 
 def _byte_encoder(end_of_text: str | None) -> Encoder:

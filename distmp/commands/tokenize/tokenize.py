@@ -19,6 +19,7 @@ from distmp.commands.tokenize.processes import run_tasks
 from distmp.commands.tokenize.sources import InputError, Piece
 from distmp.data.token_metadata import NAME, UNFINISHED_SUFFIX, TokenMetadata
 from distmp.errors import ConfigError
+from distmp.models import tokenizer_files
 from distmp.utils.files import replacing
 
 
@@ -60,6 +61,10 @@ def tokenize(
             counts[index] = part
             on_part(index, part)
         metadata = _metadata(writer, [counts[index] for index in range(len(parts))], settings)
+        if encoder.folder is not None:
+            # Runs copy it to the models that they export.
+            (unfinished / tokenizer_files.SUBFOLDER).mkdir(exist_ok=True)
+            tokenizer_files.copy(encoder.folder, unfinished / tokenizer_files.SUBFOLDER)
         metadata.write(unfinished)
         unfinished.rename(folder)
     return metadata

@@ -1,7 +1,8 @@
-"""Saves a Hugging Face model in its own format at the end of a run."""
+"""Saves a Hugging Face model, or adapters, in the format of their library at the end of a run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,22 +16,37 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceExport(Callback):
-    """Saves the FP32 weights, so that `from_pretrained` loads them."""
+    """Saves the FP32 weights, so that `from_pretrained` of transformers or peft loads them."""
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
         """Write the folder on rank 0. Every rank contributes its shards."""
-        if not finished or not trainer.config.model.is_hugging_face:
+        settings, known = trainer.config.model, trainer.fingerprint
+        if not finished or not (settings.is_hugging_face or settings.peft is not None):
             return
-        # Imported here: most runs do not need it.
-        from distmp.export.files import write
-        from distmp.export.sources import EngineWeights
-
         current_phase.enter("saving the model", transfers=True)
-        folder, writes = trainer.directory.model, trainer.world.rank == 0
-        weights = EngineWeights(trainer.engine.state_dict(), keep=writes)
+        tokenizer = Path(known["tokenizer"]) if "tokenizer" in known else None
         try:
-            write(folder, weights, trainer.fingerprint["model"], torch.float32, writes=writes)
+            _write(trainer, tokenizer)
         except CheckpointError as error:
             trainer.console.message(f"{error}; distmp export writes it from the checkpoint")
-        else:
-            trainer.console.message(f"model in the Hugging Face format: {folder}")
+            return
+        what = "model in the Hugging Face format" if settings.peft is None else "adapters for peft"
+        source = "no tokenizer was found" if tokenizer is None else f"tokenizer of {tokenizer}"
+        trainer.console.message(f"{what}: {trainer.directory.model} ({source})")
+
+
+def _write(trainer: Trainer, tokenizer: Path | None) -> None:
+    # Imported here: most runs do not need it.
+    from distmp.export.adapters import AdapterWeights, write_adapter
+    from distmp.export.files import write
+    from distmp.export.sources import EngineWeights
+
+    folder, writes = trainer.directory.model, trainer.world.rank == 0
+    known = trainer.fingerprint
+    weights = EngineWeights(trainer.engine.state_dict(), keep=writes)
+    if "adapter" in known:
+        own = AdapterWeights(weights)
+        write_adapter(folder, own, known["adapter"], tokenizer, writes=writes)
+    else:
+        described = known["model"]
+        write(folder, weights, described, torch.float32, tokenizer=tokenizer, writes=writes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distmp.training.callbacks.adapter_check import AdapterCheck
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.curves import Curves
@@ -45,6 +46,7 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         *([LayerGradNorms(every)] if every else []),
         StepLogger(run),
         RankConsistency(),
+        AdapterCheck(),
         *([] if ema is None else [ema]),
         Validation(config.validation, ema),
         *([EarlyStopping(config)] if config.early_stopping.patience else []),

@@ -8,6 +8,7 @@ from distmp.engine.outcome import advice
 from distmp.telemetry import StepLog, StepRecord, peak_memory_bytes, trackers
 from distmp.telemetry.trackers import Trackers
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult
+from distmp.training.weight_unit import weight_unit
 from distmp.utils import settings
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class StepLogger(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Write the record of a step and print its messages."""
         memory = peak_memory_bytes(trainer.world.device)
-        self._log.write(_record(result, memory, self._divergence(result)))
+        unit = weight_unit(trainer.config, result.numbers.weight)
+        self._log.write(_record(result, memory, self._divergence(result), unit))
         for message in _messages(result):
             trainer.console.message(message)
 
@@ -76,7 +78,9 @@ def _start_trackers(run: Run) -> Trackers:
     )
 
 
-def _record(result: StepResult, memory_bytes: int, divergence: dict[str, Any] | None) -> StepRecord:
+def _record(
+    result: StepResult, memory_bytes: int, divergence: dict[str, Any] | None, unit: str
+) -> StepRecord:
     numbers = result.numbers
     return StepRecord(
         step=result.step,
@@ -90,13 +94,14 @@ def _record(result: StepResult, memory_bytes: int, divergence: dict[str, Any] | 
         dropped=numbers.dropped,
         skipped_total=numbers.skipped_total,
         applied_total=numbers.applied_total,
-        tokens_per_second=numbers.weight / result.seconds,
+        weight_per_second=numbers.weight / result.seconds,
         step_seconds=result.seconds,
         memory_bytes=memory_bytes,
         validation_loss=result.validation_loss,
         validation_metrics=dict(result.validation_metrics) or None,
         overflow=None if result.overflow is None else result.overflow.to_record(),
         divergence=divergence,
+        unit=unit,
         rank_seconds=result.rank_seconds,
         layer_grad_norms=result.layer_grad_norms,
     )

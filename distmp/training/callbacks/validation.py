@@ -12,6 +12,7 @@ from distmp.models.metrics import find_metric
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
 from distmp.training.callbacks.callback import Callback, PendingStep
 from distmp.training.callbacks.ema import Ema
+from distmp.training.weight_unit import loss_unit
 
 if TYPE_CHECKING:
     from distmp.config import ValidationConfig
@@ -52,8 +53,7 @@ class Validation(Callback):
         if found is None:
             return
         if last:
-            unit = "byte" if trainer.config.data.source == "text" else "unit of weight"
-            trainer.console.message(f"held-out loss {found.loss:.4f} nats per {unit}")
+            trainer.console.message(f"held-out loss {found.loss:.4f}{loss_unit(trainer.config)}")
             for name, value in found.metrics.items():
                 trainer.console.message(f"held-out {name} {value:.4f}")
         trainer.report_validation(found.loss, found.metrics)

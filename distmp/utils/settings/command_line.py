@@ -148,32 +148,37 @@ def _switch(setting: str, on: bool) -> str:
 def _dictionaries_as_yaml() -> ConstructorRegistry:
     """Return rules by which tyro parses `--x '{a: 1}'` as a dictionary, as in YAML.
 
-    If a setting also accepts text or names, a value that starts with a brace is a dictionary.
+    If a setting also accepts text, names or null, a value that starts with a brace is a dictionary.
     """
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         members = members_of(info.type)
         kinds = [get_origin(member) or member for member in members]
-        if dict not in kinds or not {*kinds} <= {dict, str, Literal}:
+        if dict not in kinds or not {*kinds} <= {dict, str, Literal, type(None)}:
             return None
+        optional = type(None) in kinds
         texts = [
             "TEXT" if kind is str else "|".join(get_args(member))
             for kind, member in zip(kinds, members, strict=True)
-            if kind is not dict
+            if kind in (str, Literal)
         ]
+
+        def parsed(word: str) -> dict[str, Any] | str | None:
+            if optional and word == "None":
+                return None
+            return word if texts and not word.startswith("{") else dictionary_from_line(word)
+
+        def written(value: dict[str, Any] | str | None) -> str:
+            return dictionary_as_line(value) if isinstance(value, dict) else str(value)
+
+        kept = (dict, *((str,) if texts else ()), *((type(None),) if optional else ()))
         return PrimitiveConstructorSpec(
             nargs=1,
-            metavar="|".join([*texts, "{NAME: VALUE, ...}"]),
-            instance_from_str=lambda words: (
-                words[0]
-                if texts and not words[0].startswith("{")
-                else dictionary_from_line(words[0])
-            ),
-            is_instance=lambda value: isinstance(value, (dict, str) if texts else dict),
-            str_from_instance=lambda value: [
-                value if isinstance(value, str) else dictionary_as_line(value)
-            ],
+            metavar="|".join([*(["None"] if optional else []), *texts, "{NAME: VALUE, ...}"]),
+            instance_from_str=lambda words: parsed(words[0]),
+            is_instance=lambda value: isinstance(value, kept),
+            str_from_instance=lambda value: [written(value)],
         )
 
     registry = ConstructorRegistry()

@@ -319,6 +319,14 @@ def test_a_difference_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_a_batch_that_does_not_divide_is_refused_before_ranks_are_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distmp.commands.explain.explanation.simulate_ranks", None)
+    with pytest.raises(ConfigError, match=r"^batch\.global_batch_size = .* 999999999"):
+        explain(run(), 999_999_999)
+
+
 def test_a_model_that_needs_values_is_refused() -> None:
     model = replace(RunConfig().model, name="tests.commands.explain.runs:Indecisive")
     with pytest.raises(ConfigError, match="cannot be traced without the values"):

@@ -70,7 +70,7 @@ def report(*arguments: Path | str) -> Page:
 
 
 def test_charts_agree_with_the_records(tmp_path: Path) -> None:
-    records = [record(s, loss=3 - s / 100, tokens_per_second=s * 10.0) for s in range(1, 41)]
+    records = [record(s, loss=3 - s / 100, weight_per_second=s * 10.0) for s in range(1, 41)]
     records[19] = skipped(20, diagnosis="too high", advice="wait")
     metrics = {"accuracy": 0.5, "ema_accuracy": 0.75}
     records[29] = record(30, validation_loss=2.5, loss=math.nan, validation_metrics=metrics)

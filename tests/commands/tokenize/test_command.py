@@ -22,10 +22,12 @@ import pytest
 from distmp import cli
 from distmp.commands.tokenize.encoder import Encoder, load_encoder
 from distmp.commands.tokenize.tokenize import _owned
+from distmp.config import load
 from distmp.data.build import build_datasets
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
+from distmp.training.run_fingerprint import tokenizer_folder
 from tests.progress import wait_until
 from tests.torchrun import TINY, environment, python
 
@@ -116,6 +118,11 @@ def test_documents_of_a_local_tokenizer(
         }.items()
     )
     assert len(written["tokenizer_sha256"]) == 64
+    # A copy for models that are exported.
+    copied = AutoTokenizer.from_pretrained("out/tokenizer")
+    assert copied.get_vocab() == reference.get_vocab()
+    config = load(["--data.source=tokens", "--data.path=out"])
+    assert tokenizer_folder(config) == Path("out/tokenizer")
     assert f"out: 45 documents, {len(expected):,} tokens of uint16" in capsys.readouterr().out
     config = DataConfig(source="tokens", path="out", sequence_length=8, held_out=0)
     data = build_datasets(config)

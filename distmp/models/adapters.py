@@ -1,0 +1,286 @@
+"""Adds adapters of peft to a model (setting `model.peft`): low-rank updates of linear layers.
+
+The model keeps its class. peft replaces each selected layer by one that holds it, so
+`q_proj.weight` becomes `q_proj.base_layer.weight`, and peft adds `q_proj.lora_A.default.weight` and
+`q_proj.lora_B.default.weight`, which are trained. All other parameters are frozen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError, listed
+from distmp.precision.keep import parameters_in_fp32
+from distmp.precision.policy import PrecisionPolicy
+from distmp.utils.deferred import record_more
+
+SETTING = "model.peft"
+# peft's name for the only adapter of a model.
+_ADAPTER = "default"
+_MARKS = (".lora_A.", ".lora_B.")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The settings of `model.peft`, with the names and defaults of peft's `LoraConfig`.
+
+    Initializations that read the weights of the model are not among them: weights are loaded after
+    the adapters are created.
+    """
+
+    r: int = 8
+    """Rank of each update."""
+
+    lora_alpha: float = 8
+    """Updates are multiplied by `lora_alpha / r`."""
+
+    lora_dropout: float = 0.0
+    """Probability that an input of an update is dropped."""
+
+    target_modules: tuple[str, ...] | str | None = None
+    """Last names of the layers, a regular expression of full names, or 'all-linear'. null: peft's
+    choice for the model type."""
+
+    exclude_modules: tuple[str, ...] | str | None = None
+    """Layers to leave out, with the notation of `target_modules`."""
+
+    layers_to_transform: tuple[int, ...] | int | None = None
+    """Numbers of the blocks to change; null: all."""
+
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Ranks of layers that differ from `r`."""
+
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Values of layers that differ from `lora_alpha`."""
+
+    use_rslora: bool = False
+    """Divide by the square root of `r` instead."""
+
+    init_lora_weights: Literal[True, "gaussian"] = True
+    """Initial values: those of peft, or normally distributed ones."""
+
+    bias: Literal["none"] = "none"
+    """peft can train biases too, which is not supported."""
+
+    task_type: Literal["CAUSAL_LM"] | None = None
+    """Written to adapter_config.json; null: CAUSAL_LM for a Hugging Face model."""
+
+
+class Update(NamedTuple):
+    """How an adapter changes the weight W of a layer: W + scaling * (B @ A).
+
+    Attributes:
+        scaling: The factor.
+        transposed: Whether W has the shape (inputs, outputs), as in GPT-2.
+    """
+
+    scaling: float
+    transposed: bool
+
+
+def check_settings(values: Mapping[str, Any]) -> LoraSettings:
+    """Return the settings of `model.peft`.
+
+    Raises:
+        ConfigError: If peft is not installed, or a setting is unknown or has a wrong type.
+    """
+    # Import lazily: your own loop needs neither YAML nor the command line.
+    from distmp.utils.settings import from_mapping
+
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(SETTING, dict(values), "needs peft; run pip install 'distmp[hf]'")
+    return from_mapping(LoraSettings, values, SETTING)
+
+
+def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None:
+    """Freeze a model and add adapters to it, in place.
+
+    Args:
+        model: The model. Its parameters may be on the meta device (`build_deferred`); then those of
+            the adapters are, too.
+        values: The setting `model.peft`.
+        seed: Seed of the adapters' initial values.
+
+    Raises:
+        ConfigError: If peft refuses the settings, or selects no layer or one that is not a plain
+            linear layer.
+    """
+    import peft
+
+    settings = check_settings(values)
+    is_hugging_face = hasattr(getattr(model, "config", None), "model_type")
+    task = settings.task_type or ("CAUSAL_LM" if is_hugging_face else None)
+    forwards = {name: type(part).forward for name, part in model.named_modules()}
+    tied = _tied(model)
+    if any(_layers(model)):
+        raise ConfigError(SETTING, dict(values), "the model has adapters already; remove either")
+    if settings.target_modules is None and not is_hugging_face:
+        raise ConfigError(
+            f"{SETTING}.target_modules", None, f"name layers to adapt; {_linear_layers(forwards)}"
+        )
+    try:
+        config = peft.LoraConfig(**_as_lists(asdict(settings)) | {"task_type": task})
+        with warnings.catch_warnings(record=True) as caught, _without_memory():
+            peft.inject_adapter_in_model(config, model)
+    except (ValueError, TypeError, KeyError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        problem = f"refused by peft: {first_line}; {_linear_layers(forwards)}"
+        raise ConfigError(SETTING, dict(values), problem) from error
+    for warning in caught:
+        if "ignored" in str(warning.message):  # a setting that selects nothing
+            raise ConfigError(SETTING, dict(values), f"refused: {warning.message}")
+    _check_layers(model, values, forwards, tied)
+    model.requires_grad_(False)
+    record_more(model, lambda: _create(model, settings.init_lora_weights), seed, stored_name)
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Let peft create adapters on the meta device; `_create` gives them memory.
+
+    peft would then move them to the device of the layer, which torch refuses for fake tensors.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    move = mock.patch.object(LoraLayer, "_move_adapter_to_device_of_base_layer")
+    with torch.device("meta"), move:
+        yield
+
+
+def _as_lists(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+
+
+def _linear_layers(forwards: Mapping[str, Any]) -> str:
+    linear = {name for name, forward in forwards.items() if forward is nn.Linear.forward}
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    return f"the model has the linear layers {listed(names)}"
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter that has several names."""
+    counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {key for key, count in counts.items() if count > 1}
+
+
+def _check_layers(
+    model: nn.Module, values: Mapping[str, Any], forwards: Mapping[str, Any], tied: set[int]
+) -> None:
+    """Refuse layers whose update would be ignored, or could not be merged."""
+    from peft.tuners.lora import Linear
+
+    for name, layer in _layers(model):
+        base = layer.get_base_layer()
+        if type(layer) is not Linear:
+            problem = f"is a {type(base).__name__}"
+        elif isinstance(base, nn.Linear) and forwards.get(name) is not nn.Linear.forward:
+            problem = f"computes more than a product ({type(base).__name__})"
+        elif id(base.weight) in tied:
+            problem = "shares its weight with another layer, which would not get the update"
+        else:
+            continue
+        raise ConfigError(
+            SETTING,
+            dict(values),
+            f"{name} {problem}; leave it out of target_modules, which may name linear layers with "
+            "a weight of their own",
+        )
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    for name, part in model.named_modules():
+        if isinstance(part, LoraLayer):
+            yield name, part
+
+
+def _create(model: nn.Module, initialization: bool | str) -> None:
+    """Give the adapters of a model memory and peft's initial values, in FP32."""
+    for _, layer in _layers(model):
+        for part in (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]):
+            part.weight = nn.Parameter(torch.empty(part.weight.shape))
+        layer.reset_lora_parameters(_ADAPTER, initialization)
+
+
+def round_frozen(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """Hold the frozen parameters of a model in the compute dtype, if the policy casts parameters.
+
+    Strategies keep the dtype of frozen parameters, so no rank has FP32 copies of them. Modules that
+    the policy keeps in FP32 stay in FP32.
+    """
+    if not policy.casts_parameters:
+        return
+    kept = parameters_in_fp32(model, policy)
+    for parameter in model.parameters():
+        frozen = not parameter.requires_grad and parameter.is_floating_point()
+        if frozen and id(parameter) not in kept:
+            parameter.data = parameter.data.to(policy.compute_dtype)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a name in `state_dict` is that of an adapter's parameter."""
+    return any(mark in f".{name}" for mark in _MARKS)
+
+
+def stored_name(name: str) -> str:
+    """Return the name that a parameter has in the model without adapters."""
+    return name.replace(".base_layer.", ".").removeprefix("base_layer.")
+
+
+def base_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of a model with adapters by those of the model without them."""
+    return {stored_name(name): name for name in names if not is_adapter(name)}
+
+
+def exported_name(name: str) -> str:
+    """Return the name of an adapter's parameter in adapter_model.safetensors."""
+    return f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
+
+
+def describe(model: nn.Module, base: str | None) -> dict[str, Any]:
+    """Describe the adapters of a model, as values that JSON can represent.
+
+    Args:
+        model: A model after `add_adapters`.
+        base: What adapter_config.json names as the model without adapters.
+
+    Returns:
+        "config", the content of adapter_config.json, and "updates", the `Update` of each layer by
+        its name.
+    """
+    config = {key: _plain(value) for key, value in model.peft_config[_ADAPTER].to_dict().items()}  # type: ignore[index,union-attr]
+    config |= {"base_model_name_or_path": base, "inference_mode": True}
+    updates = {
+        name: Update(float(layer.scaling[_ADAPTER]), bool(layer.fan_in_fan_out))
+        for name, layer in _layers(model)
+    }
+    return {"config": config, "updates": updates}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else value
+
+
+def merged(weight: Tensor, first: Tensor, second: Tensor, update: Update) -> Tensor:
+    """Return the weight of a layer with its adapter, computed in FP32.
+
+    Args:
+        weight: W, of any floating-point dtype.
+        first: A, [rank, inputs].
+        second: B, [outputs, rank].
+        update: The update.
+    """
+    product = second.float() @ first.float()
+    added = product.T if update.transposed else product
+    return (weight.float() + update.scaling * added).to(weight.dtype)

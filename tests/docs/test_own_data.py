@@ -1,0 +1,105 @@
+"""The examples of the page on data train, and its table is the one of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.figures import ROOT
+from distmp import cli
+from distmp.models.contracts import CONTRACTS, as_table
+from distmp.telemetry import read_records
+from distmp.training.train import main
+from tests.torchrun import SENTENCES
+
+PAGE = (ROOT / "docs" / "own-data.md").read_text()
+TINY = [
+    *("--batch.global-batch-size=4", "--batch.microbatch-size=2", "--strategy=single"),
+    *("--validation.final-samples=3", "--sample.length=0", "--log.no-curves", "--steps=2"),
+    *("--data.sequence-length=16", "--precision.policy=fp32"),
+]
+TRANSFORMER = ["--model.layers=1", "--model.dimension=16", "--model.heads=2", "--model.hidden=16"]
+UNITS = {
+    "Text files": ("token", "nats per byte"),
+    "Tokenize text": ("token", "nats per token"),
+    "A token file": ("token", "nats per token"),
+    "Documents": ("token", "nats per token"),
+    "Columns of a Hugging Face data set": ("token", "nats per token"),
+    "Your own data set": ("sample", ""),
+}
+
+
+def section(heading: str) -> list[tuple[str, str]]:
+    """Return language and content of the code blocks below a heading."""
+    text = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```(\w+)\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with the data that the examples read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "data"
+    (folder / "text").mkdir(parents=True)
+    for number in range(6):
+        (folder / "text" / f"{number}.txt").write_text(SENTENCES[number % 2] * 20)
+    stories = [json.dumps({"text": sentence * 20}) for sentence in SENTENCES]
+    (folder / "stories.jsonl").write_text("\n".join(stories))
+    (folder / "reviews").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "validation"):
+        words = [torch.randint(1, 100, (length,), generator=generator) for length in range(3, 12)]
+        rows = [{"words": row, "stars": int(row[0]) % 5} for row in words]
+        torch.save(rows, folder / "reviews" / f"{split}.pt")
+    yield folder
+    for name in ("columns", "my_data", "my_model"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("heading", UNITS)
+def test_an_example_trains(heading: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if heading.startswith("Columns"):
+        datasets = pytest.importorskip("datasets")
+        rows = datasets.Dataset.from_dict({"input_ids": [[*range(17)]] * 8})
+        datasets.DatasetDict({"train": rows}).save_to_disk(data / "columns")
+    if heading == "Documents":
+        exec(section("A token file")[0][1], {})
+    for language, block in section(heading):
+        if language == "console":
+            assert cli.main(block.split()[1:]) == 0
+        elif language == "py":
+            name = re.match(r"# (\w+\.py)\n", block)
+            if name:
+                Path(name[1]).write_text(block)
+            else:
+                exec(block, {})
+        else:
+            Path("config.yaml").write_text(block)
+    own_model = "my_model" in Path("config.yaml").read_text()
+    arguments = ["--config=config.yaml", *TINY, *([] if own_model else TRANSFORMER)]
+    assert main([*arguments, "--run-dir=run"]) == 0
+    unit, of_loss = UNITS[heading]
+    records = read_records("run/steps.jsonl")
+    assert [record.unit for record in records] == [unit, unit]
+    output = capsys.readouterr().out
+    assert ("samples/s" in output) == (unit == "sample")
+    if heading.startswith("Columns"):
+        assert "held-out" not in output
+    else:
+        assert re.search(rf"held-out loss [\d.]+ ?{of_loss}\n", output), output
+
+
+def test_the_page_and_the_help_have_the_contracts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_table() in PAGE
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for contract in CONTRACTS:
+        assert f"{contract.setting}: {contract.value} -> {contract.returns}" in shown

@@ -1,0 +1,381 @@
+"""Adapters (`model.peft`): the training of plain peft, under every strategy; saved and exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from benchmarks.figures import ROOT
+from distmp import cli
+from distmp.commands.explain.explanation import explain
+from distmp.config import load
+from distmp.distributed.world import World
+from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.export.adapters import AdapterWeights, MergedWeights, updates_of, write_adapter
+from distmp.export.sources import EngineWeights
+from distmp.models import adapters
+from distmp.models.adapters import Update
+from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.training.run_fingerprint import describe_model
+from distmp.training.setup import build_engine, prepare, start_from_weights
+from distmp.training.train import main
+from distmp.utils.flat_shard import gathered
+from tests.models.test_huggingface import GPT2, LLAMA, distance, folder
+from tests.ranks import run_ranks
+from tests.reference import assert_same_bits
+from tests.torchrun import corpus
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+AUTO = transformers.AutoModelForCausalLM
+
+STEPS, RATE = 3, 1e-2
+LORA = {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
+LORA_GPT2 = {
+    "r": 2,
+    "use_rslora": True,
+    "target_modules": ["c_attn"],
+    "rank_pattern": {"h.1.attn.c_attn": 4},
+}
+CASES = [
+    ("llama", "ddp", "fp32"),
+    ("llama", "shard_optimizer", "bf16"),
+    ("llama", "fsdp", "bf16"),
+    ("llama", "hsdp", "fp16"),
+    ("gpt2", "ddp", "bf16"),
+    ("gpt2", "fsdp", "fp32"),
+]
+
+
+def save_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "dog": 1, "fox": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+
+
+def save_models(path: Path) -> None:
+    """Save a Llama with a tokenizer, and a GPT-2, each with random weights."""
+    for name, values in (("llama", LLAMA), ("gpt2", GPT2)):
+        config = transformers.AutoConfig.from_pretrained(folder(path / f"{name}-config", values))
+        torch.manual_seed(0)
+        AUTO.from_config(config, dtype=torch.float32).save_pretrained(path / name)
+    save_tokenizer(path / "llama")
+
+
+def lora(name: str) -> dict[str, Any]:
+    return LORA if name == "llama" else LORA_GPT2
+
+
+def settings(path: Path, model: str, strategy: str, policy: str) -> list[str]:
+    return [
+        f"--model.name=hf:{path / model}",
+        f"--model.peft={json.dumps(lora(model))}",
+        f"--data.path={path / 'corpus'}",
+        f"--strategy={strategy.replace('shard_optimizer', 'ddp')}",
+        *(["--shard-optimizer"] if strategy == "shard_optimizer" else []),
+        *(["--sharding.shard-size=1"] if strategy == "hsdp" else []),
+        f"--precision.policy={policy}",
+        f"--optim.lr={RATE}",
+        *("--optim.weight-decay=0", "--optim.max-norm=null", "--schedule.name=constant"),
+        *("--data.sequence-length=16", "--batch.global-batch-size=4", "--batch.microbatch-size=1"),
+        *("--validation.final-samples=1", "--sample.length=0", "--log.no-curves"),
+    ]
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(300, (4, 17), generator=torch.Generator().manual_seed(step))
+
+
+def full(engine: Engine) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("model/"): gathered(tensor).detach().clone()
+        for name, tensor in engine.state_dict().items()
+        if name.startswith("model/")
+    }
+
+
+def train_all(path: Path) -> dict[str, Any]:
+    """Train adapters each way on this rank's half of the data, and save them."""
+    torch.set_num_threads(1)
+    rank = torch.distributed.get_rank()
+    results = {}
+    for model, strategy, policy in CASES:
+        config = load(settings(path, model, strategy, policy))
+        world = World.current("cpu")
+        parts = prepare(config, world)
+        engine = build_engine(config, parts, world, policy=policy, attribution=False)
+        start_from_weights(parts, engine)
+        start = full(engine)
+        for step in range(STEPS):
+            rows = tokens(step)[2 * rank : 2 * rank + 2].split(1)
+            engine.step([{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in rows])
+        case = f"{model}-{strategy}-{policy}"
+        weights = AdapterWeights(EngineWeights(engine.state_dict(), keep=rank == 0))
+        described = describe_model(engine.model, config)["adapter"]
+        write_adapter(path / case, weights, described, path / model, writes=rank == 0)
+        results[case] = start, full(engine), held_bytes(engine)
+    return results
+
+
+def held_bytes(engine: Engine) -> dict[str, int]:
+    """Return the bytes of this rank: frozen weights, and what is held for trained ones."""
+    frozen = [p for p in engine.model.parameters() if not p.requires_grad]
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in frozen]
+    stepped = {name: t for name, t in engine.state_dict().items() if name.startswith("optimizer/")}
+    return {
+        "frozen": sum(p.nbytes for p in local),
+        "frozen elements": sum(p.numel() for p in local),
+        "frozen in FP32": sum(p.numel() for p in local if p.dtype == torch.float32),
+        "optimizer": len({name.rpartition("/")[0] for name in stepped}),
+    }
+
+
+def plain_training(path: Path, name: str, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Train with peft alone, in float64 on all data, from the same initial adapters."""
+    base = AUTO.from_pretrained(path / name, dtype=torch.float64)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora(name)))
+    model = model.double()
+    own = {key: value for key, value in start.items() if adapters.is_adapter(key)}
+    named = {key.removeprefix("base_model.model."): p for key, p in model.named_parameters()}
+    trained = {key: p for key, p in named.items() if p.requires_grad}
+    assert trained.keys() == own.keys()
+    with torch.no_grad():
+        for key, value in own.items():
+            trained[key].copy_(value)
+    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, weight_decay=0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(input_ids=tokens(step), labels=tokens(step)).loss.backward()
+        optimizer.step()
+    return {key: p.detach() for key, p in trained.items()}
+
+
+def test_adapters_are_trained_as_by_peft_under_every_strategy(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    corpus(tmp_path / "corpus")
+    results = run_ranks(train_all, 2, tmp_path, timeout=150)[0]
+    for model, strategy, policy in CASES:
+        case = f"{model}-{strategy}-{policy}"
+        start, weights, held = results[case]
+        expected = plain_training(tmp_path, model, start)
+        trained = {name: weights[name] for name in expected}
+        assert all(value.dtype == torch.float32 for value in trained.values()), case
+        assert distance(trained, expected, start) < (1e-4 if policy == "fp32" else 0.25), case
+        frozen = start.keys() - trained.keys()
+        assert_same_bits({n: weights[n] for n in frozen}, {n: start[n] for n in frozen})
+        check_bytes(case, held, trained)
+        # peft loads the folder, and computes with the FP32 adapters.
+        base = AUTO.from_pretrained(tmp_path / model)
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / case)
+        state = {k.removeprefix("base_model.model."): v for k, v in loaded.named_parameters()}
+        assert_same_bits({name: state[name].detach() for name in trained}, trained)
+        if policy == "fp32":
+            check_merged(weights, describe(loaded), loaded.merge_and_unload().state_dict())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "llama-fsdp-bf16")
+
+
+class InMemory:
+    """Weights that are in memory."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+        self.specs = {name: tensor.to("meta") for name, tensor in weights.items()}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self.weights[name] for name in names}
+
+
+def describe(loaded: nn.Module) -> dict[str, Update]:
+    described = adapters.describe(loaded.base_model.model, None)
+    return updates_of(json.loads(json.dumps(described)))
+
+
+def check_merged(
+    weights: dict[str, Tensor], updates: dict[str, Update], expected: dict[str, Tensor]
+) -> None:
+    merged = MergedWeights(InMemory(weights), updates, torch.float32)
+    found = merged.read(merged.specs)
+    assert found.keys() | {"lm_head.weight"} == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
+    assert any(not torch.equal(v, weights.get(n, v + 1)) for n, v in found.items())
+
+
+def check_bytes(case: str, held: dict[str, int], trained: dict[str, Tensor]) -> None:
+    """Frozen weights have the compute dtype, except for norms, and no optimizer state."""
+    narrow = held["frozen elements"] - held["frozen in FP32"]
+    assert held["frozen"] == 2 * narrow + 4 * held["frozen in FP32"]
+    if "fp32" not in case:
+        assert narrow > 0.9 * held["frozen elements"], case
+    assert held["optimizer"] <= len(trained), case
+
+
+def test_a_run_is_resumed_exported_and_merged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_models(tmp_path)
+    corpus(tmp_path / "corpus")
+    arguments = settings(tmp_path, "llama", "single", "bf16")
+    assert main([*arguments, "--steps=6", "--run-dir=whole"]) == 0
+    output = capsys.readouterr().out
+    assert f"whole/model (tokenizer of {tmp_path / 'llama'})" in output
+    assert "10,480 parameters, 480 of them trained" in output
+    early = [*arguments, "--run-dir=parts", "--steps=6"]
+    assert main([*early, "--steps=3"]) == 0
+    assert main([*early, "--resume=auto"]) == 0
+    first, second = (
+        load_file(f"{run}/model/adapter_model.safetensors") for run in ("whole", "parts")
+    )
+    assert_same_bits(first, second)
+    assert any(bool(value.any()) for name, value in first.items() if "lora_B" in name)
+    ids = tokens(0)
+    # The base as the run held it.
+    base = AUTO.from_pretrained("llama", dtype=torch.bfloat16).float()
+    norms = {n: p for n, p in AUTO.from_pretrained("llama").named_parameters() if "norm" in n}
+    base.load_state_dict(norms, strict=False)
+    with torch.no_grad():
+        plain = base(ids).logits
+        expected = peft.PeftModel.from_pretrained(base, "whole/model")(ids).logits
+    assert cli.main(["export", "whole", "--to=adapter"]) == 0
+    assert_same_bits(load_file("adapter/adapter_model.safetensors"), first)
+    assert cli.main(["export", "whole", "--to=merged", "--merge"]) == 0
+    with torch.no_grad():
+        found = AUTO.from_pretrained("merged")(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - plain).abs().max() > 0.01
+    for path in ("whole/model", "adapter", "merged"):
+        assert transformers.AutoTokenizer.from_pretrained(path).encode("fox dog") == [2, 1]
+    assert cli.main(["export", "whole", "--to=other", "--format=transformers"]) == 2
+    assert "--format = 'transformers': adapters have names of" in capsys.readouterr().err
+    # A checkpoint does not need the folder of the model, except for the tokenizer.
+    (tmp_path / "llama").rename(tmp_path / "gone")
+    assert cli.main(["export", "whole", "--to=later", "--merge"]) == 0
+    assert_same_bits(load_file("later/model.safetensors"), load_file("merged/model.safetensors"))
+    assert "has no files of one any more" in caplog.text
+
+
+def test_explain_predicts_frozen_shards_in_16_bits(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    corpus(tmp_path / "corpus")
+    found = explain(load(settings(tmp_path, "llama", "fsdp", "bf16")), 2)
+    assert found.differences == []
+    stored = {group.name: group.stored for group in found.predicted.groups}
+    assert stored["model.layers.*.mlp.up_proj"] == torch.bfloat16
+    assert stored["model.layers.*.mlp.down_proj.lora_A.default"] == torch.float32
+
+
+def test_the_transformer_of_distmp_and_models_of_users(tmp_path: Path) -> None:
+    model = Transformer(TransformerConfig(32, 8, 2, 16, 2, 24, tied_head=False))
+    adapters.add_adapters(model, {"r": 2, "target_modules": ["down", "query_key_value"]}, seed=1)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 2
+    assert trained == {n for n in dict(model.named_parameters()) if adapters.is_adapter(n)}
+    users = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    adapters.add_adapters(users, {"r": 2, "target_modules": "0"}, seed=1)
+    assert [n for n, p in users.named_parameters() if p.requires_grad] == [
+        "0.lora_A.default.weight",
+        "0.lora_B.default.weight",
+    ]
+    assert not users[0].lora_B["default"].weight.any()
+    with pytest.raises(ConfigError, match="the model has adapters already"):
+        adapters.add_adapters(users, {"target_modules": "2"}, seed=1)
+
+
+class ReadsWeight(nn.Module):
+    """Reads the weight of a layer without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, 8)
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 257)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(self.embedding(ids)), self.head.weight)
+
+
+def test_adapters_that_are_not_used_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path / "corpus")
+    arguments = [
+        f"--model.name={ReadsWeight.__module__}:ReadsWeight",
+        *settings(tmp_path, "llama", "single", "bf16")[2:],
+        "--steps=2",
+    ]
+    assert main([*arguments, "--model.peft={r: 2, target_modules: [first, head]}"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("model.peft: 2 parameters of adapters have had no gradient, head.lora") == 1
+    assert main([*arguments, "--model.peft={r: 2, target_modules: [first]}"]) == 0
+    assert "model.peft" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"rank": 4}, r"^model\.peft\.rank = 4: unknown setting"),
+        ({"r": "many"}, r"^model\.peft\.r = 'many': must be"),
+        ({"bias": "all"}, r"^model\.peft\.bias = 'all': must be"),
+        (
+            {"target_modules": ["missing"]},
+            r"refused by peft: .*the model has the linear layers down,",
+        ),
+        ({}, r"^model\.peft\.target_modules = None: name layers .* down, gate_up, output"),
+        ({"target_modules": ["head"]}, r"head computes more than a product \(Head\); leave it out"),
+        ({"target_modules": ["embedding"]}, r"embedding is a TokenEmbedding; leave it out"),
+        ({"rank_pattern": {"up": 4}, "target_modules": ["down"]}, r"did not match any .* ignored"),
+        ({"r": 0, "target_modules": ["down"]}, r"refused by peft: .*`r`"),
+    ],
+)
+def test_settings_that_would_train_something_else(values: dict[str, Any], problem: str) -> None:
+    model = Transformer(TransformerConfig(32, 8, 2, 16, 2, 24, tied_head=False))
+    with pytest.raises(ConfigError, match=problem):
+        adapters.add_adapters(model, values, seed=1)
+
+
+def test_the_page_lists_all_settings_which_are_those_of_peft() -> None:
+    section = (ROOT / "docs" / "huggingface.md").read_text().partition("## LoRA")[2]
+    rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    own = {field.name: field.default for field in dataclasses.fields(adapters.LoraSettings)}
+    assert listed == own.keys()
+    theirs = {field.name: field.default for field in dataclasses.fields(peft.LoraConfig)}
+    factories = {"rank_pattern", "alpha_pattern"}
+    assert {name: theirs[name] for name in own if name not in factories} == {
+        name: value for name, value in own.items() if name not in factories
+    }
+
+
+def test_a_tied_weight_is_not_adapted() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    with pytest.raises(ConfigError, match="0 shares its weight with another layer"):
+        adapters.add_adapters(nn.Sequential(first, second), {"target_modules": "0"}, seed=1)
+
+
+def test_peft_that_is_not_installed() -> None:
+    find = importlib.util.find_spec
+    hidden = lambda name, *rest: None if name == "peft" else find(name, *rest)  # noqa: E731
+    with (
+        mock.patch.object(importlib.util, "find_spec", hidden),
+        pytest.raises(ConfigError, match=r"needs peft; run pip install 'distmp\[hf\]'"),
+    ):
+        load(["--model.peft={r: 4}"])
