@@ -141,12 +141,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         unused = unused_rules(self.policy.loss_scale, loss_scale)
         if unused and self.is_main_process:
             logger.warning("precision %s: %s", self.policy.name, unused)
-        if not self._shards:
+        if not self.shards:
             # accelerate ignores the plugin on a CPU and in a single process.
             check_replicated(self.policy)
         if rules is not None:
             self.native_amp = True  # accelerate does not set it on the CPU
-            self.scaler = _Scaler(
+            self.scaler = IterationScaler(
                 self.device.type, rules, max_consecutive_skips=max_consecutive_skips
             )
         self._follows = policy is None
@@ -155,7 +155,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._switches.enter_context(product_switches(self.policy))
 
     @property
-    def _shards(self) -> bool:
+    def shards(self) -> bool:
+        """Whether FSDP shards the models."""
         return bool(self.distributed_type == DistributedType.FSDP)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -175,7 +176,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Prepare a model: the policy sets dtypes of parameters, inputs, compute and outputs."""
         if not getattr(model, "_is_accelerate_prepared", False):
             self._check_model(model)
-            (prepare_to_shard if self._shards else prepare)(model, self.policy, self.device.type)
+            (prepare_to_shard if self.shards else prepare)(model, self.policy, self.device.type)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, DistributedDataParallel):
             hook = ddp_comm_hook(self.policy)
@@ -188,7 +189,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> AcceleratedOptimizer:
         """Prepare an optimizer, with an exact `step_was_skipped` for a float16 policy."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(self.scaler, _Scaler):
+        if isinstance(self.scaler, IterationScaler):
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
@@ -222,7 +223,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
 
 
-class _Scaler(DistributedGradScaler):
+class IterationScaler(DistributedGradScaler):
     """A scaler whose `update` takes effect when the next backward starts.
 
     accelerate calls `update` after the step of each optimizer. If the scale changed immediately,
@@ -246,24 +247,29 @@ class _Scaler(DistributedGradScaler):
         )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale when the next backward starts; a `new_scale` applies now."""
         self._due = True
         if new_scale is not None:
             self._due = False
             super().update(new_scale)
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+        """Multiply tensors by the scale."""
         self._finish_iteration()
         return super().scale(outputs)
 
     def get_scale(self) -> float:
+        """Return the scale of the next backward."""
         self._finish_iteration()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the update that is due."""
         self._finish_iteration()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; an update that is due comes before."""
         self._finish_iteration()
         super().load_state_dict(state_dict)
 
