@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import logging
 import os
@@ -134,6 +135,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         else:
             check_replicated(self.policy)
+        _check_first(arguments["mixed_precision"], self.policy)
         if policy is not None:
             _warn_of_launched(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
@@ -153,6 +155,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._switches = ExitStack()
         if not self._follows:
             self._switches.enter_context(product_switches(self.policy))
+            # Many scripts do not call `end_training`, and at the end torch cannot be called.
+            atexit.register(self._switches.close)
 
     @property
     def shards(self) -> bool:
@@ -199,6 +203,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             keep_until_exit(dist.group.WORLD)
         super().end_training()
         self._switches.close()
+        atexit.unregister(self._switches.close)
 
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)
@@ -406,6 +411,18 @@ def _grad_scaler_kwargs(rules: LossScaleConfig) -> GradScalerKwargs:
         backoff_factor=rules.backoff_factor,
         growth_interval=rules.growth_interval,
     )
+
+
+def _check_first(used: str, policy: PrecisionPolicy) -> None:
+    """Refuse another precision than that of the first Accelerator: accelerate has one."""
+    first = AcceleratorState().mixed_precision if AcceleratorState._shared_state else used
+    if first != used:
+        raise ConfigError(
+            "precision.policy",
+            policy.name,
+            f"accelerate has one precision per process, and an Accelerator already uses {first!r};"
+            " use another process, or with Transformers, new TrainingArguments for each trainer",
+        )
 
 
 def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:

@@ -99,7 +99,7 @@ class TrainerMixin(_TrainerBase):
         build = functools.partial(
             _TrainerAccelerator, self._requested_policy, **self._scaler_arguments
         )
-        with _replaced(transformers.trainer, "Accelerator", build):
+        with replaced(transformers.trainer, "Accelerator", build):
             super().create_accelerator_and_postprocess()
         if not isinstance(self.accelerator, _TrainerAccelerator):
             raise ConfigError(
@@ -115,7 +115,7 @@ class TrainerMixin(_TrainerBase):
         """Return the microbatches of a step, and keep the weights of their losses."""
         if self._normalizes_itself:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        with _replaced(self.args, "average_tokens_across_devices", False):  # no gather of its own
+        with replaced(self.args, "average_tokens_across_devices", False):  # no gather of its own
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._microbatches = deque(self._weighted(batches, device))
         return batches, None
@@ -128,7 +128,7 @@ class TrainerMixin(_TrainerBase):
     ) -> Tensor:
         """Run forward and backward of a microbatch; return its share of the mean loss."""
         if self._normalizes_itself:
-            with _replaced(self.accelerator, "loss_weight", 1.0):
+            with replaced(self.accelerator, "loss_weight", 1.0):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             self._report_non_finite(loss)
             return loss
@@ -142,8 +142,8 @@ class TrainerMixin(_TrainerBase):
         # the model uses the number of items.
         self.current_gradient_accumulation_steps = 1
         with (
-            _replaced(self.args, "average_tokens_across_devices", False),
-            _replaced(self.accelerator, "loss_weight", weight),
+            replaced(self.args, "average_tokens_across_devices", False),
+            replaced(self.accelerator, "loss_weight", weight),
         ):
             loss = super().training_step(model, inputs, items)
         self._report_non_finite(loss)
@@ -281,7 +281,7 @@ def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute for the duration of a context."""
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from distmp.utils.annotations import check_types
 from distmp.utils.resume_rules import consequential
 
 logger = logging.getLogger("distmp")
+
+# Number of clean steps before growth in runs of a few hundred steps.
+SHORT_RUN_GROWTH_INTERVAL = 400
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,22 @@ class LossScaleConfig:
         if self.dynamic and not self.min_scale <= self.init <= self.max_scale:
             limits = f"min_scale {self.min_scale:g} and max_scale {self.max_scale:g}"
             self._refuse("init", f"must be between {limits}")
+
+    @classmethod
+    def for_short_runs(cls, **changes: Any) -> LossScaleConfig:
+        """Return rules for runs of a few hundred steps, such as reinforcement learning.
+
+        The scale grows after 400 clean steps. With the default of 2000, the scale of a short run
+        can only fall: after a few early overflows, small gradients round to zero until its end.
+
+        Args:
+            **changes: Other fields.
+
+        Example:
+            >>> LossScaleConfig.for_short_runs(init=2.0**14).growth_interval
+            400
+        """
+        return cls(**{"growth_interval": SHORT_RUN_GROWTH_INTERVAL, **changes})
 
     def restored(self, value: float) -> float:
         """Return the scale to continue with after a loaded one.

@@ -220,10 +220,45 @@ def errors_of(trainer: type[Any], name: str, path: Path, **changes: Any) -> list
     return errors
 
 
+
 @ranks(2)
 def test_x(tmp_path: Path) -> None:
-    import transformers
+    import accelerate.state
     from distmp.integrations.transformers import Trainer
-    for name in CASES:
-        for T in (Trainer, transformers.Trainer):
-            print(name, T.__module__, errors_of(T, name, tmp_path))
+    fp16(tmp_path, Trainer)
+    fsdp(tmp_path, Trainer)
+
+def trained(trainer, path, samples=24, resume=None, **keywords):
+    changes = keywords.pop("changes", {})
+    made = trainer(model=keywords.pop("model", None) or llama(), args=arguments(path, **changes), train_dataset=Sentences(samples), **keywords)
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+def fp16(path, Trainer):
+    class Overflowing(Trainer):
+        def compute_loss(self, *positional: Any, **keywords: Any) -> Tensor:
+            loss = super().compute_loss(*positional, **keywords)
+            broken = self.state.global_step == 1 and self.accelerator.process_index == 1
+            return loss * (torch.inf if broken else 1.0)
+    for policy in ("fp16-autocast", "bf16-autocast", "fp32"):
+        made = trained(Overflowing, path / policy, policy=policy, loss_scale=LossScaleConfig(init=2.0**8), changes={"lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 2})
+        print(made.state.log_history, os.listdir(path / policy / "checkpoint-2"))
+        from accelerate.state import AcceleratorState
+        w = [p.tolist() for p in made.model.parameters()]
+        again = trained(Overflowing, path / policy, policy=policy, loss_scale=LossScaleConfig(init=2.0**8), changes={"lr_scheduler_type": "linear"}, resume=str(path / policy / "checkpoint-2"))
+        print(again.state.log_history)
+        print("same", w == [p.tolist() for p in again.model.parameters()])
+
+def fsdp(path, Trainer):
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    for policy in ("fp32", "bf16", "fp16", "fp16-autocast"):
+      with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+        made = recording(Trainer)(model=llama(), args=arguments(path, fsdp=True, max_steps=2,fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}), train_dataset=Sentences(24), policy=policy,loss_scale=LossScaleConfig(init=2.0**8))
+        made.train()
+      print(policy, made.state.log_history, type(made.model_wrapped))
+      wanted, gradient = reference(made.before, batches_of_all_ranks(made.steps[0][0]), next_tokens)
+      full = [grad.full_tensor() for grad in made.steps[0][1]]
+      print(wanted, largest_error(full, gradient))
