@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distmp.integrations.transformers import replaced
-
-# A trainer of TRL imports transformers; distmp.integrations.transformers says how to install it.
-from transformers import LogitsProcessor, LogitsProcessorList
+from distmp.integrations.transformers import replaced, transformers
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _TrainerBase
@@ -21,9 +18,9 @@ else:
 class RolloutMismatchMixin(_TrainerBase):
     """Logs the trainer-to-rollout mismatch of a trainer of TRL that generates completions.
 
-    Use it as `class MyTrainer(RolloutMismatchMixin, TrainerMixin, GRPOTrainer)`. The log shows, over
-    all sampled tokens of all ranks since its last entry, with `d` the log-probability in the
-    trainer minus that at sampling:
+    Use it as `class MyTrainer(RolloutMismatchMixin, TrainerMixin, GRPOTrainer)`. For a sampled
+    token, `d` is its log-probability in the trainer minus that at sampling. The log shows, over all
+    tokens of all ranks since the last entry:
 
     - `rollout_mismatch/mean`: the mean of `|d|`,
     - `rollout_mismatch/max`: the largest `|d|`,
@@ -74,7 +71,7 @@ class RolloutMismatchMixin(_TrainerBase):
         recorder = _SampledLogProbabilities(self.temperature)
         processors = [*(options.pop("logits_processor", None) or ()), recorder]
         sequences = generate(
-            *inputs, logits_processor=LogitsProcessorList(processors), **options
+            *inputs, logits_processor=transformers.LogitsProcessorList(processors), **options
         )
         if self.model.training:
             sampled = recorder.finish(sequences)
@@ -109,7 +106,7 @@ class _Rollout(NamedTuple):
     sampled: Tensor
 
 
-class _SampledLogProbabilities(LogitsProcessor):  # type: ignore[misc]
+class _SampledLogProbabilities(transformers.LogitsProcessor):  # type: ignore[misc]
     """Keeps the log-probability of each sampled token, and does not change the logits.
 
     `generate` calls processors before it divides logits by the temperature.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,145 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, TrainingError
-from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from distmp.scaling import LossScaleConfig
+from tests.integrations.tiny import (
+    Loss,
+    Sentences,
+    WithoutLossKeywords,
+    arguments,
+    batches_of_all_ranks,
+    bert,
+    largest_error,
+    llama,
+    next_tokens,
+    positions,
+    recording,
+    reference,
+    same_tokens,
+    squares,
+)
 from tests.ranks import ranks
 
-VOCABULARY = 16
-LENGTH = 8
-
-
-class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Samples whose numbers of labels are very different, from 1 to 7."""
-
-    def __init__(self, samples: int, targets: str = "labels") -> None:
-        self.samples, self.targets = samples, targets
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
-        sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        if self.targets == "positions":
-            return sample | {"start_positions": tokens[0] % LENGTH, "end_positions": tokens[1] % 8}
-        if self.targets == "number":
-            return sample | {"labels": tokens[0].float()}
-        labels = torch.where(torch.arange(LENGTH) < (index * 5) % 7, -100, tokens)
-        return sample | {"labels": labels}
-
-
-def llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = {"vocab_size": VOCABULARY, "num_attention_heads": 2, **sizes, **changes}
-    return LlamaForCausalLM(LlamaConfig(**config))
-
-
-def bert(head: str, **changes: Any) -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = {"vocab_size": VOCABULARY, "num_attention_heads": 2, **sizes, **drop, **changes}
-    return getattr(transformers, head)(transformers.BertConfig(**config))
-
-
-def arguments(path: Path, **changes: Any) -> Any:
-    from transformers import TrainingArguments
-
-    defaults: dict[str, Any] = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 1,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(str(path), **{**defaults, **changes})
-
-
-def recording(trainer: type[Any]) -> type[Any]:
-    """Return a trainer that keeps the batches, gradients and weights of every step."""
-
-    class Recording(trainer):  # type: ignore[misc]
-        def __init__(self, *positional: Any, **keywords: Any) -> None:
-            self.steps: list[tuple[list[Any], list[Tensor]]] = []
-            super().__init__(*positional, **keywords)
-            self.before = copy.deepcopy(self.model).double()
-
-        def get_batch_samples(self, *positional: Any) -> Any:
-            batches, items = super().get_batch_samples(*positional)
-            self.steps.append((batches, []))
-            return batches, items
-
-        def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-            parameters = self.accelerator.unwrap_model(model).parameters()
-            grads = [p.grad.clone() for p in parameters if p.grad is not None]
-            scaler = self.accelerator.scaler
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            self.steps[-1][1].extend(grad / scale for grad in grads)
-            return super()._get_grad_norm(model, grad_norm)
-
-    return Recording
-
-
-def batches_of_all_ranks(batches: list[Any]) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    plain = [{name: value for name, value in batch.items()} for batch in batches]
-    dist.all_gather_object(gathered, plain)
-    return [batch for of_rank in gathered for batch in of_rank]
-
-
-Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, int]]
-
-
-def next_tokens(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    labels = batch["labels"][:, 1:]
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="sum")
-    return losses, int(labels.ne(-100).sum())
-
-
-def same_tokens(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="sum")
-    return losses, int(batch["labels"].ne(-100).sum())
-
-
-def squares(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return (logits.squeeze(1) - batch["labels"]).square().sum(), len(logits)
-
-
-def positions(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    start = F.cross_entropy(outputs.start_logits, batch["start_positions"], reduction="sum")
-    end = F.cross_entropy(outputs.end_logits, batch["end_positions"], reduction="sum")
-    return (start + end) / 2, len(outputs.start_logits)
-
-
-def reference(model: nn.Module, batches: list[Any], loss: Loss) -> tuple[float, list[Tensor]]:
-    """Return loss and gradient of the mean over all items, in float64."""
-    model.zero_grad()
-    sums, counts = zip(*(loss(model, batch) for batch in batches), strict=True)
-    mean = sum(sums) / sum(counts)
-    mean.backward()
-    return mean.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
-    flat = [torch.cat([grad.double().flatten() for grad in grads]) for grads in (found, wanted)]
-    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+RULES = LossScaleConfig(init=2.0**8)
 
 
 def mean_of_microbatch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -170,95 +53,234 @@ def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None)
     return total / num_items_in_batch
 
 
-# name -> model, reference, data, further arguments of the trainer
-CASES: dict[str, tuple[Callable[[], nn.Module], Loss, str, dict[str, Any]]] = {
-    "Llama": (llama, next_tokens, "labels", {}),
-    "BertForMaskedLM": (lambda: bert("BertForMaskedLM"), same_tokens, "labels", {}),
+MASKED = "BertForMaskedLM"
+# model, reference, data, further arguments of the trainer, and whether Transformers is right
+CASES: dict[str, tuple[Callable[[], nn.Module], Loss, str, dict[str, Any], bool]] = {
+    "Llama": (llama, next_tokens, "labels", {}, True),
+    "BERT": (lambda: bert(MASKED), same_tokens, "labels", {}, False),
     "regression": (
         lambda: bert("BertForSequenceClassification", num_labels=1),
         squares,
         "number",
         {},
+        False,
     ),
-    "question answering": (
-        lambda: bert("BertForQuestionAnswering"),
-        positions,
-        "positions",
-        {},
-    ),
-    "mean of a microbatch": (
-        lambda: bert("BertForMaskedLM"),
+    "questions": (lambda: bert("BertForQuestionAnswering"), positions, "positions", {}, True),
+    "without keywords": (WithoutLossKeywords, same_tokens, "labels", {}, False),
+    "loss function, mean": (
+        lambda: bert(MASKED),
         same_tokens,
         "labels",
         {"compute_loss_func": mean_of_microbatch},
+        False,
     ),
-    "sum over items": (
-        lambda: bert("BertForMaskedLM"),
+    "loss function, sum": (
+        lambda: bert(MASKED),
         same_tokens,
         "labels",
         {"compute_loss_func": sum_over_items},
+        True,
     ),
 }
 
 
-def errors_of(trainer: type[Any], name: str, path: Path, **changes: Any) -> list[float]:
+def errors_of(trainer: type[Any], name: str, path: Path) -> list[float]:
     """Train an epoch; return the error of each step's gradient and loss, against float64."""
-    build, loss, targets, keywords = CASES[name]
-    # 10 samples: on 2 ranks 3 microbatches, of 2, 2 and 1 samples, in 2 steps.
-    trained = recording(trainer)(
+    build, loss, targets, keywords, _ = CASES[name]
+    # 10 samples: on 2 ranks 3 microbatches in 2 steps, the second with one microbatch.
+    made = recording(trainer)(
         model=build(),
-        args=arguments(path, learning_rate=0.0, num_train_epochs=1, **changes),
+        args=arguments(path, learning_rate=0.0, num_train_epochs=1),
         train_dataset=Sentences(10, targets),
         **keywords,
     )
-    trained.train()
+    made.train()
     errors = []
-    logged = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
-    for (batches, grads), found in zip(trained.steps, logged, strict=True):
-        wanted, gradient = reference(trained.before, batches_of_all_ranks(batches), loss)
+    logged = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    for (batches, grads), found in zip(made.steps, logged, strict=True):
+        wanted, gradient = reference(made.before, batches_of_all_ranks(batches), loss)
         errors.append(max(largest_error(grads, gradient), abs(found - wanted) / wanted))
     return errors
 
 
+@ranks(2)
+def test_gradients_are_those_of_the_global_mean(tmp_path: Path) -> None:
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    found = {name: errors_of(Trainer, name, tmp_path) for name in CASES}
+    assert max(max(errors) for errors in found.values()) < 1e-6, found
+    assert all(len(errors) == 2 for errors in found.values())
+    # What docs/transformers.md says of Transformers itself.
+    theirs = {name: max(errors_of(transformers.Trainer, name, tmp_path)) for name in CASES}
+    right = {name: error < 1e-6 for name, error in theirs.items()}
+    assert right == {name: case[-1] for name, case in CASES.items()}, theirs
+    four_times = 3.0  # 2 ranks times 2 microbatches, minus 1
+    for name in ("BERT", "regression", "loss function, mean"):
+        assert theirs[name] == pytest.approx(four_times, rel=0.1)
+    assert 0.01 < theirs["without keywords"] < 1
+    _check_sharded(tmp_path)
+
+
+def _check_sharded(path: Path) -> None:
+    """FSDP2 of accelerate, which shards on GPUs only; the code is the same."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    from distmp.integrations.transformers import Trainer
+
+    def made(policy: str, version: int = 2) -> Any:
+        wrapped = {
+            "version": version,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "sync_module_states": False,  # FSDP1 asks for a GPU
+        }
+        return recording(Trainer)(
+            model=llama(),
+            args=arguments(path, fsdp=True, fsdp_config=wrapped, max_steps=1),
+            train_dataset=Sentences(8),
+            policy=policy,
+            loss_scale=RULES,
+        )
+
+    with pytest.raises(ConfigError, match="accelerate shards only on several GPUs"):
+        made("fp32")
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+        for policy, error in (("fp32", 1e-6), ("fp16", 5e-3), ("bf16", 5e-2)):
+            trainer = made(policy)
+            trainer.train()
+            ((batches, shards),) = trainer.steps
+            _, gradient = reference(trainer.before, batches_of_all_ranks(batches), next_tokens)
+            found = largest_error([shard.full_tensor() for shard in shards], gradient)
+            assert found < error, (policy, found)
+            assert trainer.state.log_history[0]["skipped_steps"] == 0
+        with pytest.raises(ConfigError, match="FSDP1 would sum microbatches in bfloat16"):
+            made("bf16", version=1)
+
 
 @ranks(2)
-def test_x(tmp_path: Path) -> None:
-    import accelerate.state
+def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
     from distmp.integrations.transformers import Trainer
-    fp16(tmp_path, Trainer)
-    fsdp(tmp_path, Trainer)
 
-def trained(trainer, path, samples=24, resume=None, **keywords):
-    changes = keywords.pop("changes", {})
-    made = trainer(model=keywords.pop("model", None) or llama(), args=arguments(path, **changes), train_dataset=Sentences(samples), **keywords)
-    made.train(resume_from_checkpoint=resume)
-    return made
-
-def fp16(path, Trainer):
     class Overflowing(Trainer):
         def compute_loss(self, *positional: Any, **keywords: Any) -> Tensor:
             loss = super().compute_loss(*positional, **keywords)
-            broken = self.state.global_step == 1 and self.accelerator.process_index == 1
-            return loss * (torch.inf if broken else 1.0)
-    for policy in ("fp16-autocast", "bf16-autocast", "fp32"):
-        made = trained(Overflowing, path / policy, policy=policy, loss_scale=LossScaleConfig(init=2.0**8), changes={"lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 2})
-        print(made.state.log_history, os.listdir(path / policy / "checkpoint-2"))
-        from accelerate.state import AcceleratorState
-        w = [p.tolist() for p in made.model.parameters()]
-        again = trained(Overflowing, path / policy, policy=policy, loss_scale=LossScaleConfig(init=2.0**8), changes={"lr_scheduler_type": "linear"}, resume=str(path / policy / "checkpoint-2"))
-        print(again.state.log_history)
-        print("same", w == [p.tolist() for p in again.model.parameters()])
+            overflows = self.state.global_step == 1 and self.accelerator.process_index == 1
+            return loss * (torch.inf if overflows else 1.0)
 
-def fsdp(path, Trainer):
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
-    for policy in ("fp32", "bf16", "fp16", "fp16-autocast"):
-      with mock.patch.object(torch.accelerator, "is_available", return_value=True):
-        made = recording(Trainer)(model=llama(), args=arguments(path, fsdp=True, max_steps=2,fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}), train_dataset=Sentences(24), policy=policy,loss_scale=LossScaleConfig(init=2.0**8))
+    for policy, scales in (("fp16-autocast", [256, 128, 128, 128]), ("bf16-autocast", None)):
+        folder = tmp_path / policy
+
+        made = functools.partial(_made, Overflowing, folder, policy, RULES if scales else None)
+        with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+            straight = made(save_strategy="steps", save_steps=2)
+            straight.train()
+        messages = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+        where = "step 2: the loss of a microbatch of rank 1 is inf"
+        assert sum(where in text for text in messages) == (2 if dist.get_rank() == 1 else 0)
+        logs = [entry for entry in straight.state.log_history if "loss" in entry]
+        assert [entry["skipped_steps"] for entry in logs] == [0, 1, 1, 1]
+        assert [entry["learning_rate"] for entry in logs] == pytest.approx(
+            [0.1, 0.075, 0.075, 0.05]
+        )
+        assert [entry.get("loss_scale") for entry in logs] == (scales or [None] * 4)
+
+        resumed = made()
+        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        weights = [[p.tolist() for p in t.model.parameters()] for t in (straight, resumed)]
+        assert weights[0] == weights[1]
+        resumed_logs = [entry for entry in resumed.state.log_history if "loss" in entry]
+        assert [entry["loss"] for entry in resumed_logs] == [entry["loss"] for entry in logs]
+        assert [entry.get("loss_scale") for entry in resumed_logs] == (scales or [None] * 4)
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, weights[0])
+        assert gathered[0] == gathered[1]
+        # Transformers' own Trainer, which has no scaler under bfloat16, can continue from it.
+        assert (folder / "checkpoint-2" / "scaler.pt").exists() == (scales is not None)
+
+
+def _made(
+    trainer: type[Any], folder: Path, policy: str, rules: LossScaleConfig | None, **changes: Any
+) -> Any:
+    schedule = {"lr_scheduler_type": "linear", "max_steps": 4, "max_grad_norm": 1.0}
+    return trainer(
+        model=llama(),
+        args=arguments(folder, **schedule, **changes),
+        train_dataset=Sentences(16),
+        policy=policy,
+        loss_scale=rules,
+    )
+
+
+@ranks(1)
+def test_one_rank_trains_as_transformers_does_and_refuses_what_it_cannot_do(
+    tmp_path: Path,
+) -> None:
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    changes: dict[str, Any] = {
+        "max_grad_norm": 1.0,
+        "max_steps": 6,
+        "label_smoothing_factor": 0.1,
+        "learning_rate": 1e-3,
+    }
+    both = []
+    for trainer in (Trainer, transformers.Trainer):
+        made = trainer(
+            model=llama(attention_dropout=0.1),
+            args=arguments(tmp_path, **changes),
+            train_dataset=Sentences(24),
+        )
         made.train()
-      print(policy, made.state.log_history, type(made.model_wrapped))
-      wanted, gradient = reference(made.before, batches_of_all_ranks(made.steps[0][0]), next_tokens)
-      full = [grad.full_tensor() for grad in made.steps[0][1]]
-      print(wanted, largest_error(full, gradient))
+        losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        both.append((losses, [parameter.detach() for parameter in made.model.parameters()]))
+    assert both[0][0] == pytest.approx(both[1][0], rel=1e-6)
+    assert len(both[0][0]) == 6
+    for ours, theirs in zip(both[0][1], both[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+    class OwnStep(Trainer):
+        def training_step(
+            self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+        ) -> Any:
+            self.accelerator.backward(model(**inputs).loss)
+
+    class OwnBatches(Trainer):
+        def get_batch_samples(self, batches: Any, number: int, device: Any) -> Any:
+            return [next(batches) for _ in range(number)], None
+
+    for trainer, message in ((OwnStep, "outside of the trainer's"), (OwnBatches, "did not return")):
+        made = trainer(llama(), arguments(tmp_path, max_steps=1), train_dataset=Sentences(4))
+        with pytest.raises(TrainingError, match=message):
+            made.train()
+
+    def refused(message: str, keywords: dict[str, Any] | None = None, **changes: Any) -> None:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            Trainer(llama(), arguments(tmp_path, **changes), **(keywords or {}))
+
+    refused("policy = 'fp32' is given as well; pass bf16=False", {"policy": "fp32"}, bf16=True)
+    refused("FP32 master weights, which accelerate supports only with FSDP", {"policy": "bf16"})
+    refused("would count as equal; remove it", average_tokens_across_devices=False)
+    refused("updates weights during backward", optim="galore_adamw_layerwise")
+    alone = arguments(tmp_path)  # as without use_cpu on CPUs: the ranks are not connected
+    with (
+        mock.patch.dict(os.environ, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2"),
+        pytest.raises(ConfigError, match="each of the 2 ranks would train a model alone"),
+    ):
+        Trainer(llama(), alone)
+
+
+def test_without_transformers_the_message_says_what_to_install() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import distmp.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "run pip install 'distmp[trainers]'" in done.stderr
+
+
+def test_rules_for_short_runs_grow_earlier() -> None:
+    assert LossScaleConfig.for_short_runs() == LossScaleConfig(growth_interval=400)
+    assert LossScaleConfig.for_short_runs(growth_interval=50, init=4.0).growth_interval == 50
