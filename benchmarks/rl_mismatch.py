@@ -1,9 +1,9 @@
 """Measure the trainer-to-rollout mismatch of GRPO per dtype: `python -m benchmarks.rl_mismatch`.
 
-A language model of transformers with random weights is trained by TRL's GRPOTrainer with distmp, under
-each policy from the same weights and prompts. `generate` of transformers samples the completions
-one token at a time, with a cache; the trainer computes the log-probabilities of the same tokens in
-one forward, with the same weights. `distmp.integrations.rollouts` compares both at every step.
+TRL's GRPOTrainer with distmp trains a language model with random weights, under each policy from
+the same weights and prompts. `generate` of transformers samples the completions one token at a
+time, with a cache; the trainer computes the log-probabilities of the same tokens in one forward,
+with the same weights. `distmp.integrations.rollouts` compares both at every step.
 """
 
 from __future__ import annotations

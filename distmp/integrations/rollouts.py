@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distmp.integrations.transformers import replaced, transformers
+from distmp.integrations.transformers import replaced
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _TrainerBase
@@ -15,7 +15,7 @@ else:
     _TrainerBase = object
 
 
-class RolloutMismatchMixin(_TrainerBase):
+class RolloutMismatchMixin(_TrainerBase):  # type: ignore[misc]
     """Logs the trainer-to-rollout mismatch of a trainer of TRL that generates completions.
 
     Use it as `class MyTrainer(RolloutMismatchMixin, TrainerMixin, GRPOTrainer)`. For a sampled
@@ -68,11 +68,11 @@ class RolloutMismatchMixin(_TrainerBase):
         super().log(logs, start_time)
 
     def _generate_and_record(self, generate: Any, *inputs: Any, **options: Any) -> Any:
+        from transformers import LogitsProcessorList
+
         recorder = _SampledLogProbabilities(self.temperature)
         processors = [*(options.pop("logits_processor", None) or ()), recorder]
-        sequences = generate(
-            *inputs, logits_processor=transformers.LogitsProcessorList(processors), **options
-        )
+        sequences = generate(*inputs, logits_processor=LogitsProcessorList(processors), **options)
         if self.model.training:
             sampled = recorder.finish(sequences)
             self._rollout = _Rollout(sequences, options["attention_mask"], sampled)
@@ -106,10 +106,11 @@ class _Rollout(NamedTuple):
     sampled: Tensor
 
 
-class _SampledLogProbabilities(transformers.LogitsProcessor):  # type: ignore[misc]
-    """Keeps the log-probability of each sampled token, and does not change the logits.
+class _SampledLogProbabilities:
+    """A logits processor that keeps the log-probability of each sampled token.
 
-    `generate` calls processors before it divides logits by the temperature.
+    It does not change the logits. `generate` calls processors before it divides the logits by the
+    temperature.
     """
 
     def __init__(self, temperature: float) -> None:
