@@ -40,6 +40,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=6, help="steps per policy (default: 6)")
     steps = options.parse_args().steps
+    torch.set_num_threads(1)  # the order of sums depends on the number of threads
     result = {
         "machine": machine("cpu"),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},

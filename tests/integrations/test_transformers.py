@@ -216,9 +216,7 @@ def _made(
 
 
 @ranks(1)
-def test_one_rank_trains_as_transformers_does_and_refuses_what_it_cannot_do(
-    tmp_path: Path,
-) -> None:
+def test_one_rank_trains_as_transformers_does_or_refuses(tmp_path: Path) -> None:
     import transformers
 
     from distmp.integrations.transformers import Trainer
@@ -259,20 +257,64 @@ def test_one_rank_trains_as_transformers_does_and_refuses_what_it_cannot_do(
         with pytest.raises(TrainingError, match=message):
             made.train()
 
+    _check_labels(tmp_path)
+    _check_refusals(tmp_path)
+
+
+def _check_refusals(path: Path) -> None:
+    import accelerate
+    import transformers
+
+    from distmp.integrations.transformers import Trainer, TrainerMixin
+
     def refused(message: str, keywords: dict[str, Any] | None = None, **changes: Any) -> None:
         with pytest.raises(ConfigError, match=re.escape(message)):
-            Trainer(llama(), arguments(tmp_path, **changes), **(keywords or {}))
+            Trainer(model, arguments(path, **changes), **(keywords or {}))
 
+    model = llama()
     refused("policy = 'fp32' is given as well; pass bf16=False", {"policy": "fp32"}, bf16=True)
     refused("FP32 master weights, which accelerate supports only with FSDP", {"policy": "bf16"})
     refused("would count as equal; remove it", average_tokens_across_devices=False)
     refused("updates weights during backward", optim="galore_adamw_layerwise")
-    alone = arguments(tmp_path)  # as without use_cpu on CPUs: the ranks are not connected
+    with mock.patch("transformers.TrainingArguments.n_gpu", 2):
+        refused("a single process would use nn.DataParallel")
+    with mock.patch.object(type(model), "is_distributed_loading_by_transformers", True):
+        refused("Transformers shards and reduces in its own dtypes")
+
+    reused = arguments(path)
+    Trainer(llama(), reused)
+    with pytest.raises(ConfigError, match="new TrainingArguments for each trainer"):
+        Trainer(llama(), reused, policy="bf16-autocast")
+    alone = arguments(path)  # as without use_cpu on CPUs: the ranks are not connected
     with (
         mock.patch.dict(os.environ, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2"),
         pytest.raises(ConfigError, match="each of the 2 ranks would train a model alone"),
     ):
         Trainer(llama(), alone)
+
+    class OwnAccelerator(transformers.Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            self.accelerator = accelerate.Accelerator(cpu=True)
+
+    class Mixed(TrainerMixin, OwnAccelerator):
+        pass
+
+    with pytest.raises(ConfigError, match="Mixed creates its accelerator in another way"):
+        Mixed(llama(), arguments(path))
+
+
+def _check_labels(path: Path) -> None:
+    """A step without any label is reported, and has a gradient of zero."""
+    from distmp.integrations.transformers import Trainer
+
+    sample = Sentences(1)[0]
+    unlabelled = [sample | {"labels": torch.full_like(sample["labels"], -100)}] * 4
+    made = Trainer(llama(), arguments(path, max_steps=1), train_dataset=unlabelled)
+    with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+        made.train()
+    (call,) = warning.call_args_list
+    assert "step 1: no label of any rank counts" in call.args[0] % call.args[1:]
+    assert made.state.log_history[0]["loss"] == made.state.log_history[0]["grad_norm"] == 0
 
 
 def test_without_transformers_the_message_says_what_to_install() -> None:
