@@ -146,8 +146,9 @@ class TrainerMixin(_TrainerBase):
             replaced(self.accelerator, "loss_weight", weight),
         ):
             loss = super().training_step(model, inputs, items)
-        self._report_non_finite(loss)
-        return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+        share = torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+        self._report_non_finite(share)
+        return share
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log numbers of the trainer, the skipped steps and the loss scale."""
@@ -172,9 +173,9 @@ class TrainerMixin(_TrainerBase):
 
         DDP and FSDP divide the sum of gradients by the number of ranks.
         """
-        counts = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
-        local = torch.tensor(sum(int(count) for count, _ in counts), device=device)
-        total = int(self.accelerator.gather(local).sum())
+        counted = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
+        counts = torch.tensor([int(count) for count, _ in counted], device=device)
+        total = self.accelerator.gather(counts.sum()).sum()
         if total == 0 and self.accelerator.is_main_process:
             logger.warning(
                 "step %d: no label of any rank counts (all are %d), so its gradient is zero; check"
@@ -182,10 +183,10 @@ class TrainerMixin(_TrainerBase):
                 self.state.global_step + 1,
                 _IGNORED_LABEL,
             )
-        for count, is_labels in counts:
-            share = int(count) * self.accelerator.num_processes / max(total, 1)
-            items = torch.tensor(max(int(count), 1), device=device) if is_labels else None
-            yield _Microbatch(torch.tensor(share, device=device), items)
+        shares = counts.double() * self.accelerator.num_processes / total.clamp(min=1)
+        items = counts.clamp(min=1)
+        for index, (_, is_labels) in enumerate(counted):
+            yield _Microbatch(shares[index].float(), items[index] if is_labels else None)
 
     def _report_non_finite(self, loss: Tensor) -> None:
         """Warn of a loss that Transformers leaves out of the log; it waits for the loss, too."""
