@@ -103,6 +103,7 @@ def errors_of(trainer: type[Any], name: str, path: Path) -> list[float]:
     return errors
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_gradients_are_those_of_the_global_mean(tmp_path: Path) -> None:
     import transformers
@@ -165,6 +166,7 @@ def _check_sharded(path: Path) -> None:
             made("bf16", version=1)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
     from distmp.integrations.transformers import Trainer
@@ -219,6 +221,7 @@ def _made(
     )
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_one_rank_trains_as_transformers_does_or_refuses(tmp_path: Path) -> None:
     import transformers
