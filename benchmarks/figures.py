@@ -16,6 +16,7 @@ from benchmarks.tables import (
     large_model,
     loss,
     precision,
+    rollouts,
     runs,
     steps,
 )
@@ -41,6 +42,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "activation-checkpointing": loss.activation_checkpointing,
     "reproducible": runs.reproducible,
     "muon": runs.muon,
+    "rl-mismatch": rollouts.rl_mismatch,
     "explain-memory": runs.explain_memory,
     "growth": runs.growth,
     "exchange": exchange.exchange,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import logging
 import os
@@ -134,6 +135,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         else:
             check_replicated(self.policy)
+        _check_first(arguments["mixed_precision"], self.policy)
         if policy is not None:
             _warn_of_launched(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
@@ -141,21 +143,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         unused = unused_rules(self.policy.loss_scale, loss_scale)
         if unused and self.is_main_process:
             logger.warning("precision %s: %s", self.policy.name, unused)
-        if not self._shards:
+        if not self.shards:
             # accelerate ignores the plugin on a CPU and in a single process.
             check_replicated(self.policy)
         if rules is not None:
             self.native_amp = True  # accelerate does not set it on the CPU
-            self.scaler = _Scaler(
+            self.scaler = IterationScaler(
                 self.device.type, rules, max_consecutive_skips=max_consecutive_skips
             )
         self._follows = policy is None
         self._switches = ExitStack()
         if not self._follows:
             self._switches.enter_context(product_switches(self.policy))
+            # Many scripts do not call `end_training`, and at the end torch cannot be called.
+            atexit.register(self._switches.close)
 
     @property
-    def _shards(self) -> bool:
+    def shards(self) -> bool:
+        """Whether FSDP shards the models."""
         return bool(self.distributed_type == DistributedType.FSDP)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -175,7 +180,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Prepare a model: the policy sets dtypes of parameters, inputs, compute and outputs."""
         if not getattr(model, "_is_accelerate_prepared", False):
             self._check_model(model)
-            (prepare_to_shard if self._shards else prepare)(model, self.policy, self.device.type)
+            (prepare_to_shard if self.shards else prepare)(model, self.policy, self.device.type)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, DistributedDataParallel):
             hook = ddp_comm_hook(self.policy)
@@ -188,7 +193,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> AcceleratedOptimizer:
         """Prepare an optimizer, with an exact `step_was_skipped` for a float16 policy."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(self.scaler, _Scaler):
+        if isinstance(self.scaler, IterationScaler):
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
@@ -198,6 +203,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             keep_until_exit(dist.group.WORLD)
         super().end_training()
         self._switches.close()
+        atexit.unregister(self._switches.close)
 
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)
@@ -222,7 +228,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
 
 
-class _Scaler(DistributedGradScaler):
+class IterationScaler(DistributedGradScaler):
     """A scaler whose `update` takes effect when the next backward starts.
 
     accelerate calls `update` after the step of each optimizer. If the scale changed immediately,
@@ -246,24 +252,29 @@ class _Scaler(DistributedGradScaler):
         )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale when the next backward starts; a `new_scale` applies now."""
         self._due = True
         if new_scale is not None:
             self._due = False
             super().update(new_scale)
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+        """Multiply tensors by the scale."""
         self._finish_iteration()
         return super().scale(outputs)
 
     def get_scale(self) -> float:
+        """Return the scale of the next backward."""
         self._finish_iteration()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the update that is due."""
         self._finish_iteration()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; an update that is due comes before."""
         self._finish_iteration()
         super().load_state_dict(state_dict)
 
@@ -400,6 +411,18 @@ def _grad_scaler_kwargs(rules: LossScaleConfig) -> GradScalerKwargs:
         backoff_factor=rules.backoff_factor,
         growth_interval=rules.growth_interval,
     )
+
+
+def _check_first(used: str, policy: PrecisionPolicy) -> None:
+    """Refuse another precision than that of the first Accelerator: accelerate has one."""
+    first = AcceleratorState().mixed_precision if AcceleratorState._shared_state else used
+    if first != used:
+        raise ConfigError(
+            "precision.policy",
+            policy.name,
+            f"accelerate has one precision per process, and an Accelerator already uses {first!r};"
+            " use another process, or with Transformers, new TrainingArguments for each trainer",
+        )
 
 
 def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:

@@ -12,6 +12,10 @@ from distmp.utils.limits import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from distmp.utils.resume_rules import consequential
 
 
+# Number of clean steps before growth in runs of a few hundred steps.
+SHORT_RUN_GROWTH_INTERVAL = 400
+
+
 @dataclass(frozen=True)
 class LossScaleConfig:
     """Update rules of a loss scale (Micikevicius et al. 2018, section 3.2).
@@ -60,6 +64,22 @@ class LossScaleConfig:
         if self.dynamic and not self.min_scale <= self.init <= self.max_scale:
             limits = f"min_scale {self.min_scale:g} and max_scale {self.max_scale:g}"
             self._refuse("init", f"must be between {limits}")
+
+    @classmethod
+    def for_short_runs(cls, **changes: Any) -> LossScaleConfig:
+        """Return rules for runs of a few hundred steps, such as reinforcement learning.
+
+        The scale grows after 400 clean steps. With the default of 2000, the scale of a short run
+        can only fall: after a few early overflows, small gradients round to zero until its end.
+
+        Args:
+            **changes: Other fields.
+
+        Example:
+            >>> LossScaleConfig.for_short_runs(init=2.0**14).growth_interval
+            400
+        """
+        return cls(**{"growth_interval": SHORT_RUN_GROWTH_INTERVAL, **changes})
 
     def restored(self, value: float) -> float:
         """Return the scale to continue with after a loaded one.

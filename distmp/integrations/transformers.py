@@ -1,0 +1,379 @@
+"""The trainers of Transformers and TRL with distmp's policies, scaler and global means."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.errors import ConfigError, TrainingError
+from distmp.integrations.accelerate import Accelerator, IterationScaler
+from distmp.precision import PolicyLike, PrecisionPolicy
+from distmp.precision.accelerate import fsdp_plugin
+from distmp.scaling import LossScaleConfig
+
+try:
+    import transformers
+    import transformers.trainer
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ImportError(
+        "distmp.integrations.transformers needs transformers; run pip install 'distmp[trainers]'"
+    ) from None
+
+if TYPE_CHECKING:
+    _TrainerBase = transformers.Trainer
+else:
+    _TrainerBase = object
+
+logger = logging.getLogger("distmp")
+
+_IGNORED_LABEL = -100
+# Under a policy without a loss scale, the scaler only skips steps that are not finite.
+_UNSCALED = LossScaleConfig(dynamic=False, init=1.0)
+
+
+class TrainerMixin(_TrainerBase):
+    """Adds distmp to a trainer of Transformers or TRL: `class MyTrainer(TrainerMixin, SFTTrainer)`.
+
+    - `policy` sets all dtypes. Without it, `bf16` and `fp16` of the training arguments select
+      `bf16-autocast` and `fp16-autocast`, and otherwise `fp32`.
+    - The gradient is that of the mean over all labels (without labels: samples) of all microbatches
+      and ranks. `compute_loss` returns the mean of one microbatch, which the mixin weights.
+    - All ranks apply or skip a step together, under every policy. A skipped step does not advance
+      the learning rate schedule. The log shows `skipped_steps` and, with a loss scale,
+      `loss_scale`.
+    - Gradients are accumulated and reduced in the dtypes of the policy, FP32 in every preset, under
+      DDP and FSDP.
+
+    A trainer that declares `loss_is_scaled_for_ga = True`, such as `GRPOTrainer`, divides its loss
+    by global counts itself. The mixin does not change its loss.
+
+    Args:
+        *positional: Positional arguments of the trainer.
+        policy: An argument of `distmp.policy`, a `PrecisionPolicy` or "auto"; see
+            `distmp.integrations.accelerate.Accelerator`.
+        loss_scale: Rules of the loss scale, for float16 policies.
+        max_consecutive_skips: Raise an error after this many skipped steps in a row; None never
+            raises.
+        **arguments: Keyword arguments of the trainer.
+
+    Raises:
+        ConfigError: If accelerate cannot implement the policy, if `bf16` or `fp16` are set as well,
+            or if a training argument bypasses the policy, the scaler or the mean over ranks.
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        policy: PolicyLike | None = None,
+        loss_scale: LossScaleConfig | None = None,
+        max_consecutive_skips: int | None = 50,
+        **arguments: Any,
+    ) -> None:
+        self._requested_policy = policy
+        self._scaler_arguments: dict[str, Any] = {
+            "loss_scale": loss_scale,
+            "max_consecutive_skips": max_consecutive_skips,
+        }
+        self._microbatches: deque[_Microbatch] = deque()
+        super().__init__(*positional, **arguments)
+        _check_trainer(self)
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The precision policy."""
+        return self.accelerator.policy
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, as the trainer does, but of distmp's class."""
+        _check_precision(self.args, self._requested_policy)
+        build = functools.partial(
+            _TrainerAccelerator, self._requested_policy, **self._scaler_arguments
+        )
+        with replaced(transformers.trainer, "Accelerator", build):
+            super().create_accelerator_and_postprocess()
+        if not isinstance(self.accelerator, _TrainerAccelerator):
+            raise ConfigError(
+                "transformers",
+                transformers.__version__,
+                f"{type(self).__name__} creates its accelerator in another way; use a trainer of"
+                " Transformers or TRL, or distmp.integrations.accelerate in your own loop",
+            )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """Return the microbatches of a step, and keep the weights of their losses."""
+        if self._normalizes_itself:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        with replaced(self.args, "average_tokens_across_devices", False):  # no gather of its own
+            batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._microbatches = deque(self._weighted(batches, device))
+        return batches, None
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Run forward and backward of a microbatch; return its share of the mean loss."""
+        if self._normalizes_itself:
+            with replaced(self.accelerator, "loss_weight", 1.0):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            self._report_non_finite(loss)
+            return loss
+        if not self._microbatches:
+            raise TrainingError(
+                "training_step got a microbatch that get_batch_samples did not return, so its"
+                " weight is not known; call super().get_batch_samples()"
+            )
+        weight, items = self._microbatches.popleft()
+        # As if this microbatch were the whole batch, so that its loss is its mean, whether or not
+        # the model uses the number of items.
+        self.current_gradient_accumulation_steps = 1
+        with (
+            replaced(self.args, "average_tokens_across_devices", False),
+            replaced(self.accelerator, "loss_weight", weight),
+        ):
+            loss = super().training_step(model, inputs, items)
+        share = torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+        self._report_non_finite(share)
+        return share
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log numbers of the trainer, the skipped steps and the loss scale."""
+        if "loss" in logs:
+            scale = self.accelerator.scaler.get_scale()
+            logs["skipped_steps"] = self.accelerator.scaler.total_skips
+            if self.policy.loss_scale is not None:
+                logs["loss_scale"] = scale
+        super().log(logs, start_time)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Save the scaler's state, except without a loss scale: Transformers could not load it."""
+        if self.policy.loss_scale is not None:
+            super()._save_scaler(output_dir)
+
+    @property
+    def _normalizes_itself(self) -> bool:
+        return bool(self.loss_is_scaled_for_ga)
+
+    def _weighted(self, batches: list[Any], device: torch.device) -> Iterator[_Microbatch]:
+        """Yield the weights of microbatches: their share of all labels, times the number of ranks.
+
+        DDP and FSDP divide the sum of gradients by the number of ranks.
+        """
+        counted = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
+        counts = torch.tensor([int(count) for count, _ in counted], device=device)
+        total = self.accelerator.gather(counts.sum()).sum()
+        if total == 0 and self.accelerator.is_main_process:
+            logger.warning(
+                "step %d: no label of any rank counts (all are %d), so its gradient is zero; check"
+                " the labels of the data",
+                self.state.global_step + 1,
+                _IGNORED_LABEL,
+            )
+        shares = counts.double() * self.accelerator.num_processes / total.clamp(min=1)
+        items = counts.clamp(min=1)
+        for index, (_, is_labels) in enumerate(counted):
+            yield _Microbatch(shares[index].float(), items[index] if is_labels else None)
+
+    def _report_non_finite(self, loss: Tensor) -> None:
+        """Warn of a loss that Transformers leaves out of the log; it waits for the loss, too."""
+        if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
+            logger.warning(
+                "step %d: the loss of a microbatch of rank %d is %s; the logged loss leaves it out"
+                " (logging_nan_inf_filter), and all ranks skip the step",
+                self.state.global_step + 1,
+                self.accelerator.process_index,
+                loss.item(),
+            )
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with distmp; see `TrainerMixin`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+        >>> config = LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...     num_attention_heads=1,
+        ... )
+        >>> arguments = TrainingArguments("runs/tiny", use_cpu=True, report_to=[])
+        >>> trainer = Trainer(LlamaForCausalLM(config), arguments, policy="fp16-autocast")
+        >>> trainer.policy.loss_scale
+        'dynamic'
+    """
+
+
+class _Microbatch(NamedTuple):
+    """The weight of a microbatch's mean loss, 0-dim FP32, and the number of its labels, if any."""
+
+    weight: Tensor
+    items: Tensor | None
+
+
+class _TrainerAccelerator(Accelerator):
+    """Weights the loss of each microbatch, and skips non-finite steps under every policy.
+
+    Attributes:
+        loss_weight: Factor of the loss in `backward`; None outside of a training step.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyLike | None,
+        *,
+        loss_scale: LossScaleConfig | None,
+        max_consecutive_skips: int | None,
+        **arguments: Any,
+    ) -> None:
+        if policy is not None:
+            arguments["mixed_precision"] = None
+        super().__init__(
+            policy=policy,
+            loss_scale=loss_scale,
+            max_consecutive_skips=max_consecutive_skips,
+            **arguments,
+        )
+        self.loss_weight: Tensor | float | None = None
+        if self.scaler is None:
+            self.scaler = IterationScaler(
+                self.device.type, _UNSCALED, max_consecutive_skips=max_consecutive_skips
+            )
+
+    def backward(self, loss: Tensor, **arguments: Any) -> None:
+        """Run backward on the weighted loss."""
+        if self.loss_weight is None:
+            raise TrainingError(
+                "backward was called outside of the trainer's training_step, so the weight of the"
+                " loss is not known; override compute_loss, or call super().training_step()"
+            )
+        super().backward(loss * self.loss_weight, **arguments)
+
+
+def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
+    """Return over how many items the loss of a batch is a mean, and whether they are labels.
+
+    Args:
+        batch: A mapping of tensors, or a list of samples.
+        shifted: Whether the loss compares the output at each position with the next label.
+    """
+    if not isinstance(batch, Mapping):
+        return len(batch), False
+    labels = batch.get("shift_labels")
+    if labels is None:
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and shifted:
+            labels = labels[..., 1:]
+    if isinstance(labels, Tensor):
+        return labels.ne(_IGNORED_LABEL).sum(), True
+    return len(next(iter(batch.values()))), False
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for the duration of a context."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:
+    for name in ("bf16", "fp16"):
+        if policy is not None and getattr(arguments, name):
+            raise ConfigError(
+                name,
+                True,
+                f"policy = {policy!r} is given as well; pass {name}=False (the configurations of"
+                " TRL set bf16 unless told otherwise)",
+            )
+
+
+def _check_trainer(trainer: TrainerMixin) -> None:
+    """Refuse what would bypass the policy, the decision of all ranks, or the global mean."""
+    arguments, accelerator = trainer.args, trainer.accelerator
+    _check_ranks(arguments, accelerator)
+    _check_sharding(trainer)
+    if not arguments.average_tokens_across_devices:
+        raise ConfigError(
+            "average_tokens_across_devices",
+            False,
+            "ranks with different numbers of labels would count as equal; remove it",
+        )
+    if "lomo" in arguments.optim or "layerwise" in arguments.optim:
+        raise ConfigError(
+            "optim",
+            str(arguments.optim),
+            "updates weights during backward, before all ranks know whether the gradients are"
+            " finite; use another optimizer",
+        )
+    microbatches = accelerator.num_processes * arguments.gradient_accumulation_steps
+    if getattr(trainer, "loss_type", None) == "bnpo" and microbatches > 1:
+        raise ConfigError(
+            "loss_type",
+            "bnpo",
+            "is a mean of the means of microbatches, whatever their numbers of tokens; use dapo,"
+            " the mean over the tokens of all microbatches and ranks",
+        )
+
+
+def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
+    started = RankEnvironment.from_variables().world_size
+    if started > 1 and accelerator.num_processes == 1:
+        raise ConfigError(
+            "use_cpu",
+            arguments.use_cpu,
+            f"each of the {started} ranks would train a model alone; use True on CPUs",
+        )
+    if arguments.n_gpu > 1:
+        raise ConfigError(
+            "CUDA_VISIBLE_DEVICES",
+            arguments.n_gpu,
+            "a single process would use nn.DataParallel on these GPUs, without the policy; start"
+            " one process per GPU with torchrun, or select one GPU",
+        )
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    for name in ("cp_size", "sp_size"):
+        size = getattr(parallelism, name, None) or 1
+        if size > 1:
+            raise ConfigError(
+                f"parallelism_config.{name}",
+                size,
+                "ranks that share a sequence do not know how many of its labels they hold; use 1",
+            )
+
+
+def _check_sharding(trainer: TrainerMixin) -> None:
+    arguments, accelerator = trainer.args, trainer.accelerator
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ConfigError(
+            "distributed_config",
+            "in use",
+            "Transformers shards and reduces in its own dtypes; load the model without it, and set"
+            " fsdp in the training arguments",
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if arguments.fsdp and not accelerator.shards:
+        raise ConfigError(
+            "fsdp",
+            arguments.fsdp,
+            "accelerate shards only on several GPUs, and would train a whole model on each rank;"
+            " remove it, or use distmp.Engine, which shards on CPUs too",
+        )
+    if plugin is not None and arguments.gradient_accumulation_steps > 1:
+        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        fsdp_plugin(trainer.policy, plugin, reduces_every_microbatch=each)

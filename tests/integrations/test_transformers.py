@@ -1,0 +1,329 @@
+"""Trainers of Transformers with distmp, against float64 and against Transformers' own Trainer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError, TrainingError
+from distmp.scaling import LossScaleConfig
+from tests.integrations.tiny import (
+    Loss,
+    Sentences,
+    WithoutLossKeywords,
+    arguments,
+    batches_of_all_ranks,
+    bert,
+    largest_error,
+    llama,
+    next_tokens,
+    positions,
+    recording,
+    reference,
+    same_tokens,
+    squares,
+)
+from tests.ranks import ranks
+
+RULES = LossScaleConfig(init=2.0**8)
+
+
+def mean_of_microbatch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss function that ignores the number of items, as many do."""
+    return F.cross_entropy(outputs.logits.transpose(1, 2), labels)
+
+
+def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss function as Transformers documents it; it needs the number of items."""
+    total = F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="sum")
+    return total / num_items_in_batch
+
+
+MASKED = "BertForMaskedLM"
+# model, reference, data, further arguments of the trainer, and whether Transformers is right
+CASES: dict[str, tuple[Callable[[], nn.Module], Loss, str, dict[str, Any], bool]] = {
+    "Llama": (llama, next_tokens, "labels", {}, True),
+    "BERT": (lambda: bert(MASKED), same_tokens, "labels", {}, False),
+    "regression": (
+        lambda: bert("BertForSequenceClassification", num_labels=1),
+        squares,
+        "number",
+        {},
+        False,
+    ),
+    "questions": (lambda: bert("BertForQuestionAnswering"), positions, "positions", {}, True),
+    "without keywords": (WithoutLossKeywords, same_tokens, "labels", {}, False),
+    "loss function, mean": (
+        lambda: bert(MASKED),
+        same_tokens,
+        "labels",
+        {"compute_loss_func": mean_of_microbatch},
+        False,
+    ),
+    "loss function, sum": (
+        lambda: bert(MASKED),
+        same_tokens,
+        "labels",
+        {"compute_loss_func": sum_over_items},
+        True,
+    ),
+}
+
+
+def errors_of(trainer: type[Any], name: str, path: Path) -> list[float]:
+    """Train an epoch; return the error of each step's gradient and loss, against float64."""
+    build, loss, targets, keywords, _ = CASES[name]
+    # 10 samples: on 2 ranks 3 microbatches in 2 steps, the second with one microbatch.
+    made = recording(trainer)(
+        model=build(),
+        args=arguments(path, learning_rate=0.0, num_train_epochs=1),
+        train_dataset=Sentences(10, targets),
+        **keywords,
+    )
+    made.train()
+    errors = []
+    logged = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    for (batches, grads), found in zip(made.steps, logged, strict=True):
+        wanted, gradient = reference(made.before, batches_of_all_ranks(batches), loss)
+        errors.append(max(largest_error(grads, gradient), abs(found - wanted) / wanted))
+    return errors
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_gradients_are_those_of_the_global_mean(tmp_path: Path) -> None:
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    found = {name: errors_of(Trainer, name, tmp_path) for name in CASES}
+    assert max(max(errors) for errors in found.values()) < 1e-6, found
+    assert all(len(errors) == 2 for errors in found.values())
+    # What docs/transformers.md says of Transformers itself.
+    theirs = {name: max(errors_of(transformers.Trainer, name, tmp_path)) for name in CASES}
+    right = {name: error < 1e-6 for name, error in theirs.items()}
+    assert right == {name: case[-1] for name, case in CASES.items()}, theirs
+    four_times = 3.0  # 2 ranks times 2 microbatches, minus 1
+    for name in ("BERT", "regression", "loss function, mean"):
+        assert theirs[name] == pytest.approx(four_times, rel=0.1)
+    assert 0.01 < theirs["without keywords"] < 1
+    alone = arguments(tmp_path, use_cpu=False)
+    assert alone.world_size == 1
+    with pytest.raises(ConfigError, match="each of the 2 ranks would train a model alone"):
+        Trainer(llama(), alone)
+    _check_sharded(tmp_path)
+
+
+def _check_sharded(path: Path) -> None:
+    """FSDP2 of accelerate, which shards on GPUs only; the code is the same."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    from distmp.integrations.transformers import Trainer
+
+    def made(policy: str, version: int = 2) -> Any:
+        wrapped = {
+            "version": version,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "sync_module_states": False,  # FSDP1 asks for a GPU
+        }
+        return recording(Trainer)(
+            model=llama(),
+            args=arguments(path, fsdp=True, fsdp_config=wrapped, max_steps=1),
+            train_dataset=Sentences(8),
+            policy=policy,
+            loss_scale=RULES,
+        )
+
+    with pytest.raises(ConfigError, match="accelerate shards only on several GPUs"):
+        made("fp32")
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+        for policy, error in (("fp32", 1e-6), ("fp16", 5e-3), ("bf16", 5e-2)):
+            trainer = made(policy)
+            trainer.train()
+            ((batches, shards),) = trainer.steps
+            _, gradient = reference(trainer.before, batches_of_all_ranks(batches), next_tokens)
+            found = largest_error([shard.full_tensor() for shard in shards], gradient)
+            assert found < error, (policy, found)
+            assert trainer.state.log_history[0]["skipped_steps"] == 0
+        with pytest.raises(ConfigError, match="FSDP1 would sum microbatches in bfloat16"):
+            made("bf16", version=1)
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
+    from distmp.integrations.transformers import Trainer
+
+    class Overflowing(Trainer):
+        def compute_loss(self, *positional: Any, **keywords: Any) -> Tensor:
+            loss = super().compute_loss(*positional, **keywords)
+            overflows = self.state.global_step == 1 and self.accelerator.process_index == 1
+            return loss * (torch.inf if overflows else 1.0)
+
+    for policy, scales in (("fp16-autocast", [256, 128, 128, 128]), ("bf16-autocast", None)):
+        folder = tmp_path / policy
+
+        made = functools.partial(_made, Overflowing, folder, policy, RULES if scales else None)
+        with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+            straight = made(save_strategy="steps", save_steps=2)
+            straight.train()
+        messages = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+        where = "step 2: the loss of a microbatch of rank 1 is inf"
+        assert sum(where in text for text in messages) == (2 if dist.get_rank() == 1 else 0)
+        logs = [entry for entry in straight.state.log_history if "loss" in entry]
+        assert [entry["skipped_steps"] for entry in logs] == [0, 1, 1, 1]
+        assert [entry["learning_rate"] for entry in logs] == pytest.approx(
+            [0.1, 0.075, 0.075, 0.05]
+        )
+        assert [entry.get("loss_scale") for entry in logs] == (scales or [None] * 4)
+
+        resumed = made()
+        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        weights = [[p.tolist() for p in t.model.parameters()] for t in (straight, resumed)]
+        assert weights[0] == weights[1]
+        resumed_logs = [entry for entry in resumed.state.log_history if "loss" in entry]
+        assert [entry["loss"] for entry in resumed_logs] == [entry["loss"] for entry in logs]
+        assert [entry.get("loss_scale") for entry in resumed_logs] == (scales or [None] * 4)
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, weights[0])
+        assert gathered[0] == gathered[1]
+        # Transformers' own Trainer, which has no scaler under bfloat16, can continue from it.
+        assert (folder / "checkpoint-2" / "scaler.pt").exists() == (scales is not None)
+
+
+def _made(
+    trainer: type[Any], folder: Path, policy: str, rules: LossScaleConfig | None, **changes: Any
+) -> Any:
+    schedule = {"lr_scheduler_type": "linear", "max_steps": 4, "max_grad_norm": 1.0}
+    return trainer(
+        model=llama(),
+        args=arguments(folder, **schedule, **changes),
+        train_dataset=Sentences(16),
+        policy=policy,
+        loss_scale=rules,
+    )
+
+
+@pytest.mark.slow
+@ranks(1)
+def test_one_rank_trains_as_transformers_does_or_refuses(tmp_path: Path) -> None:
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    changes: dict[str, Any] = {
+        "max_grad_norm": 1.0,
+        "max_steps": 6,
+        "label_smoothing_factor": 0.1,
+        "learning_rate": 1e-3,
+    }
+    both = []
+    for trainer in (Trainer, transformers.Trainer):
+        made = trainer(
+            model=llama(attention_dropout=0.1),
+            args=arguments(tmp_path, **changes),
+            train_dataset=Sentences(24),
+        )
+        made.train()
+        losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        both.append((losses, [parameter.detach() for parameter in made.model.parameters()]))
+    assert both[0][0] == pytest.approx(both[1][0], rel=1e-6)
+    assert len(both[0][0]) == 6
+    for ours, theirs in zip(both[0][1], both[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+    class OwnStep(Trainer):
+        def training_step(
+            self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+        ) -> Any:
+            self.accelerator.backward(model(**inputs).loss)
+
+    class OwnBatches(Trainer):
+        def get_batch_samples(self, batches: Any, number: int, device: Any) -> Any:
+            return [next(batches) for _ in range(number)], None
+
+    for trainer, message in ((OwnStep, "outside of the trainer's"), (OwnBatches, "did not return")):
+        made = trainer(llama(), arguments(tmp_path, max_steps=1), train_dataset=Sentences(4))
+        with pytest.raises(TrainingError, match=message):
+            made.train()
+
+    _check_labels(tmp_path)
+    _check_refusals(tmp_path)
+
+
+def _check_refusals(path: Path) -> None:
+    import accelerate
+    import transformers
+
+    from distmp.integrations.transformers import Trainer, TrainerMixin
+
+    def refused(message: str, keywords: dict[str, Any] | None = None, **changes: Any) -> None:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            Trainer(model, arguments(path, **changes), **(keywords or {}))
+
+    model = llama()
+    refused("policy = 'fp32' is given as well; pass bf16=False", {"policy": "fp32"}, bf16=True)
+    refused("FP32 master weights, which accelerate supports only with FSDP", {"policy": "bf16"})
+    refused("would count as equal; remove it", average_tokens_across_devices=False)
+    refused("updates weights during backward", optim="galore_adamw_layerwise")
+    with mock.patch("transformers.TrainingArguments.n_gpu", 2):
+        refused("a single process would use nn.DataParallel")
+    with mock.patch.object(type(model), "is_distributed_loading_by_transformers", True):
+        refused("Transformers shards and reduces in its own dtypes")
+
+    reused = arguments(path)
+    Trainer(llama(), reused)
+    with pytest.raises(ConfigError, match="new TrainingArguments for each trainer"):
+        Trainer(llama(), reused, policy="bf16-autocast")
+
+    class OwnAccelerator(transformers.Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            self.accelerator = accelerate.Accelerator(cpu=True)
+
+    class Mixed(TrainerMixin, OwnAccelerator):
+        pass
+
+    with pytest.raises(ConfigError, match="Mixed creates its accelerator in another way"):
+        Mixed(llama(), arguments(path))
+
+
+def _check_labels(path: Path) -> None:
+    """A step without any label is reported, and has a gradient of zero."""
+    from distmp.integrations.transformers import Trainer
+
+    sample = Sentences(1)[0]
+    unlabelled = [sample | {"labels": torch.full_like(sample["labels"], -100)}] * 4
+    made = Trainer(llama(), arguments(path, max_steps=1), train_dataset=unlabelled)
+    with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+        made.train()
+    (call,) = warning.call_args_list
+    assert "step 1: no label of any rank counts" in call.args[0] % call.args[1:]
+    assert made.state.log_history[0]["loss"] == made.state.log_history[0]["grad_norm"] == 0
+
+
+def test_without_transformers_the_message_says_what_to_install() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import distmp.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "run pip install 'distmp[trainers]'" in done.stderr
+
+
+def test_rules_for_short_runs_grow_earlier() -> None:
+    assert LossScaleConfig.for_short_runs() == LossScaleConfig(growth_interval=400)
+    assert LossScaleConfig.for_short_runs(growth_interval=50, init=4.0).growth_interval == 50
