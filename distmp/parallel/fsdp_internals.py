@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from distmp.errors import SetupError
 
@@ -153,6 +153,12 @@ def reshard_fsdp1(unit: nn.Module) -> None:
         handle.reshard(True)
         handle.post_reshard()
         handle._prefetched = False
+
+
+def fsdp2_policies(model: nn.Module) -> Iterator[MixedPrecisionPolicy]:
+    """Yield the policy of each parameter group that `fully_shard` has created."""
+    for group in _groups(model):
+        yield group.mp_policy
 
 
 def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
