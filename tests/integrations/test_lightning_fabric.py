@@ -19,8 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.lightning import MixedPrecision, packages
-from distmp.integrations.lightning.checks import resolved
+from distmp.integrations.lightning.checks import check_parallel, resolved
 from distmp.integrations.lightning.packages import package_in_use, precision_class
+from distmp.precision.policy import PRESETS
 from tests.integrations.test_lightning_trainer import (
     LR,
     MAX_NORM,
@@ -81,6 +82,7 @@ def test_fabric(tmp_path: Path) -> None:
     _check_fsdp2_in_float16(tmp_path)
     _check_weights()
     _check_mixed_up_calls()
+    _check_what_lightning_does()
     _check_models_that_contradict_the_policy()
 
 
@@ -113,8 +115,29 @@ def _check_two_optimizers() -> None:
     assert computed == 3 * [torch.float16]
     assert plugin.scaler.get_scale() == 2.0**7
     assert same_on_all_ranks([p.tolist() for n, p in net.named_parameters() if n != "2.bias"])
-    # What Lightning does with float16 on a CPU.
+
+
+def _check_what_lightning_does() -> None:
+    """The documentation says so; change it there if Lightning changes."""
     assert make_fabric(None, precision="16-mixed")._precision.precision == "bf16-mixed"
+    plugins = importlib.import_module("lightning_fabric.plugins")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+    fabric = make_fabric(plugins.MixedPrecision("16-mixed", "cpu", scaler))
+    net = make_net()
+    parts = [torch.optim.SGD(net[index].parameters(), lr=LR) for index in (0, 2)]
+    model, *optimizers = fabric.setup(net, *parts)
+    assert model(torch.full((1, 8), 1e5)).isnan().all()  # inputs are rounded to float16
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    fabric.backward(per_sample(model, batch(0, rank())).mean())
+    gradients = [parameter.grad.clone() / 2.0**8 for parameter in net.parameters()]
+    for optimizer in optimizers:
+        optimizer.step()
+    changes = [a - b.detach() for a, b in zip(before, net.parameters(), strict=True)]
+    torch.testing.assert_close(changes[0], LR * gradients[0])
+    torch.testing.assert_close(changes[2], LR * gradients[2] / 2)  # the scale of the next step
+    fabric.backward(per_sample(model, batch(0, rank())).mean() * torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fabric.clip_gradients(model, optimizers[0], max_norm=MAX_NORM)
 
 
 def _check_fsdp2_in_float16(tmp_path: Path) -> None:
@@ -269,7 +292,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "problem"),
+    ("name", "problem"),
     [
         ("bf16-pure", "would sum its gradients in 16 bits"),
         ("bf16-autocast,reduce=bf16", "use reduce=fp32"),
@@ -279,9 +302,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("16-true", "16-true"),
     ],
 )
-def test_a_policy_that_lightning_cannot_implement_is_refused(policy: str, problem: str) -> None:
+def test_a_policy_that_lightning_cannot_implement_is_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        resolved(policy, torch.device("cpu"))
+        resolved(name, torch.device("cpu"))
+
+
+def test_deepspeed_is_refused() -> None:
+    engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime"})(1, 1)
+    with pytest.raises(ConfigError, match="casts, reduces and scales on its own"):
+        check_parallel(engine, PRESETS["fp32"])
 
 
 def test_names_of_lightning_and_auto_are_policies() -> None:

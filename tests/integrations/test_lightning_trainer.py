@@ -175,7 +175,7 @@ def test_the_trainer(tmp_path: Path) -> None:
     _check_weights(pl)
     _check_resume(pl, tmp_path)
     _check_gan(pl)
-    _check_what_lightning_refuses(pl)
+    _check_what_lightning_does(pl)
 
 
 def _check_overflow_on_one_rank(pl: Any) -> None:
@@ -275,8 +275,8 @@ def _check_resume(pl: Any, tmp_path: Path) -> None:
         assert torch.equal(found, wanted)
 
 
-def _check_gan(pl: Any) -> None:
-    """Two optimizers by hand; the scale doubles at every step, between the two of them."""
+def make_gan(pl: Any, first: Callable[..., Any]) -> Any:
+    """Return a module with two optimizers that it steps and clips itself."""
 
     class Gan(pl.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -294,8 +294,13 @@ def _check_gan(pl: Any) -> None:
                 optimizer.step()
 
         def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            return [fused_sgd(self.net[0].parameters()), sgd(self.net[2].parameters())]
+            return [first(self.net[0].parameters()), sgd(self.net[2].parameters())]
 
+    return Gan()
+
+
+def _check_gan(pl: Any) -> None:
+    """The scale doubles at every step, between the two optimizers."""
     net = make_net().double()
     for step in range(3):
         for index in (0, 2):
@@ -307,17 +312,38 @@ def _check_gan(pl: Any) -> None:
                 parameter.data -= LR * parameter.grad
     rules = LossScaleConfig(init=2.0**8, growth_interval=1)
     plugin = MixedPrecision("fp16-autocast", loss_scale=rules)
-    module = Gan()
+    module = make_gan(pl, fused_sgd)
     make_trainer(pl, plugin, 6).fit(module, loader([batch(step, rank()) for step in range(3)]))
     assert plugin.scaler is not None
     assert plugin.scaler.get_scale() == 2.0**14
     assert_weights(module, [parameter.detach() for parameter in net.parameters()], 1e-4)
 
 
-def _check_what_lightning_refuses(pl: Any) -> None:
-    """The documentation says so; remove it there if Lightning learns it."""
+def _check_what_lightning_does(pl: Any) -> None:
+    """The documentation says so; change it there if Lightning changes."""
     plugins = importlib.import_module("lightning.pytorch.plugins")
-    plugin = plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    trainer = make_trainer(pl, plugin, 1, gradient_clip_val=MAX_NORM)
+
+    def stock(init_scale: float = 2.0**8, interval: int = 2000) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=interval)
+        return plugins.MixedPrecision("16-mixed", "cpu", scaler)
+
+    batches = [batch(step, rank()) for step in range(3)]
+    trainer = make_trainer(pl, stock(), 1, gradient_clip_val=MAX_NORM)
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        trainer.fit(make_module(pl, fused_sgd), loader([batch(0, rank())]))
+        trainer.fit(make_module(pl, fused_sgd), loader(batches))
+
+    # One rank skips alone, the learning rate advances, and hooks see scaled gradients.
+    module = make_module(pl, fused_sgd, overflow_at=1, ignored="net.2.bias")
+    trainer = make_trainer(pl, stock(), 3)
+    trainer.fit(module, loader(batches))
+    assert module.rates == pytest.approx([LR / 2, LR / 4, LR / 8])
+    assert not same_on_all_ranks(module.net[0].weight.tolist())
+    assert module.norms[0] > 100
+
+    # `clip_gradients` of manual optimization clips scaled gradients: updates are 1/256 as large.
+    module = make_gan(pl, sgd)
+    make_trainer(pl, stock(), 2).fit(module, loader(batches[:1]))
+    changes = [
+        (a - b).norm() for a, b in zip(module.parameters(), make_net().parameters(), strict=True)
+    ]
+    assert max(changes) < LR * MAX_NORM / 100

@@ -98,6 +98,7 @@ def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:
     Raises:
         ConfigError: Naming the policy of `fully_shard`, or the parameter.
     """
+    refuse_deepspeed(model)
     if not any(isinstance(part, FSDPModule) for part in model.modules()):
         if policy.casts_parameters:
             raise ConfigError(
@@ -112,6 +113,21 @@ def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             _check_sharded(name, parameter)
+
+
+def refuse_deepspeed(engine: object) -> None:
+    """Refuse an engine of DeepSpeed in the place of a model or an optimizer.
+
+    Raises:
+        ConfigError: For such an engine.
+    """
+    if type(engine).__module__.startswith("deepspeed"):
+        raise ConfigError(
+            "strategy",
+            "deepspeed",
+            "it casts, reduces and scales on its own, so the policy and the scaler would not"
+            " apply; use DDP or ModelParallelStrategy, or Lightning's own precision",
+        )
 
 
 def _check_fsdp2_policies(model: nn.Module, policy: PrecisionPolicy) -> None:

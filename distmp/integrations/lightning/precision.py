@@ -12,7 +12,12 @@ from torch.optim import LBFGS, Optimizer
 
 from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.deferred_scaler import DeferredGradScaler
-from distmp.integrations.lightning.checks import check_parallel, prepare_module, resolved
+from distmp.integrations.lightning.checks import (
+    check_parallel,
+    prepare_module,
+    refuse_deepspeed,
+    resolved,
+)
 from distmp.integrations.lightning.packages import package_in_use, precision_class, unwrapped
 from distmp.integrations.lightning.weights import StepWeights
 from distmp.precision import PolicyLike
@@ -73,7 +78,8 @@ class MixedPrecision:
         max_consecutive_skips: int | None = 50,
         package: str | None = None,
     ) -> None:
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device or default).type
         self.policy, self.policy_reason = resolved(policy, torch.device(self.device))
         self.precision = _name_in_lightning(self.policy.compute_dtype)
         rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
@@ -187,6 +193,7 @@ class MixedPrecision:
         """Prepare for the Trainer, which calls this before it trains or evaluates."""
         self._in_trainer = True
         self._unchecked = []
+        self._weights = StepWeights()  # each `fit` has new optimizers
         check_parallel(model, self.policy)
         for config in lr_schedulers:
             by_step = config.interval == "step" and not config.reduce_on_plateau
@@ -196,6 +203,7 @@ class MixedPrecision:
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step the optimizer, or skip the step on all ranks."""
+        refuse_deepspeed(optimizer)  # Fabric passes the engine
         while self._unchecked:  # Fabric shards modules after `convert_module`
             check_parallel(self._unchecked.pop(), self.policy)
         if isinstance(optimizer, LBFGS) and (self.scaler is not None or self._weights.in_use):
