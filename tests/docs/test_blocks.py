@@ -35,6 +35,8 @@ BLOCKS = {
 WITHOUT_ENGINE = {
     "accelerate.md-1",
     "accumulation.md-1",
+    "lightning.md-1",
+    "lightning.md-2",
     "migrating.md-1",
     "migrating.md-6",
     "migrating.md-7",

@@ -22,6 +22,7 @@ from distmp.integrations.lightning import MixedPrecision, packages
 from distmp.integrations.lightning.checks import check_parallel, resolved
 from distmp.integrations.lightning.packages import package_in_use, precision_class
 from distmp.precision.policy import PRESETS
+from distmp.scaling import LossScaleConfig
 from tests.integrations.test_lightning_trainer import (
     LR,
     MAX_NORM,
@@ -88,7 +89,8 @@ def test_fabric(tmp_path: Path) -> None:
 
 def _check_two_optimizers() -> None:
     """An overflow that only rank 1 sees, in one optimizer, skips both; clipping does not raise."""
-    plugin = MixedPrecision("fp16-autocast", loss_scale=RULES)
+    rules = LossScaleConfig(init=2.0**8, growth_interval=1)
+    plugin = MixedPrecision("fp16-autocast", loss_scale=rules)
     assert plugin.scaler is not None
     fabric = make_fabric(plugin)
     net = make_net()
@@ -100,20 +102,24 @@ def _check_two_optimizers() -> None:
     net[0].register_forward_hook(lambda *call: computed.append(call[2].dtype))
     norms = []
     for step in range(3):
-        before = [parameter.tolist() for parameter in net.parameters()]
+        before = [parameter.detach().clone() for parameter in net.parameters()]
         fabric.backward(per_sample(model, batch(step, rank())).mean())
         if step == 1 and rank() == 1:
             net[2].bias.grad.fill_(torch.inf)
         norms.append(float(fabric.clip_gradients(model, optimizers[0], max_norm=MAX_NORM)))
+        gradient = net[2].weight.grad / plugin.scaler.get_scale()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        changed = before != [parameter.tolist() for parameter in net.parameters()]
-        assert (changed, plugin.scaler.step_skipped) == (step != 1, step == 1)
+        changes = [old - new.detach() for old, new in zip(before, net.parameters(), strict=True)]
+        assert plugin.scaler.step_skipped == (step == 1)
+        assert all(bool(change.any()) == (step != 1) for change in changes)
+        if step != 1:  # the scale has not doubled between the two optimizers
+            torch.testing.assert_close(changes[2], LR * gradient)
     assert norms[1] == 0
     assert norms[0] > MAX_NORM
     assert computed == 3 * [torch.float16]
-    assert plugin.scaler.get_scale() == 2.0**7
+    assert plugin.scaler.get_scale() == 2.0**9
     assert same_on_all_ranks([p.tolist() for n, p in net.named_parameters() if n != "2.bias"])
 
 
