@@ -21,6 +21,7 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.lightning import MixedPrecision, packages
 from distmp.integrations.lightning.checks import check_parallel, resolved
 from distmp.integrations.lightning.packages import package_in_use, precision_class
+from distmp.integrations.lightning.weights import StepWeights
 from distmp.precision.policy import PRESETS
 from distmp.scaling import LossScaleConfig
 from tests.integrations.test_lightning_trainer import (
@@ -227,14 +228,19 @@ def _check_mixed_up_calls() -> None:
     backward(weighted=rank() == 0)
     with pytest.raises(TrainingError, match=r"on 1 rank\(s\) the step has a different number"):
         optimizer.step()
-    fabric.backward(plugin.weighted_loss(model(batch(0, rank())).sum(), 0))
-    with pytest.raises(TrainingError, match="summed over all ranks, is 0"):
-        optimizer.step()
+    for weight, shown in ((0, "0"), (-1 if rank() else 9, "nan")):
+        fabric.backward(plugin.weighted_loss(model(batch(0, rank())).sum(), weight))
+        with pytest.raises(TrainingError, match=f"summed over all ranks, is {shown}; it has to be"):
+            optimizer.step()
     backward(weighted=True)
     with pytest.raises(ConfigError, match="is the second optimizer"):
         fabric.setup_optimizers(sgd(model.parameters())).step()
     with pytest.raises(ConfigError, match="pass the sum of the losses, a 0-dim tensor"):
         plugin.weighted_loss(torch.ones(2), 2)
+
+    lbfgs = fabric.setup_optimizers(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match="computes several gradients in one step"):
+        lbfgs.step(lambda: 0.0)
 
     plugin = MixedPrecision("16-mixed")
     fabric = make_fabric(plugin)
@@ -311,6 +317,20 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_policy_that_lightning_cannot_implement_is_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolved(name, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_weights_on_a_gpu() -> None:
+    weights, model = StepWeights(), make_net().cuda()
+    optimizer = sgd(model.parameters())
+    for index, size in enumerate((1, 5)):
+        losses = per_sample(model, batch(index, 0, size).cuda())
+        weights.loss(losses.sum(), torch.tensor(size, device="cuda")).backward()
+        weights.count_backward()
+    weights.divide(optimizer, 1)
+    optimizer.step()
+    wanted, _ = reference([[batch(0, 0, 1), batch(1, 0, 5)]])
+    assert_weights(_Holder(model.cpu()), wanted, 1e-5)
 
 
 def test_deepspeed_is_refused() -> None:

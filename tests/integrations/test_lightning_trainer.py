@@ -95,6 +95,7 @@ def make_module(pl: Any, optimizer: Callable[..., Any], **options: Any) -> Any:
 
         def training_step(self, inputs: Tensor, _: int) -> Tensor:
             losses = per_sample(self.net, inputs)
+            self.allow_tf32 = torch.backends.cudnn.allow_tf32
             if options.get("weighted"):
                 plugin = self.trainer.precision_plugin
                 loss = plugin.weighted_loss(losses.sum(), losses.numel())
@@ -192,11 +193,14 @@ def _check_overflow_on_one_rank(pl: Any) -> None:
         assert same_on_all_ranks(reduced)
         assert all(parameter.isfinite().all() for parameter in module.parameters())
 
-    # Without the ignored parameter, the whole result is that of float64.
+    # Without the ignored parameter, the whole result is that of float64. The policy's switches
+    # apply during `fit`.
+    assert torch.backends.cudnn.allow_tf32
     plugin = MixedPrecision("16-mixed", loss_scale=RULES)
     module = make_module(pl, fused_sgd)
     trainer = make_trainer(pl, plugin, 3, gradient_clip_val=MAX_NORM)
     trainer.fit(module, loader([batch(step, rank()) for step in range(3)]))
+    assert (module.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, True)
     wanted, norms = reference([_all(step) for step in range(3)], MAX_NORM)
     assert_weights(module, wanted, 1e-4)
     assert module.norms == pytest.approx(norms, rel=5e-3)  # what hooks see is unscaled

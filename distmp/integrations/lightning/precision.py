@@ -193,7 +193,7 @@ class MixedPrecision:
         """Prepare for the Trainer, which calls this before it trains or evaluates."""
         self._in_trainer = True
         self._unchecked = []
-        self._weights = StepWeights()  # each `fit` has new optimizers
+        self._weights, self._unscaled = StepWeights(), {}  # each `fit` has new optimizers
         check_parallel(model, self.policy)
         for config in lr_schedulers:
             by_step = config.interval == "step" and not config.reduce_on_plateau
@@ -206,24 +206,30 @@ class MixedPrecision:
         refuse_deepspeed(optimizer)  # Fabric passes the engine
         while self._unchecked:  # Fabric shards modules after `convert_module`
             check_parallel(self._unchecked.pop(), self.policy)
-        if isinstance(optimizer, LBFGS) and (self.scaler is not None or self._weights.in_use):
+        self._check_closure(optimizer)
+        step = self._step_in_trainer if self._in_trainer else self._step_in_fabric
+        return step(optimizer, **kwargs)
+
+    def _step_in_fabric(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if isinstance(optimizer, LBFGS):
+            result = optimizer.step(closure)
+            self._check_closure(optimizer)  # the closure may be the first to use `weighted_loss`
+            return result
+        result = closure() if closure is not None else None
+        if self._weights.in_use:
+            self._unscale(optimizer)
+        output = self._step(optimizer)
+        return output if closure is None else result
+
+    def _check_closure(self, optimizer: Any) -> None:
+        weighted = self._weights.in_use and not self._in_trainer
+        if isinstance(optimizer, LBFGS) and (self.scaler is not None or weighted):
             raise ConfigError(
                 "optimizer",
                 type(optimizer).__name__,
                 "computes several gradients in one step, which can be neither scaled nor weighted; "
                 "use bf16-autocast or fp32 and mean losses",
             )
-        step = self._step_in_trainer if self._in_trainer else self._step_in_fabric
-        return step(optimizer, **kwargs)
-
-    def _step_in_fabric(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-        if isinstance(optimizer, LBFGS):
-            return optimizer.step(closure)
-        result = closure() if closure is not None else None
-        if self._weights.in_use:
-            self._unscale(optimizer)
-        output = self._step(optimizer)
-        return output if closure is None else result
 
     def _step_in_trainer(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any

@@ -45,6 +45,7 @@ class StepWeights:
             raise ConfigError("loss_sum", shape, "pass the sum of the losses, a 0-dim tensor")
         weight = weight.detach() if isinstance(weight, Tensor) else weight
         amount = torch.as_tensor(weight, dtype=torch.float64, device=loss_sum.device).sum()
+        amount = torch.where(amount < 0, torch.nan, amount)  # an error of all ranks, in `divide`
         total = loss_sum.detach().double()
         mean = torch.where(amount > 0, total / amount, total).to(loss_sum.dtype)
         if not (torch.is_grad_enabled() and loss_sum.requires_grad):
@@ -96,7 +97,7 @@ class StepWeights:
         if not (math.isfinite(weight) and weight > 0):
             raise TrainingError(
                 f"the weight of the step, summed over all ranks, is {weight:g}; it has to be "
-                "positive and finite: check the weights that weighted_loss gets"
+                "positive and finite, and no weight negative: check what weighted_loss gets"
             )
         factor = self._unit * divided_by * self._ranks.world_size / weight
         for gradient in local_gradients(optimizer):
