@@ -320,6 +320,7 @@ def test_a_policy_that_lightning_cannot_implement_is_refused(name: str, problem:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_on_a_gpu() -> None:
     weights, model = StepWeights(), make_net().cuda()
     optimizer = sgd(model.parameters())
