@@ -100,7 +100,7 @@ def _check_two_optimizers() -> None:
     model, *optimizers = fabric.setup(net, *parts)
     plugin.register(*optimizers)
     computed = []
-    net[0].register_forward_hook(lambda *call: computed.append(call[2].dtype))
+    net[0].register_forward_hook(lambda *call: computed.append((call[1][0].dtype, call[2].dtype)))
     norms = []
     for step in range(3):
         before = [parameter.detach().clone() for parameter in net.parameters()]
@@ -119,7 +119,7 @@ def _check_two_optimizers() -> None:
             torch.testing.assert_close(changes[2], LR * gradient)
     assert norms[1] == 0
     assert norms[0] > MAX_NORM
-    assert computed == 3 * [torch.float16]
+    assert computed == 3 * [(torch.float32, torch.float16)]
     assert plugin.scaler.get_scale() == 2.0**9
     assert same_on_all_ranks([p.tolist() for n, p in net.named_parameters() if n != "2.bias"])
 
@@ -133,7 +133,7 @@ def _check_what_lightning_does() -> None:
     net = make_net()
     parts = [torch.optim.SGD(net[index].parameters(), lr=LR) for index in (0, 2)]
     model, *optimizers = fabric.setup(net, *parts)
-    assert model(torch.full((1, 8), 1e5)).isnan().all()  # inputs are rounded to float16
+    assert model(torch.full((1, 8), 1e5)).isnan().all()  # inputs are rounded to 16 bits
     before = [parameter.detach().clone() for parameter in net.parameters()]
     fabric.backward(per_sample(model, batch(0, rank())).mean())
     gradients = [parameter.grad.clone() / 2.0**8 for parameter in net.parameters()]
@@ -223,8 +223,9 @@ def _check_mixed_up_calls() -> None:
         mean = plugin.weighted_loss(losses.sum(), 4) if weighted else losses.mean()
         fabric.backward(mean)
 
-    backward(weighted=True)
-    optimizer.step()
+    for weighted in (False, True):
+        backward(weighted=weighted)
+        optimizer.step()
     backward(weighted=rank() == 0)
     with pytest.raises(TrainingError, match=r"on 1 rank\(s\) the step has a different number"):
         optimizer.step()

@@ -278,6 +278,12 @@ def _check_resume(pl: Any, tmp_path: Path) -> None:
     for found, wanted in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(found, wanted)
 
+    # A checkpoint of Lightning's own plugin.
+    trainer = make_trainer(pl, lightnings_plugin(2.0**10), -1, max_epochs=1)
+    trainer.fit(make_module(pl, fused_sgd), loader(batches))
+    trainer.save_checkpoint(tmp_path / "lightning.ckpt")
+    assert run(2, tmp_path / "lightning.ckpt")[0].scaler.get_scale() == 2.0**10
+
 
 def make_gan(pl: Any, first: Callable[..., Any]) -> Any:
     """Return a module with two optimizers that it steps and clips itself."""
@@ -323,22 +329,22 @@ def _check_gan(pl: Any) -> None:
     assert_weights(module, [parameter.detach() for parameter in net.parameters()], 1e-4)
 
 
+def lightnings_plugin(init_scale: float = 2.0**8) -> Any:
+    plugins = importlib.import_module("lightning.pytorch.plugins")
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    return plugins.MixedPrecision("16-mixed", "cpu", scaler)
+
+
 def _check_what_lightning_does(pl: Any) -> None:
     """The documentation says so; change it there if Lightning changes."""
-    plugins = importlib.import_module("lightning.pytorch.plugins")
-
-    def stock(init_scale: float = 2.0**8, interval: int = 2000) -> Any:
-        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=interval)
-        return plugins.MixedPrecision("16-mixed", "cpu", scaler)
-
     batches = [batch(step, rank()) for step in range(3)]
-    trainer = make_trainer(pl, stock(), 1, gradient_clip_val=MAX_NORM)
+    trainer = make_trainer(pl, lightnings_plugin(), 1, gradient_clip_val=MAX_NORM)
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
         trainer.fit(make_module(pl, fused_sgd), loader(batches))
 
     # One rank skips alone, the learning rate advances, and hooks see scaled gradients.
     module = make_module(pl, fused_sgd, overflow_at=1, ignored="net.2.bias")
-    trainer = make_trainer(pl, stock(), 3)
+    trainer = make_trainer(pl, lightnings_plugin(), 3)
     trainer.fit(module, loader(batches))
     assert module.rates == pytest.approx([LR / 2, LR / 4, LR / 8])
     assert not same_on_all_ranks(module.net[0].weight.tolist())
@@ -346,7 +352,7 @@ def _check_what_lightning_does(pl: Any) -> None:
 
     # `clip_gradients` of manual optimization clips scaled gradients: updates are 1/256 as large.
     module = make_gan(pl, sgd)
-    make_trainer(pl, stock(), 2).fit(module, loader(batches[:1]))
+    make_trainer(pl, lightnings_plugin(), 2).fit(module, loader(batches[:1]))
     changes = [
         (a - b).norm() for a, b in zip(module.parameters(), make_net().parameters(), strict=True)
     ]

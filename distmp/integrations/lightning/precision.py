@@ -208,7 +208,10 @@ class MixedPrecision:
             check_parallel(self._unchecked.pop(), self.policy)
         self._check_closure(optimizer)
         step = self._step_in_trainer if self._in_trainer else self._step_in_fabric
-        return step(optimizer, **kwargs)
+        try:
+            return step(optimizer, **kwargs)
+        finally:
+            self._weights.begin_step()
 
     def _step_in_fabric(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         if isinstance(optimizer, LBFGS):

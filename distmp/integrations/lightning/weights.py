@@ -26,9 +26,10 @@ class StepWeights:
         # large as those of a mean loss and fit into 16 bits. The same on all ranks.
         self._unit: float | None = None
         self._optimizer: int | None = None
-        self._begin_step()
+        self.begin_step()
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Forget the weights and calls since the last step."""
         self._weight: Tensor | float = 0.0
         self._losses = 0
         self._backwards = 0
@@ -87,7 +88,7 @@ class StepWeights:
         sums = torch.tensor([float(self._weight), missing], dtype=torch.float64)
         weight, ranks_that_miss = self._ranks.all_reduce(sums).tolist()
         losses, backwards = self._losses, self._backwards
-        self._begin_step()
+        self.begin_step()
         if ranks_that_miss:
             raise TrainingError(
                 f"on {ranks_that_miss:g} rank(s) the step has a different number of calls of "
