@@ -6,9 +6,8 @@ import atexit
 import inspect
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields
 from typing import Any
 
 import accelerate
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed.world import keep_until_exit
 from distmp.errors import ConfigError
+from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
 from distmp.precision.accelerate import (
@@ -44,7 +44,7 @@ from distmp.precision.accelerate import (
 from distmp.precision.builders import autocast_context, ddp_comm_hook, prepare
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
-from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules, unused_rules
+from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name
 
 logger = logging.getLogger("distmp")
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             check_replicated(self.policy)
         if rules is not None:
             self.native_amp = True  # accelerate does not set it on the CPU
-            self.scaler = IterationScaler(
+            self.scaler = DeferredGradScaler(
                 self.device.type, rules, max_consecutive_skips=max_consecutive_skips
             )
         self._follows = policy is None
@@ -193,7 +193,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> AcceleratedOptimizer:
         """Prepare an optimizer, with an exact `step_was_skipped` for a float16 policy."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(self.scaler, IterationScaler):
+        if isinstance(self.scaler, DeferredGradScaler):
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
@@ -226,67 +226,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepare_to_shard(module, self.policy, self.device.type)
         if self.policy.autocast:
             module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
-
-
-class IterationScaler(DistributedGradScaler):
-    """A scaler whose `update` takes effect when the next backward starts.
-
-    accelerate calls `update` after the step of each optimizer. If the scale changed immediately,
-    gradients of the same backward in the next optimizer would be divided by the wrong scale.
-    """
-
-    def __init__(
-        self, device: str, rules: LossScaleConfig, *, max_consecutive_skips: int | None
-    ) -> None:
-        self._due = False
-        super().__init__(
-            device,
-            init_scale=rules.init,
-            static=not rules.dynamic,
-            max_consecutive_skips=max_consecutive_skips,
-            **{
-                field.name: getattr(rules, field.name)
-                for field in fields(rules)
-                if field.name not in ("dynamic", "init")
-            },
-        )
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale when the next backward starts; a `new_scale` applies now."""
-        self._due = True
-        if new_scale is not None:
-            self._due = False
-            super().update(new_scale)
-
-    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
-        """Multiply tensors by the scale."""
-        self._finish_iteration()
-        return super().scale(outputs)
-
-    def get_scale(self) -> float:
-        """Return the scale of the next backward."""
-        self._finish_iteration()
-        return super().get_scale()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the update that is due."""
-        self._finish_iteration()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; an update that is due comes before."""
-        self._finish_iteration()
-        super().load_state_dict(state_dict)
-
-    @property
-    def latest_found_inf(self) -> Tensor | None:
-        """Flag of the latest step: 0-dim, above 0 if the step was skipped."""
-        return self._latest_found_inf
-
-    def _finish_iteration(self) -> None:
-        if self._due:
-            self._due = False
-            super().update()
 
 
 class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

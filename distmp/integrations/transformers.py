@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError, TrainingError
-from distmp.integrations.accelerate import Accelerator, IterationScaler
+from distmp.integrations.accelerate import Accelerator
+from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.precision import PolicyLike, PrecisionPolicy
 from distmp.precision.accelerate import fsdp_plugin
 from distmp.scaling import LossScaleConfig
@@ -248,7 +249,7 @@ class _TrainerAccelerator(Accelerator):
         )
         self.loss_weight: Tensor | float | None = None
         if self.scaler is None:
-            self.scaler = IterationScaler(
+            self.scaler = DeferredGradScaler(
                 self.device.type, _UNSCALED, max_consecutive_skips=max_consecutive_skips
             )
 

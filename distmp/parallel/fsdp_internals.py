@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from distmp.errors import SetupError
 from distmp.utils.dtensor import is_dtensor
@@ -283,6 +283,12 @@ def reshard_fsdp1(unit: nn.Module) -> None:
         handle.reshard(True)
         handle.post_reshard()
         handle._prefetched = False
+
+
+def fsdp2_policies(model: nn.Module) -> Iterator[MixedPrecisionPolicy]:
+    """Yield the policy of each parameter group that `fully_shard` has created."""
+    for group in _groups(model):
+        yield group.mp_policy
 
 
 def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

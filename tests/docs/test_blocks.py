@@ -36,6 +36,8 @@ WITHOUT_ENGINE = {
     "accelerate.md-1",
     "accumulation.md-1",
     "global-mean.md-1",
+    "lightning.md-1",
+    "lightning.md-2",
     "migrating.md-1",
     "migrating.md-6",
     "migrating.md-7",

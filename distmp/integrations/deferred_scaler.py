@@ -1,0 +1,84 @@
+"""The gradient scaler for frameworks that call `update` after the step of each optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distmp.scaling import DistributedGradScaler, LossScaleConfig
+
+
+class DeferredGradScaler(DistributedGradScaler):
+    """A scaler whose `update` takes effect when the next backward starts.
+
+    accelerate and Lightning call `update` after the step of each optimizer. If the scale changed
+    immediately, gradients of the same backward in the next optimizer would be divided by the wrong
+    scale.
+
+    Args:
+        device: Device type of the scale.
+        rules: Rules of the loss scale.
+        max_consecutive_skips: Raise an error after this many skipped steps in a row; None never
+            raises.
+    """
+
+    def __init__(
+        self, device: str, rules: LossScaleConfig, *, max_consecutive_skips: int | None
+    ) -> None:
+        self._due = False
+        super().__init__(
+            device,
+            init_scale=rules.init,
+            static=not rules.dynamic,
+            max_consecutive_skips=max_consecutive_skips,
+            **{
+                field.name: getattr(rules, field.name)
+                for field in fields(rules)
+                if field.name not in ("dynamic", "init")
+            },
+        )
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale when the next backward starts; set `new_scale` immediately."""
+        self._due = True
+        if new_scale is not None:
+            self._due = False
+            super().update(new_scale)
+
+    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+        """Finish the last iteration, and multiply tensors by the scale."""
+        self._finish_iteration()
+        return super().scale(outputs)
+
+    def will_skip(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decide now; return whether all ranks will skip the step. Waits for the device."""
+        return bool(self._decide_for(optimizer).item())
+
+    def get_scale(self) -> float:
+        """Finish the last iteration, and return the scale."""
+        self._finish_iteration()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Finish the last iteration, and return the state."""
+        self._finish_iteration()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Finish the last iteration, and load a state."""
+        self._finish_iteration()
+        super().load_state_dict(state_dict)
+
+    @property
+    def latest_found_inf(self) -> Tensor | None:
+        """Flag of the latest step: 0-dim, above 0 if the step was skipped."""
+        return self._latest_found_inf
+
+    def _finish_iteration(self) -> None:
+        if self._due:
+            self._due = False
+            super().update()

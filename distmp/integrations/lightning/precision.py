@@ -1,0 +1,372 @@
+"""The precision plugin for Lightning's Trainer and for Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from distmp.errors import ConfigError, TrainingError
+from distmp.integrations.deferred_scaler import DeferredGradScaler
+from distmp.integrations.lightning.checks import (
+    check_parallel,
+    prepare_module,
+    refuse_deepspeed,
+    resolved,
+)
+from distmp.integrations.lightning.packages import package_in_use, precision_class, unwrapped
+from distmp.integrations.lightning.weights import StepWeights
+from distmp.precision import PolicyLike
+from distmp.precision.keep import floating_point_cast
+from distmp.precision.switches import product_switches
+from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules
+from distmp.utils.tensor_trees import map_tensors
+
+
+class MixedPrecision:
+    """Precision plugin for `Trainer(plugins=...)` and `Fabric(plugins=...)`.
+
+    All ranks apply or skip a step together, also with sharded parameters and fused optimizers.
+    Clipping uses the norm of the unscaled gradient over all ranks. In the Trainer, schedulers with
+    interval "step" do not advance after a skipped step.
+
+    The object is an instance of `Precision` of the package that is imported, `lightning` or
+    `pytorch_lightning` with `lightning_fabric`. The policy sets torch's TF32 switches of the
+    process until `teardown`, which the Trainer calls.
+
+    Args:
+        policy: An argument of `distmp.policy`; "16-mixed", "bf16-mixed" and "32-true" are
+            `fp16-autocast`, `bf16-autocast` and `fp32`; "auto" is what the device supports. 16-bit
+            parameters with FP32 master weights (`bf16`, `fp16`) need `fully_shard`.
+        device: Device type of the model, "cuda" or "cpu"; None selects "cuda" if there is one.
+        loss_scale: Rules of the loss scale, for float16 policies.
+        max_consecutive_skips: Raise an error after this many skipped steps in a row; None never
+            raises.
+        package: "lightning" or "pytorch_lightning" (also for `lightning_fabric`); None selects the
+            one that is imported.
+
+    Attributes:
+        policy: The precision policy.
+        policy_reason: Why this policy was selected, as text.
+        scaler: A `distmp.DistributedGradScaler` for float16 policies, otherwise None.
+
+    Raises:
+        ConfigError: If Lightning cannot implement the policy. At the first step, on all ranks: if
+            the model is on another device or sharded with other dtypes than the policy's.
+        ImportError: If Lightning is not installed.
+    """
+
+    precision: str
+    # The class of the package in use; `_bound` sets them.
+    _base: Any
+    _package: str
+
+    def __new__(cls, *_: Any, package: str | None = None, **__: Any) -> MixedPrecision:
+        """Create an instance of a subclass that is a `Precision` of the package in use."""
+        return object.__new__(_bound(cls, package_in_use(package)))
+
+    def __init__(
+        self,
+        policy: PolicyLike,
+        device: str | None = None,
+        *,
+        loss_scale: LossScaleConfig | None = None,
+        max_consecutive_skips: int | None = 50,
+        package: str | None = None,
+    ) -> None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device or default).type
+        self.policy, self.policy_reason = resolved(policy, torch.device(self.device))
+        self.precision = _name_in_lightning(self.policy.compute_dtype)
+        rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
+        self.scaler = (
+            DeferredGradScaler(self.device, rules, max_consecutive_skips=max_consecutive_skips)
+            if rules is not None
+            else None
+        )
+        # Clips gradients that are unscaled already.
+        self._clipper = DistributedGradScaler(self.device, enabled=False)
+        self._weights = StepWeights()
+        self._switches = ExitStack()
+        self._in_trainer = False
+        self._unchecked: list[nn.Module] = []
+        self._backwards = 0
+        # By id of an optimizer with unscaled gradients: the value of `_backwards` at that time.
+        self._unscaled: dict[int, int] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the class by its package, for launchers that start processes."""
+        return _restored, (type(self).__mro__[1], self._package, {**vars(self)})
+
+    def register(self, *optimizers: Optimizer) -> None:
+        """Make optimizers of one backward apply or skip together; see `DistributedGradScaler`.
+
+        Do not register optimizers with a backward of their own, as in a GAN.
+        """
+        if self.scaler is not None:
+            self.scaler.register(*(unwrapped(optimizer) for optimizer in optimizers))
+
+    def weighted_loss(self, loss_sum: Tensor, weight: Tensor | float) -> Tensor:
+        """Return the loss of a microbatch, such that a step has the gradient of the global mean.
+
+        The gradient is that of the sum of all losses divided by the sum of all weights, over all
+        microbatches and ranks of a step. Use it for every microbatch of every rank, with one
+        optimizer, and do not divide the loss by the number of microbatches. A step waits for the
+        device, to read the sum of weights.
+
+        Args:
+            loss_sum: 0-dim sum of the losses of the samples or tokens of this microbatch.
+            weight: Number of these samples or tokens, 0 or more.
+
+        Returns:
+            The loss for backward, 0-dim; its value is the mean loss of this microbatch.
+
+        Raises:
+            ConfigError: If `loss_sum` is not a 0-dim tensor.
+        """
+        return self._weights.loss(loss_sum, weight)
+
+    # Hooks of forward
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Apply the policy to a module; changed in place."""
+        self._switches.close()
+        self._switches.enter_context(product_switches(self.policy))
+        prepare_module(module, self.policy, self.device)
+        self._unchecked.append(module)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return autocast, if the policy uses it."""
+        if not self.policy.autocast:
+            return nullcontext()
+        # Within one context of the Trainer a weight may be used with and without gradients, and
+        # autocast would cache a copy without a graph.
+        cache = torch.is_autocast_cache_enabled() and not self._in_trainer
+        return torch.autocast(self.device, dtype=self.policy.compute_dtype, cache_enabled=cache)
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating-point inputs of a Fabric module to FP32, as the policy says.
+
+        A batch of the Trainer also contains targets, and stays unchanged.
+        """
+        if self._in_trainer or not self.policy.cast_inputs or self.policy.casts_parameters:
+            return data
+        return map_tensors(floating_point_cast(torch.float32), data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Cast floating-point outputs of a Fabric module to FP32."""
+        return map_tensors(floating_point_cast(self.policy.output_dtype), data)
+
+    # Hooks of backward
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Call the Trainer's hooks `on_before_backward`, with the loss before scaling."""
+        return self._base.pre_backward(self, tensor, module) if self._in_trainer else tensor
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward on the scaled loss."""
+        if tensor.device.type != self.device:
+            raise ConfigError(
+                "device", self.device, f"the loss is on {tensor.device.type}; pass its device type"
+            )
+        self._backwards += 1
+        self._weights.count_backward()
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        if self._in_trainer:
+            self._base.backward(self, tensor, model, *args, **kwargs)
+        else:
+            tensor.backward(*args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Call the Trainer's hooks `on_after_backward`."""
+        return self._base.post_backward(self, tensor, module) if self._in_trainer else tensor
+
+    # Hooks of the optimizer
+
+    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Prepare for the Trainer, which calls this before it trains or evaluates."""
+        self._in_trainer = True
+        self._unchecked = []
+        self._weights, self._unscaled = StepWeights(), {}  # each `fit` has new optimizers
+        check_parallel(model, self.policy)
+        for config in lr_schedulers:
+            by_step = config.interval == "step" and not config.reduce_on_plateau
+            if self.scaler is not None and by_step:
+                _follow(config.scheduler, self.scaler)
+        return model, optimizers, lr_schedulers
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step the optimizer, or skip the step on all ranks."""
+        refuse_deepspeed(optimizer)  # Fabric passes the engine
+        while self._unchecked:  # Fabric shards modules after `convert_module`
+            check_parallel(self._unchecked.pop(), self.policy)
+        self._check_closure(optimizer)
+        step = self._step_in_trainer if self._in_trainer else self._step_in_fabric
+        try:
+            return step(optimizer, **kwargs)
+        finally:
+            self._weights.begin_step()
+
+    def _step_in_fabric(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if isinstance(optimizer, LBFGS):
+            result = optimizer.step(closure)
+            self._check_closure(optimizer)  # the closure may be the first to use `weighted_loss`
+            return result
+        result = closure() if closure is not None else None
+        if self._weights.in_use:
+            self._unscale(optimizer)
+        output = self._step(optimizer)
+        return output if closure is None else result
+
+    def _check_closure(self, optimizer: Any) -> None:
+        weighted = self._weights.in_use and not self._in_trainer
+        if isinstance(optimizer, LBFGS) and (self.scaler is not None or weighted):
+            raise ConfigError(
+                "optimizer",
+                type(optimizer).__name__,
+                "computes several gradients in one step, which can be neither scaled nor weighted; "
+                "use bf16-autocast or fp32 and mean losses",
+            )
+
+    def _step_in_trainer(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:  # its closure calls `_after_closure`
+            return self._base.optimizer_step(self, optimizer, model, closure, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization:  # there was no loss
+            return None
+        self._after_closure(model, optimizer)
+        return self._step(optimizer, **kwargs)
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Unscale gradients, call the Trainer's hooks `on_before_optimizer_step`, and clip.
+
+        The Trainer has no public hook between backward and these hooks, which read gradients.
+        """
+        automatic = model.automatic_optimization
+        self._unscale(optimizer, model.trainer.accumulate_grad_batches if automatic else 1)
+        self._base._after_closure(self, model, optimizer)
+        if self.scaler is None:
+            self._unscaled.pop(id(optimizer), None)
+
+    def _step(self, optimizer: Any, **kwargs: Any) -> Any:
+        self._check_unscaled(optimizer)
+        self._unscaled.pop(id(optimizer), None)
+        if self.scaler is None:
+            return optimizer.step(**kwargs)
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    # Gradients
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Unscale gradients before Fabric clips them."""
+        self._unscale(optimizer)
+
+    def main_params(self, optimizer: Any) -> Iterator[Tensor]:
+        """Yield the parameters to clip: none if all ranks will skip the step.
+
+        Fabric clips by default with torch's `error_if_nonfinite=True`, and the first overflow of a
+        dynamic loss scale would end the run.
+        """
+        unscaled = id(optimizer) in self._unscaled
+        if unscaled and self.scaler is not None and self.scaler.will_skip(optimizer):
+            return
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the norm of the unscaled gradient over all ranks, for the Trainer."""
+        self._unscale(unwrapped(optimizer))
+        self._clipper.clip_grad_norm_(unwrapped(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each value of the unscaled gradient, for the Trainer."""
+        self._unscale(unwrapped(optimizer))
+        self._base.clip_grad_by_value(self, unwrapped(optimizer), clip_val)
+
+    def _unscale(self, optimizer: Any, divided_by: int = 1) -> None:
+        """Unscale gradients and divide them by the weights, unless that was done for this step."""
+        if self.scaler is None and not self._weights.in_use:
+            return
+        if id(optimizer) in self._unscaled:
+            self._check_unscaled(optimizer)
+            return
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        self._weights.divide(optimizer, divided_by)
+        self._unscaled[id(optimizer)] = self._backwards
+
+    def _check_unscaled(self, optimizer: Any) -> None:
+        if self._unscaled.get(id(optimizer), self._backwards) != self._backwards:
+            raise TrainingError(
+                f"a backward followed after the gradients of {type(optimizer).__name__} were "
+                "unscaled for clipping, so they are a mix of scaled and unscaled ones; step every "
+                "optimizer that was clipped before the next backward (after an overflow, step() "
+                "skips the step itself)"
+            )
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale; empty for a policy without one."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this plugin, or of Lightning's for float16."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+    def teardown(self) -> None:
+        """Restore torch's TF32 switches."""
+        self._switches.close()
+
+
+def _bound(cls: type[MixedPrecision], package: str) -> type[MixedPrecision]:
+    """Return a subclass that is a `Precision` of a package, for its checks by `isinstance`.
+
+    The Trainer stores the state in its checkpoints under the name of the class; "MixedPrecision" is
+    that of Lightning's own plugin, so its checkpoints can be resumed.
+    """
+    base = precision_class(package)
+    names = {
+        "_base": base,
+        "_package": package,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls.__name__, (cls, base), names)
+
+
+def _restored(cls: type[MixedPrecision], package: str, state: dict[str, Any]) -> MixedPrecision:
+    plugin = object.__new__(_bound(cls, package))
+    vars(plugin).update(state)
+    return plugin
+
+
+def _follow(scheduler: Any, scaler: DistributedGradScaler) -> None:
+    """Make `scheduler.step` do nothing after a skipped step.
+
+    The class changes and not the object, because a scheduler stores its attributes in checkpoints.
+    """
+    original = type(scheduler)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not scaler.step_skipped:
+            original.step(self, *args, **kwargs)
+
+    names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}
+    scheduler.__class__ = type(original.__name__, (original,), names)
+
+
+def _name_in_lightning(computed: torch.dtype) -> str:
+    """Return the precision that Lightning displays."""
+    return {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(computed, "32-true")

@@ -1,0 +1,129 @@
+"""Gradients of the global mean over microbatches and ranks with different numbers of tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from distmp.errors import ConfigError, TrainingError
+from distmp.scaling.local_gradients import local_gradients
+from distmp.scaling.rank_group import RankGroup
+
+
+class StepWeights:
+    """Sums the weights of a step's microbatches, and divides gradients by their mean over ranks.
+
+    Backward runs on the loss sum, so that the gradient of a step is the sum over microbatches,
+    averaged over ranks by the strategy. Before the optimizer's step it is divided by the weight of
+    all microbatches, averaged over ranks in the same way.
+    """
+
+    def __init__(self) -> None:
+        self._ranks = RankGroup(None)
+        # The loss sum is divided by this power of two, which is exact, so that its gradients are as
+        # large as those of a mean loss and fit into 16 bits. The same on all ranks.
+        self._unit: float | None = None
+        self._optimizer: int | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the weights and calls since the last step."""
+        self._weight: Tensor | float = 0.0
+        self._losses = 0
+        self._backwards = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether `loss` was ever called for training."""
+        return self._unit is not None
+
+    def loss(self, loss_sum: Tensor, weight: Tensor | float) -> Tensor:
+        """Return the loss of a microbatch; see `MixedPrecision.weighted_loss`."""
+        if not (isinstance(loss_sum, Tensor) and loss_sum.dim() == 0):
+            shape = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
+            raise ConfigError("loss_sum", shape, "pass the sum of the losses, a 0-dim tensor")
+        weight = weight.detach() if isinstance(weight, Tensor) else weight
+        amount = torch.as_tensor(weight, dtype=torch.float64, device=loss_sum.device).sum()
+        amount = torch.where(amount < 0, torch.nan, amount)  # an error of all ranks, in `divide`
+        total = loss_sum.detach().double()
+        mean = torch.where(amount > 0, total / amount, total).to(loss_sum.dtype)
+        if not (torch.is_grad_enabled() and loss_sum.requires_grad):
+            return mean
+        if self._unit is None:
+            self._unit = _power_of_two(self._mean(amount))
+        self._weight = self._weight + amount
+        self._losses += 1
+        return _WithGradientOf.apply(loss_sum / self._unit, mean)
+
+    def count_backward(self) -> None:
+        """Count the backward of a microbatch."""
+        self._backwards += 1
+
+    @torch.no_grad()
+    def divide(self, optimizer: torch.optim.Optimizer, divided_by: int) -> None:
+        """Turn the gradients of the sum into those of the mean; waits for the device.
+
+        Args:
+            optimizer: The optimizer that steps next.
+            divided_by: What the framework has divided each loss by.
+
+        Raises:
+            ConfigError: If the weights of a step belong to several optimizers.
+            TrainingError: On all ranks, if a backward of any rank had no weight, or the weight of
+                all ranks is not positive and finite.
+        """
+        if self._unit is None:
+            return
+        if self._optimizer not in (None, id(optimizer)):
+            raise ConfigError(
+                "weighted_loss",
+                type(optimizer).__name__,
+                "is the second optimizer, and it is unknown which weights are those of its "
+                "gradients; use weighted_loss with one optimizer, or distmp.Engine",
+            )
+        self._optimizer = id(optimizer)
+        missing = float(self._losses != self._backwards)
+        sums = torch.tensor([float(self._weight), missing], dtype=torch.float64)
+        weight, ranks_that_miss = self._ranks.all_reduce(sums).tolist()
+        losses, backwards = self._losses, self._backwards
+        self.begin_step()
+        if ranks_that_miss:
+            raise TrainingError(
+                f"on {ranks_that_miss:g} rank(s) the step has a different number of calls of "
+                f"weighted_loss than of backward (here: {losses} and {backwards}); use "
+                "weighted_loss for every microbatch of every rank, also for an empty one"
+            )
+        if not (math.isfinite(weight) and weight > 0):
+            raise TrainingError(
+                f"the weight of the step, summed over all ranks, is {weight:g}; it has to be "
+                "positive and finite, and no weight negative: check what weighted_loss gets"
+            )
+        factor = self._unit * divided_by * self._ranks.world_size / weight
+        for gradient in local_gradients(optimizer):
+            gradient.tensor.mul_(factor)
+
+    def _mean(self, amount: Tensor) -> float:
+        """Return the mean over ranks."""
+        total = self._ranks.all_reduce(amount.cpu().reshape(1).clone())  # in place
+        return total.item() / self._ranks.world_size
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """Returns `value` in forward, and passes the gradient on to `loss`."""
+
+    @staticmethod
+    def forward(ctx: object, loss: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _power_of_two(weight: float) -> float:
+    """Round up to a power of two; 1 for a weight that is not positive and finite."""
+    if not (math.isfinite(weight) and weight > 0):
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(weight))

@@ -1,0 +1,350 @@
+"""Lightning Fabric with distmp's precision plugin, on real ranks, against plain float64 loops.
+
+The Trainer's tests use the package `lightning`, these use `lightning_fabric`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from distmp.errors import ConfigError, TrainingError
+from distmp.integrations.lightning import MixedPrecision, packages
+from distmp.integrations.lightning.checks import check_parallel, resolved
+from distmp.integrations.lightning.packages import package_in_use, precision_class
+from distmp.integrations.lightning.weights import StepWeights
+from distmp.precision.policy import PRESETS
+from distmp.scaling import LossScaleConfig
+from tests.integrations.test_lightning_trainer import (
+    LR,
+    MAX_NORM,
+    RULES,
+    assert_weights,
+    batch,
+    full,
+    loader,
+    local,
+    make_module,
+    make_net,
+    make_trainer,
+    per_sample,
+    rank,
+    reference,
+    same_on_all_ranks,
+)
+from tests.ranks import ranks
+
+
+def make_fabric(plugin: Any, strategy: Any = "ddp", **options: Any) -> Any:
+    fabric = importlib.import_module("lightning_fabric").Fabric(
+        accelerator="cpu", devices=2, strategy=strategy, plugins=plugin, **options
+    )
+    fabric.launch()
+    return fabric
+
+
+def sharding(policy: MixedPrecisionPolicy, *, root: bool = True) -> Any:
+    """Return Fabric's strategy for FSDP2; without `root` the last layer is not sharded."""
+
+    def shard(net: nn.Module, mesh: Any) -> nn.Module:
+        options = {"mesh": mesh["data_parallel"], "mp_policy": policy}
+        fully_shard(net[0], **options)  # type: ignore[index]
+        return fully_shard(net, **options) if root else net
+
+    strategies = importlib.import_module("lightning_fabric.strategies")
+    return strategies.ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+
+
+def set_up(fabric: Any, optimizer: Callable[..., Any]) -> tuple[Any, Any]:
+    model = fabric.setup_module(make_net())
+    return model, fabric.setup_optimizers(optimizer(model.parameters()))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR)
+
+
+def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, fused=True)
+
+
+@ranks(2, timeout=120)
+def test_fabric(tmp_path: Path) -> None:
+    importlib.import_module("lightning_fabric")
+    _check_two_optimizers()
+    _check_fsdp2_in_float16(tmp_path)
+    _check_weights()
+    _check_mixed_up_calls()
+    _check_what_lightning_does()
+    _check_models_that_contradict_the_policy()
+
+
+def _check_two_optimizers() -> None:
+    """An overflow that only rank 1 sees, in one optimizer, skips both; clipping does not raise."""
+    rules = LossScaleConfig(init=2.0**8, growth_interval=1)
+    plugin = MixedPrecision("fp16-autocast", loss_scale=rules)
+    assert plugin.scaler is not None
+    fabric = make_fabric(plugin)
+    net = make_net()
+    net._ddp_params_and_buffers_to_ignore = ["2.bias"]  # type: ignore[assignment]
+    parts = [torch.optim.SGD(net[index].parameters(), lr=LR, fused=index == 0) for index in (0, 2)]
+    model, *optimizers = fabric.setup(net, *parts)
+    plugin.register(*optimizers)
+    computed = []
+    net[0].register_forward_hook(lambda *call: computed.append((call[1][0].dtype, call[2].dtype)))
+    norms = []
+    for step in range(3):
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        fabric.backward(per_sample(model, batch(step, rank())).mean())
+        if step == 1 and rank() == 1:
+            net[2].bias.grad.fill_(torch.inf)
+        norms.append(float(fabric.clip_gradients(model, optimizers[0], max_norm=MAX_NORM)))
+        gradient = net[2].weight.grad / plugin.scaler.get_scale()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        changes = [old - new.detach() for old, new in zip(before, net.parameters(), strict=True)]
+        assert plugin.scaler.step_skipped == (step == 1)
+        assert all(bool(change.any()) == (step != 1) for change in changes)
+        if step != 1:  # the scale has not doubled between the two optimizers
+            torch.testing.assert_close(changes[2], LR * gradient)
+    assert norms[1] == 0
+    assert norms[0] > MAX_NORM
+    assert computed == 3 * [(torch.float32, torch.float16)]
+    assert plugin.scaler.get_scale() == 2.0**9
+    assert same_on_all_ranks([p.tolist() for n, p in net.named_parameters() if n != "2.bias"])
+
+
+def _check_what_lightning_does() -> None:
+    """The documentation says so; change it there if Lightning changes."""
+    assert make_fabric(None, precision="16-mixed")._precision.precision == "bf16-mixed"
+    plugins = importlib.import_module("lightning_fabric.plugins")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+    fabric = make_fabric(plugins.MixedPrecision("16-mixed", "cpu", scaler))
+    net = make_net()
+    parts = [torch.optim.SGD(net[index].parameters(), lr=LR) for index in (0, 2)]
+    model, *optimizers = fabric.setup(net, *parts)
+    assert model(torch.full((1, 8), 1e5)).isnan().all()  # inputs are rounded to 16 bits
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    fabric.backward(per_sample(model, batch(0, rank())).mean())
+    gradients = [parameter.grad.clone() / 2.0**8 for parameter in net.parameters()]
+    for optimizer in optimizers:
+        optimizer.step()
+    changes = [a - b.detach() for a, b in zip(before, net.parameters(), strict=True)]
+    torch.testing.assert_close(changes[0], LR * gradients[0])
+    torch.testing.assert_close(changes[2], LR * gradients[2] / 2)  # the scale of the next step
+    fabric.backward(per_sample(model, batch(0, rank())).mean() * torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fabric.clip_gradients(model, optimizers[0], max_norm=MAX_NORM)
+
+
+def _check_fsdp2_in_float16(tmp_path: Path) -> None:
+    """16-bit parameters with FP32 shards; the infinity is in the shard of rank 1."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+
+    def start() -> tuple[Any, Any, Any, dict[str, Any]]:
+        plugin = MixedPrecision("fp16", loss_scale=RULES)
+        fabric = make_fabric(plugin, sharding(policy))
+        model, optimizer = set_up(fabric, fused_adamw)
+        return fabric, plugin, model, {"model": model, "optimizer": optimizer}
+
+    def train(run: Any, steps: range) -> None:
+        fabric, plugin, model, state = run
+        for step in steps:
+            output = model(batch(step, rank()))
+            assert output.dtype == torch.float32
+            fabric.backward((output - 1).square().mean())
+            if step == 1 and rank() == 1:
+                local(model.module[0].weight.grad)[0] = torch.inf
+            norm = fabric.clip_gradients(model, state["optimizer"], max_norm=1.0)
+            assert (full(norm) == 0) == (step == 1)
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+            assert plugin.scaler.step_skipped == (step == 1)
+
+    first = start()
+    train(first, range(2))
+    precision = {"precision": first[1].state_dict()}
+    first[0].save(tmp_path / "checkpoint", first[3] | precision)
+    train(first, range(2, 4))
+    second = start()
+    state = second[3] | {"precision": {}}
+    second[0].load(tmp_path / "checkpoint", state)
+    second[1].load_state_dict(state["precision"])
+    assert second[1].scaler.get_scale() == 2.0**7
+    train(second, range(2, 4))
+    for found, wanted in zip(second[2].parameters(), first[2].parameters(), strict=True):
+        assert found.dtype == torch.float32
+        assert torch.equal(local(found), local(wanted))
+
+
+def _check_weights() -> None:
+    """Microbatches of different sizes, reduced once per step."""
+    sizes = [[1, 5, 2], [6, 2, 8]]
+    batches = [[batch(i, r, size) for i, size in enumerate(sizes[r])] for r in range(2)]
+    wanted, norms = reference([[*batches[0], *batches[1]]], MAX_NORM)
+    strategies = ("ddp", sharding(MixedPrecisionPolicy()))
+    for strategy, policy in zip(strategies, ("fp16-autocast", "fp32"), strict=True):
+        plugin = MixedPrecision(policy, loss_scale=RULES if policy != "fp32" else None)
+        fabric = make_fabric(plugin, strategy)
+        model, optimizer = set_up(fabric, sgd)
+        for index, inputs in enumerate(batches[rank()]):
+            with fabric.no_backward_sync(model, enabled=index < 2):
+                losses = per_sample(model, inputs)
+                fabric.backward(plugin.weighted_loss(losses.sum(), len(losses)))
+        norm = fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        optimizer.step()
+        assert float(full(norm)) == pytest.approx(norms[0], rel=1e-3)
+        assert_weights(_Holder(model), wanted, 1e-5)
+
+
+class _Holder:
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+
+def _check_mixed_up_calls() -> None:
+    """Errors are raised on all ranks, also if one rank makes the mistake."""
+    plugin = MixedPrecision("bf16-mixed")
+    fabric = make_fabric(plugin)
+    model, optimizer = set_up(fabric, sgd)
+
+    def backward(*, weighted: bool) -> None:
+        losses = per_sample(model, batch(0, rank()))
+        mean = plugin.weighted_loss(losses.sum(), 4) if weighted else losses.mean()
+        fabric.backward(mean)
+
+    for weighted in (False, True):
+        backward(weighted=weighted)
+        optimizer.step()
+    backward(weighted=rank() == 0)
+    with pytest.raises(TrainingError, match=r"on 1 rank\(s\) the step has a different number"):
+        optimizer.step()
+    for weight, shown in ((0, "0"), (-1 if rank() else 9, "nan")):
+        fabric.backward(plugin.weighted_loss(model(batch(0, rank())).sum(), weight))
+        with pytest.raises(TrainingError, match=f"summed over all ranks, is {shown}; it has to be"):
+            optimizer.step()
+    backward(weighted=True)
+    with pytest.raises(ConfigError, match="is the second optimizer"):
+        fabric.setup_optimizers(sgd(model.parameters())).step()
+    with pytest.raises(ConfigError, match="pass the sum of the losses, a 0-dim tensor"):
+        plugin.weighted_loss(torch.ones(2), 2)
+
+    lbfgs = fabric.setup_optimizers(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match="computes several gradients in one step"):
+        lbfgs.step(lambda: 0.0)
+
+    plugin = MixedPrecision("16-mixed")
+    fabric = make_fabric(plugin)
+    model, optimizer = set_up(fabric, sgd)
+    for _ in range(2):
+        fabric.backward(model(batch(0, rank())).sum())
+        if plugin._unscaled:
+            with pytest.raises(TrainingError, match="a mix of scaled and unscaled ones"):
+                optimizer.step()
+        else:
+            fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+            optimizer.zero_grad()  # and no step
+    plugin.device = "cuda"
+    with pytest.raises(ConfigError, match="the loss is on cpu"):
+        fabric.backward(model(batch(0, rank())).sum())
+
+
+def _check_models_that_contradict_the_policy() -> None:
+    plain, bf16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)
+    cases = (
+        ("bf16", "ddp", "only with ModelParallelStrategy and fully_shard; use bf16-autocast"),
+        ("bf16", sharding(plain), "gathers float32 and reduces in float32, but the policy bf16"),
+        ("bf16", sharding(bf16), "gathers bfloat16 and reduces in bfloat16"),
+        ("fp32", sharding(bf16), "but the policy fp32 gathers float32"),
+        ("fp32", sharding(plain, root=False), "is not sharded although other parameters are"),
+    )
+    for policy, strategy, problem in cases:
+        fabric = make_fabric(MixedPrecision(policy), strategy)
+        model, optimizer = set_up(fabric, sgd)
+        fabric.backward(model(batch(0, rank())).float().sum())
+        with pytest.raises(ConfigError, match=problem):
+            optimizer.step()
+
+
+@ranks(1)
+def test_the_package_pytorch_lightning() -> None:
+    """Its Trainer accepts the plugin, also a pickled one, and one of both packages is chosen."""
+    with pytest.raises(ConfigError, match="no package of Lightning is imported"):
+        MixedPrecision("fp32")
+    pl = importlib.import_module("pytorch_lightning")
+    plugin = pickle.loads(pickle.dumps(MixedPrecision("16-mixed", loss_scale=RULES)))
+    assert isinstance(plugin, MixedPrecision)
+    module = make_module(pl, sgd)
+    trainer = make_trainer(pl, plugin, 2, strategy="auto", gradient_clip_val=MAX_NORM)
+    trainer.fit(module, loader([batch(step, 0) for step in range(2)]))
+    assert_weights(module, reference([[batch(step, 0)] for step in range(2)], MAX_NORM)[0], 1e-4)
+    sys.modules["lightning.fabric"] = sys.modules["lightning_fabric"]
+    with pytest.raises(ConfigError, match="lightning and pytorch_lightning is imported"):
+        MixedPrecision("fp32")
+    assert isinstance(MixedPrecision("fp32", package="pytorch_lightning"), pl.plugins.Precision)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "PACKAGES", {"absent": ("absent.pytorch", "absent.fabric")})
+    monkeypatch.setattr(packages, "find_spec", lambda _: None)
+    for call in (lambda: precision_class("absent"), package_in_use):
+        with pytest.raises(ImportError, match=r"run pip install 'distmp\[trainers\]'"):
+            call()
+    with pytest.raises(ConfigError, match="package = 'fabric'"):
+        package_in_use("fabric")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("bf16-pure", "would sum its gradients in 16 bits"),
+        ("bf16-autocast,reduce=bf16", "use reduce=fp32"),
+        ("bf16-autocast,output=bf16", "use output=fp32"),
+        ("bf16,keep_fp32=norm", "set them with fully_shard"),
+        ("fp32,loss_scale=8", "remove loss_scale"),
+        ("16-true", "16-true"),
+    ],
+)
+def test_a_policy_that_lightning_cannot_implement_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        resolved(name, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_on_a_gpu() -> None:
+    weights, model = StepWeights(), make_net().cuda()
+    optimizer = sgd(model.parameters())
+    for index, size in enumerate((1, 5)):
+        losses = per_sample(model, batch(index, 0, size).cuda())
+        weights.loss(losses.sum(), torch.tensor(size, device="cuda")).backward()
+        weights.count_backward()
+    weights.divide(optimizer, 1)
+    optimizer.step()
+    wanted, _ = reference([[batch(0, 0, 1), batch(1, 0, 5)]])
+    assert_weights(_Holder(model.cpu()), wanted, 1e-5)
+
+
+def test_deepspeed_is_refused() -> None:
+    engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime"})(1, 1)
+    with pytest.raises(ConfigError, match="casts, reduces and scales on its own"):
+        check_parallel(engine, PRESETS["fp32"])
+
+
+def test_names_of_lightning_and_auto_are_policies() -> None:
+    names = {
+        name: resolved(name, torch.device("cpu")).policy.name
+        for name in ("16-mixed", "bf16-mixed", "32-true", "fp16", "auto")
+    }
+    assert names.pop("auto") in ("bf16-autocast", "fp32")
+    assert [*names.values()] == ["fp16-autocast", "bf16-autocast", "fp32", "fp16"]
