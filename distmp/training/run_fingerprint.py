@@ -14,7 +14,7 @@ from distmp.data.build import Datasets
 from distmp.data.identity import identity
 from distmp.distributed.world import World
 from distmp.masking import masked
-from distmp.models import adapters, huggingface, tokenizer_files
+from distmp.models import adapters, huggingface, huggingface_files, tokenizer_files
 from distmp.models.architecture import architecture
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
@@ -79,7 +79,7 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
         candidates.append(Path(config.data.path).expanduser() / tokenizer_files.SUBFOLDER)
-    if config.model.is_hugging_face and (folder := huggingface.locate(config.model.name)).is_dir():
+    if config.model.is_hugging_face and (folder := huggingface_files.locate(config.model.name)).is_dir():
         candidates.append(folder)
     return next(filter(tokenizer_files.has_tokenizer, candidates), None)
 
