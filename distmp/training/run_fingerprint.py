@@ -79,8 +79,8 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
         candidates.append(Path(config.data.path).expanduser() / tokenizer_files.SUBFOLDER)
-    if config.model.is_hugging_face and (folder := huggingface_files.locate(config.model.name)).is_dir():
-        candidates.append(folder)
+    if config.model.is_hugging_face:
+        candidates.append(huggingface_files.locate(config.model.name))
     return next(filter(tokenizer_files.has_tokenizer, candidates), None)
 
 
