@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
     """List the presets, one per line, and return the exit code."""
     Parser("distmp presets", description="List the presets of `--config`.").parse_args(argv)
     names = preset_names()
-    width = max(map(len, names))
+    width = max(map(len, names), default=0)
     lines = [f"{PREFIX}{name:{width}}  {preset_purpose(name)}\n" for name in names]
     sys.stdout.write("".join(lines))
     sys.stdout.write(
