@@ -115,7 +115,7 @@ def _all_gather(tensors: list[Tensor], rows: list[int], world: World) -> list[Te
     ]
     # `cat` copies, so that the bytes are aligned for any dtype.
     return [
-        torch.cat(pieces).view(tensor.dtype).view(-1, *tensor.shape[1:]).to(tensor.device)
+        torch.cat(pieces).view(tensor.dtype).view(sum(rows), *tensor.shape[1:]).to(tensor.device)
         for tensor, pieces in zip(tensors, zip(*by_rank, strict=True), strict=True)
     ]
 

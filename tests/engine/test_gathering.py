@@ -50,6 +50,7 @@ def test_all_rows_arrive_in_rank_order_with_their_dtype() -> None:
     weight = next(engine.module.parameters())
     assert not engine.gather(weight).requires_grad
     assert engine.gather(torch.zeros(0, 4)).shape == (0, 4)
+    assert engine.gather(torch.zeros(1, 0)).shape == (3, 0)
 
 
 @ranks(2)
