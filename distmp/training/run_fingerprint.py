@@ -58,13 +58,13 @@ def describe_model(model: nn.Module, config: RunConfig) -> dict[str, Any]:
     """
     described: dict[str, Any] = {"model": architecture(model, config.model)}
     if config.model.peft is not None:
-        described["adapter"] = adapters.describe(model, _weights_folder(config))
+        described["adapter"] = adapters.describe(model, weights_folder(config))
     if (tokenizer := tokenizer_folder(config)) is not None:
         described["tokenizer"] = str(tokenizer.absolute())
     return described
 
 
-def _weights_folder(config: RunConfig) -> str | None:
+def weights_folder(config: RunConfig) -> str | None:
     """Return the folder of the weights that a new run starts from; None for random weights."""
     if config.model.weights is not None:
         return str(Path(config.model.weights).absolute())
@@ -78,7 +78,8 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
     """Return the folder of the tokenizer that made the data, or of the model's; None without."""
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
-        candidates.append(Path(config.data.path).expanduser() / tokenizer_files.SUBFOLDER)
+        path = Path(config.data.path).expanduser()
+        candidates.append((path if path.is_dir() else path.parent) / tokenizer_files.SUBFOLDER)
     if config.model.is_hugging_face and (folder := huggingface.locate(config.model.name)).is_dir():
         candidates.append(folder)
     return next(filter(tokenizer_files.has_tokenizer, candidates), None)
