@@ -27,7 +27,12 @@ from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.restarts import Restarts
 from distmp.training.resume_compat import Changes
 from distmp.training.run_directory import RunDirectory, try_to_write
-from distmp.training.run_fingerprint import changes_since, describe_model, run_fingerprint
+from distmp.training.run_fingerprint import (
+    changes_since,
+    describe_model,
+    run_fingerprint,
+    weights_folder,
+)
 from distmp.training.run_lease import RunLease, this_job
 from distmp.training.setup import (
     Progress,
@@ -115,6 +120,11 @@ def _build_run(
         start_from_weights(components, engine)
     fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
     fingerprint |= describe_model(components.model, config)
+    if checkpoint is None and _freezes_random_weights(config):
+        console.message(
+            "model.peft: the model has random weights, and they stay frozen; name its weights with "
+            "hf:FOLDER or model.weights"
+        )
     changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
     directory = _choose_directory(config, world, restarts, checkpoint, choice)
     for line in _summary(chosen, world, components, engine, parameters, strategy_reason):
@@ -230,6 +240,11 @@ def _summary(
         option = Option(config.strategy, config.shard_optimizer)
         yield f"strategy: {option} ({strategy_reason})"
     yield from overridden_options(os.environ, engine.policy, engine.strategy)
+
+
+def _freezes_random_weights(config: RunConfig) -> bool:
+    known = config.model.peft is not None and not config.model.is_import_path
+    return known and weights_folder(config) is None
 
 
 def _count_parameters(model: nn.Module) -> str:

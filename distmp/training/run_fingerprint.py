@@ -58,13 +58,13 @@ def describe_model(model: nn.Module, config: RunConfig) -> dict[str, Any]:
     """
     described: dict[str, Any] = {"model": architecture(model, config.model)}
     if config.model.peft is not None:
-        described["adapter"] = adapters.describe(model, _weights_folder(config))
+        described["adapter"] = adapters.describe(model, weights_folder(config))
     if (tokenizer := tokenizer_folder(config)) is not None:
         described["tokenizer"] = str(tokenizer.absolute())
     return described
 
 
-def _weights_folder(config: RunConfig) -> str | None:
+def weights_folder(config: RunConfig) -> str | None:
     """Return the folder of the weights that a new run starts from; None for random weights."""
     if config.model.weights is not None:
         return str(Path(config.model.weights).absolute())

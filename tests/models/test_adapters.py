@@ -311,7 +311,7 @@ class ReadsWeight(nn.Module):
         return nn.functional.linear(self.first(self.embedding(ids)), self.head.weight)
 
 
-def test_adapters_that_are_not_used_are_reported(
+def test_adapters_that_train_nothing_useful_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -326,6 +326,9 @@ def test_adapters_that_are_not_used_are_reported(
     assert output.count("model.peft: 2 parameters of adapters have had no gradient, head.lora") == 1
     assert main([*arguments, "--model.peft={r: 2, target_modules: [first]}"]) == 0
     assert "model.peft" not in capsys.readouterr().out
+    options = ["--model.size=1m", "--model.layers=1", "--model.peft={r: 2, target_modules: [down]}"]
+    assert main([*options, *arguments[1:], "--steps=1"]) == 0
+    assert "the model has random weights, and they stay frozen" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
