@@ -72,6 +72,18 @@ class TrainerMixin(_TrainerBase):
             or if a training argument bypasses the policy, the scaler or the mean over ranks.
     """
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        order = cls.__mro__
+        trainer = transformers.Trainer
+        if trainer in order and order.index(trainer) < order.index(TrainerMixin):
+            raise ConfigError(
+                "bases",
+                [base.__name__ for base in cls.__bases__],
+                "the methods of the trainer would come before those of TrainerMixin; name"
+                " TrainerMixin first",
+            )
+
     def __init__(
         self,
         *positional: Any,

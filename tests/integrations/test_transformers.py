@@ -302,6 +302,10 @@ def _check_refusals(path: Path) -> None:
 
     with pytest.raises(ConfigError, match="Mixed creates its accelerator in another way"):
         Mixed(llama(), arguments(path))
+    with pytest.raises(ConfigError, match="name TrainerMixin first"):
+
+        class Late(transformers.Trainer, TrainerMixin):
+            pass
 
 
 def _check_labels(path: Path) -> None:
