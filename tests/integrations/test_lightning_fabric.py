@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.lightning import MixedPrecision, packages
-from distmp.integrations.lightning.checks import check_parallel, resolved
+from distmp.integrations.lightning.checks import check_parallel, resolved, scale_rules
 from distmp.integrations.lightning.packages import package_in_use, precision_class
 from distmp.integrations.lightning.weights import StepWeights
 from distmp.precision.policy import PRESETS
@@ -339,6 +339,12 @@ def test_deepspeed_is_refused() -> None:
     engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime"})(1, 1)
     with pytest.raises(ConfigError, match="casts, reduces and scales on its own"):
         check_parallel(engine, PRESETS["fp32"])
+
+
+def test_rules_without_a_loss_scale_are_announced(caplog: pytest.LogCaptureFixture) -> None:
+    assert scale_rules(PRESETS["fp32"], RULES) is None
+    assert "init" in caplog.text
+    assert scale_rules(PRESETS["fp16"], RULES) == RULES
 
 
 def test_names_of_lightning_and_auto_are_policies() -> None:

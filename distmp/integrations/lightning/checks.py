@@ -13,6 +13,7 @@ from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, storage_dtypes
+from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.dtypes import dtype_name
 
@@ -34,6 +35,18 @@ def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
         resolution = Resolution(policy(f"{resolution.policy.name}-autocast"), resolution.reason)
     check_policy(resolution.policy)
     return resolution
+
+
+def scale_rules(policy: PrecisionPolicy, given: LossScaleConfig | None) -> LossScaleConfig | None:
+    """Return the rules of the loss scale; warn about given ones that have no effect.
+
+    Raises:
+        ConfigError: If policy and rules name two different scales.
+    """
+    unused = unused_rules(policy.loss_scale, given)
+    if unused:
+        logger.warning("precision %s: %s", policy.name, unused)
+    return loss_scale_rules(policy.loss_scale, given)
 
 
 def check_policy(policy: PrecisionPolicy) -> None:

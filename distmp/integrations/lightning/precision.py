@@ -17,13 +17,14 @@ from distmp.integrations.lightning.checks import (
     prepare_module,
     refuse_deepspeed,
     resolved,
+    scale_rules,
 )
 from distmp.integrations.lightning.packages import package_in_use, precision_class, unwrapped
 from distmp.integrations.lightning.weights import StepWeights
 from distmp.precision import PolicyLike
 from distmp.precision.keep import floating_point_cast
 from distmp.precision.switches import product_switches
-from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules
+from distmp.scaling import DistributedGradScaler, LossScaleConfig
 from distmp.utils.tensor_trees import map_tensors
 
 
@@ -82,7 +83,7 @@ class MixedPrecision:
         self.device = torch.device(device or default).type
         self.policy, self.policy_reason = resolved(policy, torch.device(self.device))
         self.precision = _name_in_lightning(self.policy.compute_dtype)
-        rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
+        rules = scale_rules(self.policy, loss_scale)
         self.scaler = (
             DeferredGradScaler(self.device, rules, max_consecutive_skips=max_consecutive_skips)
             if rules is not None
