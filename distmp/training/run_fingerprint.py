@@ -78,7 +78,8 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
     """Return the folder of the tokenizer that made the data, or of the model's; None without."""
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
-        candidates.append(Path(config.data.path).expanduser() / tokenizer_files.SUBFOLDER)
+        path = Path(config.data.path).expanduser()
+        candidates.append((path if path.is_dir() else path.parent) / tokenizer_files.SUBFOLDER)
     if config.model.is_hugging_face:
         candidates.append(huggingface_files.locate(config.model.name))
     return next(filter(tokenizer_files.has_tokenizer, candidates), None)
