@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import distmp
+from distmp.distributed.world import leave
 from tests.torchrun import environment, python
 
 HEAVY = (
@@ -43,6 +44,7 @@ def test_every_public_name_has_an_example_that_runs(name: str) -> None:
     assert examples.examples
     output = io.StringIO()
     failed, _ = doctest.DocTestRunner().run(examples, out=output.write)
+    leave()  # forgets the arguments of `distmp.init`
     assert not failed, output.getvalue()
 
 

@@ -208,7 +208,13 @@ def masks(samples: list[Any]) -> torch.Tensor:
     return torch.cat([torch.stack(samples), torch.rand(len(samples), 1)], dim=1)
 
 
-@pytest.mark.parametrize("make", [Drawing, lambda: TensorDataset(torch.arange(10.0))])
+class DrawsNothing(TensorDataset):
+    """Only `collate_fn` draws."""
+
+    draws_nothing = True
+
+
+@pytest.mark.parametrize("make", [Drawing, lambda: DrawsNothing(torch.arange(10.0))])
 def test_random_numbers_of_samples_and_collate_fn_follow_the_position(make: Any) -> None:
     def drawn(first_sample: int, world_size: int = 1, workers: int = 0) -> torch.Tensor:
         parts = []

@@ -164,7 +164,16 @@ def test_iterators_fail_on_all_ranks_together() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_on_a_gpu_the_error_comes_from_check_or_the_next_step() -> None:
-    engine, rank = make(device="cuda"), dist.get_rank()
+    rank = dist.get_rank()
+    engine = Engine(
+        nn.Linear(3, 2),
+        loss,
+        lambda named: torch.optim.AdamW(named, lr=0.1, fused=True),
+        policy="fp32",
+        device="cuda",
+        first_step_checks=False,
+    )
+    assert not engine.host_waits
     message = "'is complete on rank 0; ended after 1 of 2 microbatches on rank 1'"
     for way in ("check", "step"):
         engine.step(batches(2))
