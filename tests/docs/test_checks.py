@@ -9,7 +9,8 @@ import pytest
 from benchmarks.figures import ROOT
 from tests.docs.test_troubleshooting import is_in_the_code
 
-PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("checks", "model-checks"))
+PAGES = ("checks", "model-checks", "loop-checks", "extension-checks")
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
 ROWS = re.findall(r"^\| (.+) \| (.+) \| \[(\w+)\]\(\.\./(\S+)\) \|$", PAGE, flags=re.MULTILINE)
 
 

@@ -32,6 +32,7 @@ UNITS = {
     "Documents": ("token", "nats per token"),
     "Columns of a Hugging Face data set": ("token", "nats per token"),
     "Your own data set": ("sample", ""),
+    "Iterable data sets": ("token", "nats per token"),
 }
 
 
@@ -58,8 +59,10 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         words = [torch.randint(1, 100, (length,), generator=generator) for length in range(3, 12)]
         rows = [{"words": row, "stars": int(row[0]) % 5} for row in words]
         torch.save(rows, folder / "reviews" / f"{split}.pt")
+        lines = [" ".join(str(i % 300) for i in range(n, n + 17)) for n in range(12)]
+        (folder / f"{split}.ids").write_text("\n".join(lines))
     yield folder
-    for name in ("columns", "my_data", "my_model"):
+    for name in ("columns", "my_data", "my_model", "my_stream"):
         sys.modules.pop(name, None)
 
 
