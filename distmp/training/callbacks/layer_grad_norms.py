@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 from distmp.engine import Engine
 from distmp.engine.average import local
 from distmp.training.callbacks.callback import Callback, StepResult
-from distmp.utils.dtensor import is_dtensor
-from distmp.utils.flat_shard import FlatShard
 from distmp.utils.host_copy import HostCopy
 
 if TYPE_CHECKING:
@@ -24,7 +21,8 @@ if TYPE_CHECKING:
 # When the optimizer begins its step, gradients are accumulated and reduced, but some optimizers
 # still have to divide by the loss scale and to clip in their kernel. All gradients are multiplied
 # by the same number then. The step decision knows the norm of all of them before clipping, so the
-# norm of a layer is that norm times the layer's share of the sum of squares.
+# norm of a layer is that norm times the root of the layer's share of the sum of squares. Ranks that
+# hold copies of the gradients count them several times, but all of them equally often.
 class LayerGradNorms(Callback):
     """Adds the norm per layer, before clipping, to the result of a step.
 
@@ -80,14 +78,4 @@ def _square(gradient: Tensor | None, engine: Engine) -> Tensor:
     if gradient is None:
         return torch.zeros((), dtype=torch.float64, device=engine.device)
     norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)
-    return norm.to(engine.device).square() / _replicas(gradient, engine)
-
-
-def _replicas(gradient: Tensor, engine: Engine) -> int:
-    """Return the number of ranks that hold the same part."""
-    if isinstance(gradient, FlatShard):
-        return 1
-    if not is_dtensor(gradient):
-        return engine.world.world_size
-    mesh, placements = gradient.device_mesh, gradient.placements
-    return math.prod(mesh.size(i) for i, place in enumerate(placements) if place.is_replicate())
+    return norm.to(engine.device).square()
