@@ -102,6 +102,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.loss
 	$(VENV)/bin/python -m benchmarks.activation_checkpointing
 	$(VENV)/bin/python -m benchmarks.precision
+	$(VENV)/bin/python -m benchmarks.rl_mismatch
 	$(VENV)/bin/python -m benchmarks.peers
 	$(VENV)/bin/python -m benchmarks.explain_memory
 	$(VENV)/bin/python -m benchmarks.growth
