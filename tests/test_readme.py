@@ -36,7 +36,7 @@ def test_the_readme_begins_with_the_problem_in_three_sentences() -> None:
 def test_the_examples_of_the_readme_are_short() -> None:
     (engine,), (scaler,) = blocks("python", README), blocks("py", README)
     assert len([line for line in engine.splitlines() if line]) <= 10
-    assert len(scaler.splitlines()) == 5
+    assert len(scaler.splitlines()) == 6
 
 
 def test_the_presets_are_those_of_the_code() -> None:
