@@ -94,7 +94,7 @@ def slices(size: str, large: str | None, output: Path) -> list[Slice]:
                 _tests("parts", 150, *_PARTS),
                 _benchmark("step_tail", 60),
                 _tests("training", 180, "training"),
-                _tests("tools", 150, "commands", "benchmarks"),
+                _tests("tools", 150, "commands", "benchmarks", "integrations"),
             ),
         ),
         Slice("training steps compared with other libraries", tuple(peers)),

@@ -124,7 +124,7 @@ class Oracle:
         step = self._case.steps[index]
         if step.reload:
             self._forget(self.frozen)
-            self._start_rates()
+            self._reload_rates()
         for name in step.freeze + step.thaw:
             self._model.get_parameter(name).requires_grad_(name in step.thaw)
         if step.rates:
@@ -247,6 +247,21 @@ class Oracle:
         self._first_rate = self._case.optimizer.lr
         self._rates = {}
         self._adopt()
+
+    def _reload_rates(self) -> None:
+        """Give each group of a new optimizer the stored rate, if its parameters agree on one."""
+        stored = self._rates
+        self._start_rates()
+        if self._case.schedule:
+            return
+        for group in {self._group(name) for name in self._rates}:
+            names = [name for name in self._rates if self._group(name) == group]
+            rates = {stored[name] for name in names if name in stored}
+            if len(rates) == 1:
+                (rate,) = rates
+                self._rates.update(dict.fromkeys(names, rate))
+                if group == 0:
+                    self._first_rate = rate
 
     def _adopt(self) -> None:
         """Give newly trained parameters the rate of their group."""

@@ -114,7 +114,7 @@ def test_training_does_not_wait_for_pinning(driver: Driver, tmp_path: Path) -> N
         saving.prepare(live)
         driver.is_pinning.wait()
         saving.save(1, live, {}, set(live))
-        saving._release()  # the update may change the weights now
+        saving.release()  # the update may change the weights now
         for name, tensor in values(2).items():
             live[name].copy_(tensor)
         saving.finish()
@@ -124,7 +124,7 @@ def test_training_does_not_wait_for_pinning(driver: Driver, tmp_path: Path) -> N
         wait(saving._buffers)
         assert driver.calls == 1
         saving.save(2, live, {}, set(live))
-        saving._release()
+        saving.release()
         assert saving._pending is not None
         saving._pending.thread.join()
         saving.is_due(2)

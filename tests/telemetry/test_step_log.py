@@ -40,10 +40,10 @@ def test_a_validation_that_comes_later_belongs_to_the_last_step(tmp_path: Path) 
     path = tmp_path / "steps.jsonl"
     log = make_log(path)
     fill(log, 1, 2)
-    log.add_validation(2, 1.5)
+    log.add_validation(2, 1.5, {})
     assert written(path) == [(1, None), (2, 1.5)]
     # A run whose last record is missing keeps its records.
-    log.add_validation(3, 1.25)
+    log.add_validation(3, 1.25, {})
     log.close()
     assert written(path) == [(1, None), (2, 1.5)]
 
@@ -51,7 +51,7 @@ def test_a_validation_that_comes_later_belongs_to_the_last_step(tmp_path: Path) 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     log = make_log(None)
     fill(log, 1)
-    log.add_validation(1, 1.0)
+    log.add_validation(1, 1.0, {})
     log.rewind(0)
     log.close()
     assert [*tmp_path.iterdir()] == []
