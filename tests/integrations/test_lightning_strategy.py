@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.lightning import MasterWeightsStrategy, MixedPrecision
+from distmp.integrations.lightning.replica import MasterWeightsReplica
+from distmp.precision import policy
 from distmp.scaling import LossScaleConfig
 from tests.integrations.test_lightning_trainer import loader, make_trainer, same_on_all_ranks
 from tests.ranks import ranks
@@ -69,7 +72,7 @@ def make_module(pl: Any, make_optimizer: Callable[..., Any] = sgd, **options: An
             ]
             self.gradients.append(gradients)
 
-        def test_step(self, batch: Tensor, _: int) -> None:
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
             self.tested = self.net(batch)
             self.dtype_of_test = self.net[0].weight.dtype
 
@@ -80,10 +83,10 @@ def make_module(pl: Any, make_optimizer: Callable[..., Any] = sgd, **options: An
 
 
 def fit(
-    pl: Any, policy: str, module: Any, batches: list[Tensor], **options: Any
+    pl: Any, precision: str, module: Any, batches: list[Tensor], **options: Any
 ) -> tuple[Any, MixedPrecision]:
-    rules = LossScaleConfig(init=2.0**8) if policy == "fp16" else None
-    plugin = MixedPrecision(policy, loss_scale=rules)
+    rules = LossScaleConfig(init=2.0**8) if precision == "fp16" else None
+    plugin = MixedPrecision(precision, loss_scale=rules)
     resume = options.pop("resume", None)
     options = {"strategy": MasterWeightsStrategy(), "max_epochs": 1, **options}
     trainer = make_trainer(pl, plugin, -1, **options)
@@ -98,6 +101,7 @@ def test_the_strategy(tmp_path: Path) -> None:
     _check_gradients(pl)
     _check_overflow_on_one_rank(pl)
     _check_weights(pl)
+    _check_own_optimizer_step(pl)
     _check_resume(pl, tmp_path)
     _check_the_model_afterwards(pl)
     _check_unfrozen(pl)
@@ -186,11 +190,31 @@ def _check_weights(pl: Any) -> None:
     assert module.net.weight.dtype == torch.float32  # in bfloat16 the error is above 1e-3
 
 
+def _check_own_optimizer_step(pl: Any) -> None:
+    """A hook that only computes gradients of every second batch: the next step drops them."""
+
+    def loss(module: Any, batch: Tensor, _: int) -> Any:
+        return module.net(batch).sum()
+
+    module = make_module(pl, net=Scale, loss=loss)
+
+    def optimizer_step(_: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+    module.optimizer_step = optimizer_step
+    fit(pl, "bf16", module, [inputs(index).round() for index in range(4)])
+    used = torch.stack([inputs(i, r).round().sum(0) for i in (1, 3) for r in range(2)])
+    torch.testing.assert_close(module.net.weight.detach(), 1 - LR * used.sum(0) / 2)
+
+
 def _check_resume(pl: Any, tmp_path: Path) -> None:
     """A resumed run has the bits of one that was not interrupted, in FP32 checkpoints."""
     batches = [inputs(index) for index in range(4)]
-    for policy in ("bf16", "fp16"):
-        middle = tmp_path / f"{policy}.ckpt"
+    for precision in ("bf16", "fp16"):
+        middle = tmp_path / f"{precision}.ckpt"
 
         class Saved(pl.Callback):  # type: ignore[misc, name-defined]
             def on_train_epoch_end(self, trainer: Any, module: Any, path: Any = middle) -> None:
@@ -198,7 +222,7 @@ def _check_resume(pl: Any, tmp_path: Path) -> None:
                 trainer.save_checkpoint(path)
 
         options: dict[str, Any] = {"accumulate_grad_batches": 2}
-        fit(pl, policy, make_module(pl, adamw), batches, callbacks=[Saved()], **options)
+        fit(pl, precision, make_module(pl, adamw), batches, callbacks=[Saved()], **options)
         saved = torch.load(middle, weights_only=False)
         state = saved["state_dict"]
         assert list(state) == list(make_module(pl).state_dict())
@@ -207,7 +231,7 @@ def _check_resume(pl: Any, tmp_path: Path) -> None:
         runs = []
         for resume in (middle, None):
             module = make_module(pl, adamw)
-            trainer, _ = fit(pl, policy, module, batches, resume=resume, max_epochs=2, **options)
+            trainer, _ = fit(pl, precision, module, batches, resume=resume, max_epochs=2, **options)
             runs.append((module.state_dict(), trainer.optimizers[0].state_dict()["state"]))
         torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
 
@@ -260,11 +284,13 @@ def _check_unfrozen(pl: Any) -> None:
 
     module = make_module(pl, trained)
     module.net[0].requires_grad_(False)
+    frozen = module.net[0].weight.clone()
     batches = [inputs(index) for index in range(2)]
     fit(pl, "bf16", module, batches, max_epochs=2, callbacks=[Unfreeze()])
     assert [len(gradients) for gradients in module.gradients] == [4, 4, 6, 6]
-    assert not torch.equal(module.net[0].weight, make_net()[0].weight)
-    assert not torch.equal(module.net[0].weight, module.net[0].weight.bfloat16().float())
+    wanted = frozen - LR * module.gradients[2][4] - LR * module.gradients[3][4]
+    torch.testing.assert_close(module.net[0].weight.detach(), wanted, rtol=0, atol=1e-6)
+    assert not torch.equal(wanted, frozen)
     assert same_on_all_ranks({name: v.tolist() for name, v in module.state_dict().items()})
 
 
@@ -272,12 +298,12 @@ def _check_refusals(pl: Any) -> None:
     batches = [inputs(index) for index in range(2)]
 
     def refused(
-        message: str, make_optimizer: Any = sgd, policy: str = "bf16", **options: Any
+        message: str, make_optimizer: Any = sgd, precision: str = "bf16", **options: Any
     ) -> None:
         with pytest.raises((ConfigError, TrainingError), match=message):
-            fit(pl, policy, make_module(pl, make_optimizer, **options), batches)
+            fit(pl, precision, make_module(pl, make_optimizer, **options), batches)
 
-    refused("has no 16-bit parameters with FP32 master weights", policy="fp32")
+    refused("has no 16-bit parameters with FP32 master weights", precision="fp32")
     refused("has to know the last microbatch", automatic=False)
     refused("is no parameter of the LightningModule", lambda _: sgd([nn.Parameter(torch.ones(2))]))
     refused("has state of 16-bit parameters before the first step", torch.optim.Adagrad)
@@ -287,9 +313,13 @@ def _check_refusals(pl: Any) -> None:
         def on_train_end(self, trainer: Any, module: Any) -> None:
             module.net[0].weight.detach().zero_()
 
+    class Finetuning(pl.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.net[0])
+
     for callback, message in (
         (Write(), "was written to"),
-        (pl.callbacks.BackboneFinetuning(), "BackboneFinetuning.*looks for the model's parameters"),
+        (Finetuning(), "Finetuning.*looks for the model's parameters"),
         (pl.callbacks.StochasticWeightAveraging(0.1), "looks for the model's parameters"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -298,5 +328,19 @@ def _check_refusals(pl: Any) -> None:
         MasterWeightsStrategy(find_unused_parameters=True)
     with pytest.raises(ConfigError, match="cannot be pickled"):
         MasterWeightsStrategy(start_method="spawn")
-    with pytest.raises(ConfigError, match=r"need strategy=.*MasterWeightsStrategy"):
+    with pytest.raises(ConfigError, match=r"in the Trainer, distmp's MasterWeightsStrategy"):
         fit(pl, "bf16", make_module(pl), batches, strategy="ddp")
+
+
+def test_a_step_whose_last_microbatch_has_no_loss_is_refused() -> None:
+    """Lightning itself refuses it on several ranks."""
+    module = nn.Sequential(nn.Linear(8, 1))
+    replica = MasterWeightsReplica(module, policy("bf16"), World.current("cpu"))
+    replica.begin_microbatch()
+    loss = module(torch.ones(1, 8)).sum()
+    with replica.backward(loss, last=False):
+        loss.backward()
+    replica.begin_optimizer_step()
+    replica.begin_microbatch()
+    with pytest.raises(TrainingError, match="no loss for the last of 2 or more microbatches"):
+        replica.end_step(None)

@@ -15,7 +15,7 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.lightning.conversion import Conversion
 from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.replicated import Replicated
-from distmp.parallel.strategy import trainable
+from distmp.parallel.strategy import parameter_name
 from distmp.precision import PrecisionPolicy
 
 
@@ -27,7 +27,7 @@ class MasterWeightsReplica:
     the mean over ranks, as after torch's DDP.
 
     Args:
-        module: The LightningModule; changed in place; `conversion.undo` restores it.
+        module: The LightningModule, changed in place until `conversion.undo`.
         policy: A policy with 16-bit parameters and FP32 master weights.
         world: The ranks, each of which has a replica.
 
@@ -49,7 +49,7 @@ class MasterWeightsReplica:
         self._no_skip = torch.zeros((), device=world.device)
         self._state: Literal["ended", "accumulating", "reduced"] = "ended"
         self._backwards = 0
-        self._optimizer_steps = False
+        self._in_optimizer, self._forwards_in_optimizer = False, 0
         self._find_masters()
 
     def step_masters(self, optimizers: list[Optimizer]) -> None:
@@ -70,7 +70,8 @@ class MasterWeightsReplica:
 
     def begin_microbatch(self) -> None:
         """Begin a step, unless one is being accumulated; called before forward."""
-        if self._optimizer_steps and self._state == "reduced":
+        self._forwards_in_optimizer += self._in_optimizer
+        if self._forwards_in_optimizer > 1:
             raise TrainingError(
                 "the optimizer calls its closure several times in a step (as LBFGS does), but "
                 "MasterWeightsStrategy updates the 16-bit parameters only after the step; use "
@@ -78,6 +79,9 @@ class MasterWeightsReplica:
             )
         if self._state == "accumulating":
             return
+        if self._state == "reduced":
+            # The user's hook `optimizer_step` has called the closure, but not the optimizer.
+            self._buffers.end_step(self._no_skip)
         self.check_model()
         self._add_unfrozen()
         self._buffers.begin_step()
@@ -92,11 +96,6 @@ class MasterWeightsReplica:
             loss: The tensor whose `backward` is called in the context.
             last: Whether this is the last microbatch of the step; its gradients are reduced.
         """
-        if self._state != "accumulating":
-            raise TrainingError(
-                "backward was called twice for one training_step, and the gradients of the first "
-                "are reduced already; return the sum of the losses from training_step"
-            )
         self._backwards += 1
         self._replicated.begin_microbatch(last=last)
         with self._replicated.backward_context(loss):
@@ -110,10 +109,10 @@ class MasterWeightsReplica:
 
     def begin_optimizer_step(self) -> None:
         """Announce the optimizer's step, whose closure may run the last microbatch."""
-        self._optimizer_steps = True
+        self._in_optimizer, self._forwards_in_optimizer = True, 0
 
     def end_step(self, found_inf: Tensor | None) -> None:
-        """Round the master weights to the module's parameters.
+        """Update the module's parameters after the optimizer's step.
 
         Args:
             found_inf: 0-dim, above 0 if the step was skipped; None for a policy without loss scale.
@@ -122,7 +121,7 @@ class MasterWeightsReplica:
             TrainingError: If the last microbatch had no backward, so that the gradients of the
                 others were not reduced.
         """
-        self._optimizer_steps = False
+        self._in_optimizer, self._forwards_in_optimizer = False, 0
         if self._state == "accumulating" and self._backwards > 0:
             raise TrainingError(
                 f"training_step returned no loss for the last of {self._backwards + 1} or more "
@@ -130,11 +129,15 @@ class MasterWeightsReplica:
                 "multiplied by 0 instead of None"
             )
         skipped = self._no_skip if found_inf is None else found_inf
-        self._replicated.copy_master_to_model()
+        self.publish()
         if self._state == "reduced":
             self._replicated.end_step(skipped)
             self._buffers.end_step(skipped)
         self._state = "ended"
+
+    def publish(self) -> None:
+        """Round the master weights to the module's parameters."""
+        self._replicated.copy_master_to_model()
 
     def check_model(self) -> None:
         """Refuse a model whose parameters were replaced, converted, moved or written to.
@@ -145,9 +148,9 @@ class MasterWeightsReplica:
         self._replicated.check_model()
 
     def _find_masters(self) -> None:
-        trained = dict(trainable(self._module))
+        parameters = {parameter_name(name): p for name, p in self._module.named_parameters()}
         for name, master in self._replicated.optimizer_parameters():
-            self.conversion.values[trained[name]] = master
+            self.conversion.values[parameters[name]] = master
         self._known = {id(value) for value in self._module.parameters()}
         self._masters = {id(master) for master in self.conversion.values.values()}
 
@@ -155,7 +158,12 @@ class MasterWeightsReplica:
         """Train parameters that a callback has unfrozen since the last step."""
         unfrozen = self._replicated.unfrozen()
         if unfrozen:
-            self._replicated.add_parameters(unfrozen)
+            exact = [self.conversion.values[parameter] for _, parameter in unfrozen]
+            added = self._replicated.add_parameters(unfrozen)
+            with torch.no_grad():
+                for (_, master), value in zip(added, exact, strict=True):
+                    master.copy_(value)
+            self.publish()
             self._find_masters()
         self.step_masters(self._optimizers)
 

@@ -183,6 +183,8 @@ class MasterWeightsStrategy:
         """Load the state of the model, also into the master weights."""
         with nullcontext() if self._conversion is None else self._conversion.in_fp32():
             self._base.load_model_state_dict(self, checkpoint, strict=strict)
+        if self._replica is not None:
+            self._replica.publish()
 
     def teardown(self) -> None:
         """Give the model its FP32 weights, and end as Lightning's strategy does."""
