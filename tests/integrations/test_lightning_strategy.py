@@ -67,6 +67,8 @@ def make_module(pl: Any, make_optimizer: Callable[..., Any] = sgd, **options: An
             return (outputs - 1).square().mean()
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
+            trained = [p for p in self.parameters() if p.requires_grad]
+            assert {p.grad.dtype for p in trained} == {torch.float32}  # type: ignore[union-attr]
             gradients = [
                 p.grad.clone() for group in optimizer.param_groups for p in group["params"]
             ]
