@@ -13,6 +13,7 @@ from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, storage_dtypes
+from distmp.precision.policy import dtype_word
 from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.dtypes import dtype_name
@@ -118,8 +119,9 @@ def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:
                 "policy",
                 policy.name,
                 f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which "
-                "Lightning supports only with ModelParallelStrategy and fully_shard; use "
-                f"{dtype_name(policy.compute_dtype)[0:2]}16-autocast, or distmp.Engine",
+                "need ModelParallelStrategy and fully_shard or, in the Trainer, distmp's "
+                "MasterWeightsStrategy(); use one of them, or "
+                f"{dtype_word(policy.compute_dtype)}-autocast",
             )
         return
     _check_fsdp2_policies(model, policy)

@@ -1,4 +1,4 @@
-"""Finds the class of precision plugins in the package of Lightning that a script uses.
+"""Finds the base classes of plugins and strategies in the package of Lightning that a script uses.
 
 Lightning is distributed under two names with separate classes: `lightning` contains
 `lightning.pytorch` and `lightning.fabric`; the other package is `pytorch_lightning` with
@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from distmp.errors import ConfigError, nearest
+
+Bound = TypeVar("Bound")
 
 _STANDALONE = ("pytorch_lightning", "lightning_fabric")
 # By name of the package: the modules of the Trainer and of Fabric. The Trainer's plugins are
@@ -64,6 +66,35 @@ def precision_class(package: str) -> Any:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
     raise _not_installed(package)
+
+
+def strategy_class(package: str) -> Any:
+    """Return the Trainer's class of DDP strategies.
+
+    Raises:
+        ImportError: If the package has no Trainer, or is not installed.
+    """
+    trainer = PACKAGES[package][0]
+    if find_spec(trainer.partition(".")[0]) is None:
+        raise _not_installed(package)
+    return importlib.import_module(f"{trainer}.strategies").DDPStrategy
+
+
+def bound_class(cls: type[Bound], base: Any, package: str) -> type[Bound]:
+    """Return a subclass of `cls` and of a class of Lightning, for Lightning's checks by class.
+
+    Args:
+        cls: The class with distmp's methods.
+        base: The class of Lightning; methods of `cls` find it in `_base`.
+        package: The key of `PACKAGES` that `base` is from.
+    """
+    names = {
+        "_base": base,
+        "_package": package,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls.__name__, (cls, base), names)
 
 
 def _not_installed(package: str) -> ImportError:

@@ -19,7 +19,12 @@ from distmp.integrations.lightning.checks import (
     resolved,
     scale_rules,
 )
-from distmp.integrations.lightning.packages import package_in_use, precision_class, unwrapped
+from distmp.integrations.lightning.packages import (
+    bound_class,
+    package_in_use,
+    precision_class,
+    unwrapped,
+)
 from distmp.integrations.lightning.weights import StepWeights
 from distmp.precision import PolicyLike
 from distmp.precision.keep import floating_point_cast
@@ -94,6 +99,8 @@ class MixedPrecision:
         self._weights = StepWeights()
         self._switches = ExitStack()
         self._in_trainer = False
+        # Whether the strategy converts the model, and keeps FP32 master weights.
+        self._strategy_converts = False
         self._unchecked: list[nn.Module] = []
         self._backwards = 0
         # By id of an optimizer with unscaled gradients: the value of `_backwards` at that time.
@@ -130,6 +137,10 @@ class MixedPrecision:
             ConfigError: If `loss_sum` is not a 0-dim tensor.
         """
         return self._weights.loss(loss_sum, weight)
+
+    def leave_conversion_to_strategy(self) -> None:
+        """Let `MasterWeightsStrategy` convert the model, until `teardown`."""
+        self._strategy_converts = True
 
     # Hooks of forward
 
@@ -195,7 +206,8 @@ class MixedPrecision:
         self._in_trainer = True
         self._unchecked = []
         self._weights, self._unscaled = StepWeights(), {}  # each `fit` has new optimizers
-        check_parallel(model, self.policy)
+        if not self._strategy_converts:
+            check_parallel(model, self.policy)
         for config in lr_schedulers:
             by_step = config.interval == "step" and not config.reduce_on_plateau
             if self.scaler is not None and by_step:
@@ -328,23 +340,17 @@ class MixedPrecision:
 
     def teardown(self) -> None:
         """Restore torch's TF32 switches."""
+        self._strategy_converts = False
         self._switches.close()
 
 
 def _bound(cls: type[MixedPrecision], package: str) -> type[MixedPrecision]:
-    """Return a subclass that is a `Precision` of a package, for its checks by `isinstance`.
+    """Return a subclass that is a `Precision` of a package.
 
     The Trainer stores the state in its checkpoints under the name of the class; "MixedPrecision" is
     that of Lightning's own plugin, so its checkpoints can be resumed.
     """
-    base = precision_class(package)
-    names = {
-        "_base": base,
-        "_package": package,
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-    }
-    return type(cls.__name__, (cls, base), names)
+    return bound_class(cls, precision_class(package), package)
 
 
 def _restored(cls: type[MixedPrecision], package: str, state: dict[str, Any]) -> MixedPrecision:
