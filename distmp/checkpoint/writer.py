@@ -356,7 +356,9 @@ class CheckpointWriter:
             self._discard(step)
         self._stopped = self._stopped or self._settings.on_failure == "stop"
         # Also logged when the process ends, after the last step.
-        effect = "stops the run (checkpoint.on_failure)" if self._stopped else "does not stop the run"
+        effect = (
+            "stops the run (checkpoint.on_failure)" if self._stopped else "does not stop the run"
+        )
         self._log(f"NOT SAVED: {problem}; {self._last_saved()}; this {effect}")
 
     def _discard(self, step: int) -> None:

@@ -167,8 +167,8 @@ def prepare_to_shard(
         raise _cannot_keep(policy, next(iter(kept)))
     keeps_frozen = mixed_dtypes and policy.compute_dtype in SIXTEEN_BIT
     for parameter in module.parameters():
-        kept = keeps_frozen and parameter.dtype in SIXTEEN_BIT and not parameter.requires_grad
-        if parameter.is_floating_point() and not kept:
+        unchanged = keeps_frozen and parameter.dtype in SIXTEEN_BIT and not parameter.requires_grad
+        if parameter.is_floating_point() and not unchanged:
             parameter.data = parameter.data.to(policy.param_dtype)
     cast_buffers(module, policy)
     keep_in_fp32(module, policy, device_type)
