@@ -20,6 +20,7 @@ COMMANDS = {
     "`distmp train`, wrong name of a setting": ["train", "--optim.learning-rte", "3"],
     "`distmp train`, wrong value": ["train", "--optim.lr", "abc"],
     "`distmp launch --help`": ["launch", "--help"],
+    "`distmp launch`, wrong name of a setting": ["launch", "--", "--optim.learning-rte", "3"],
     "`distmp presets`": ["presets"],
     "`distmp explain --help`": ["explain", "--help"],
     "`distmp bench precision --help`": ["bench", "precision", "--help"],

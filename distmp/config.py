@@ -336,11 +336,11 @@ class RunConfig:
             accumulation.refuse_for(self.strategy)
 
     def _check_steps(self) -> None:
-        if self.schedule.warmup_steps >= self.steps:
+        if self.schedule.warmup(self.steps) >= self.steps:
             raise ConfigError(
                 "schedule.warmup_steps",
                 self.schedule.warmup_steps,
-                f"must be less than steps = {self.steps}",
+                f"must be less than steps = {self.steps}, or null for 5% of them",
             )
         self.profile.check(self.steps)
 
@@ -433,8 +433,15 @@ class RunConfig:
 
 def load(argv: Sequence[str]) -> RunConfig:
     """Read the configuration of `distmp train`, see `load_as`."""
+    config = read(argv)
+    config.check_names()
+    return config
+
+
+def read(argv: Sequence[str]) -> RunConfig:
+    """Read the configuration of `distmp train` without `check_names`, which imports torch."""
     description = f"Train a model on any number of ranks.\n\n{contracts.as_text()}"
-    return load_as(RunConfig, argv, "distmp train", description)
+    return _read_as(RunConfig, argv, "distmp train", description)
 
 
 def load_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
@@ -450,11 +457,16 @@ def load_as(cls: type[Config], argv: Sequence[str], prog: str, description: str)
         ConfigError: If a name, type, value or combination is wrong.
         SystemExit: With code 0, after `--help`.
     """
+    config = _read_as(cls, argv, prog, description)
+    config.check_names()
+    return config
+
+
+def _read_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
     config = command_line(cls, argv, prog, description)
     for name, value in flat(to_mapping(config)).items():
         if (problem := _unusable(value)) is not None:
             raise ConfigError(name, value, problem)
-    config.check_names()
     return config
 
 

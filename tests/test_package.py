@@ -22,7 +22,7 @@ from distmp import __version__
 from tests.progress import finished
 
 ROOT = Path(__file__).parent.parent
-BRIEFLY = ["--steps=20", "--schedule.warmup-steps=5", "--validation.final-samples=8"]
+BRIEFLY = ["--steps=2", "--validation.final-samples=8"]
 
 
 class Distributions(NamedTuple):
@@ -124,9 +124,11 @@ def test_the_wheel_trains_in_an_empty_folder(built: Distributions, tmp_path: Pat
     assert Path(folder) == found.parent / "presets"
     words = entry_point_of_image()
     assert words[0] == "distmp"
-    printed = run(distmp, *words[1:], *BRIEFLY, cwd=empty)
-    assert "validation loss" in printed
+    train = ["train", "--config", "preset:quickstart", "--steps", "20"]
+    for options in (train, [*words[1:], *BRIEFLY]):
+        assert "validation loss" in run(distmp, *options, cwd=empty)
     assert len((empty / "runs/quickstart/steps.jsonl").read_text().splitlines()) == 20
+    assert len((empty / "runs/quickstart-2/steps.jsonl").read_text().splitlines()) == 2
 
 
 def instructions(name: str) -> list[str]:

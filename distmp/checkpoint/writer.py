@@ -355,8 +355,11 @@ class CheckpointWriter:
         if self._world.rank == 0:
             self._discard(step)
         self._stopped = self._stopped or self._settings.on_failure == "stop"
-        then = "stops (checkpoint.on_failure)" if self._stopped else "continues"
-        self._log(f"NOT SAVED: {problem}; {self._last_saved()}; the run {then}")
+        # Also logged when the process ends, after the last step.
+        effect = (
+            "stops the run (checkpoint.on_failure)" if self._stopped else "does not stop the run"
+        )
+        self._log(f"NOT SAVED: {problem}; {self._last_saved()}; this {effect}")
 
     def _discard(self, step: int) -> None:
         """Remove the files of a failed save: other files of the run may need their space."""

@@ -31,7 +31,8 @@ class WeightAverage:
     def __init__(self, engine: Engine, config: EmaConfig) -> None:
         self._engine = engine
         self._config = config
-        self.values = {name: _copy(tensor) for name, tensor in engine.weights().items()}
+        self.values: dict[str, Tensor] = {}
+        self.restart()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -55,6 +56,15 @@ class WeightAverage:
         for name in self.values.keys() & values.keys():
             if values[name] is not self.values[name]:
                 local(self.values[name]).copy_(local(values[name]))
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again with the weights that the engine has now."""
+        for name, weights in self._engine.weights().items():
+            if name in self.values:
+                local(self.values[name]).copy_(local(weights))
+            else:
+                self.values[name] = _copy(weights)
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:

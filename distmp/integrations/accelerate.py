@@ -180,7 +180,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Prepare a model: the policy sets dtypes of parameters, inputs, compute and outputs."""
         if not getattr(model, "_is_accelerate_prepared", False):
             self._check_model(model)
-            (prepare_to_shard if self.shards else prepare)(model, self.policy, self.device.type)
+            if self.shards:
+                self._prepare_to_shard(model)
+            else:
+                prepare(model, self.policy, self.device.type)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, DistributedDataParallel):
             hook = ddp_comm_hook(self.policy)
@@ -220,10 +223,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 narrow[0],
             )
 
+    def _prepare_to_shard(self, module: nn.Module) -> None:
+        prepare_to_shard(module, self.policy, self.device.type, mixed_dtypes=self.is_fsdp2)
+
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
         """Prepare the model and apply autocast, which accelerate does only for DDP and FSDP1."""
         self._check_model(module)
-        prepare_to_shard(module, self.policy, self.device.type)
+        self._prepare_to_shard(module)
         if self.policy.autocast:
             module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
 

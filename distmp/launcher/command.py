@@ -50,9 +50,7 @@ def main(argv: list[str]) -> int:
         sys.stdout.write(_HELP.format(options=_parser().format_help().partition("\n\n")[2]))
         return 0
     own, torchrun_arguments = _parser().parse_known_args(before)
-    if {"--help", "-h"}.intersection(train_arguments):
-        _check(train_arguments)  # prints the help of `distmp train`, and ends
-    _import_torch_quietly()
+    _check(train_arguments)
     if own.render is not None:
         return _render(before, torchrun_arguments, train_arguments)
     options = LaunchOptions(own.dry_run, own.environment, own.port, own.preflight)
@@ -64,7 +62,6 @@ def main(argv: list[str]) -> int:
         return _launch_on_hosts(own, options, torchrun_arguments, train_arguments)
     job = detect(os.environ, Network.of_this_machine().hostname, options.environment)
     if job.spread and job.nodes is not None:
-        _check(train_arguments)
         return _spread(job.nodes.value, argv, options)
     return launch(torchrun_arguments, train_arguments, options)
 
@@ -161,10 +158,12 @@ def _ssh(text: str) -> list[str]:
 
 
 def _check(train_arguments: list[str]) -> None:
-    """Refuse an invalid configuration before any process starts."""
-    from distmp.config import load
+    """Refuse an invalid configuration before any process starts, if possible without torch."""
+    from distmp.config import read
 
-    load(train_arguments)
+    config = read(train_arguments)
+    _import_torch_quietly()
+    config.check_names()
 
 
 def _render(
@@ -174,7 +173,6 @@ def _render(
 
     text = render(launch_arguments, train_arguments)
     read(torchrun_arguments)
-    _check(train_arguments)
     sys.stdout.write(text)
     return 0
 
@@ -213,7 +211,6 @@ def _launch_on_hosts(
     from distmp.launcher.torchrun import read
 
     hosts = read_hosts(own.hosts)
-    _check(train_arguments)
     plan = plan_hosts(
         hosts,
         _ssh(own.ssh),

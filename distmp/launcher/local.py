@@ -110,12 +110,12 @@ def launch(
     train_arguments: list[str],
     options: LaunchOptions = _NO_OPTIONS,
 ) -> int:
-    """Check the run's configuration, then train on ranks started by torchrun.
+    """Train on ranks started by torchrun.
 
     Args:
         torchrun_arguments: Options of torchrun. If absent, the number of ranks and a rendezvous on
             this machine are added.
-        train_arguments: Options of `distmp.train`.
+        train_arguments: Options of `distmp.train`, checked.
         options: The options of `distmp launch` itself.
 
     Returns:
@@ -124,12 +124,9 @@ def launch(
         stopped it.
 
     Raises:
-        ConfigError: If the configuration or an option is invalid; no rank was started.
+        ConfigError: If an option is invalid; no rank was started.
         SystemExit: With code 0 if the options ask for help.
     """
-    from distmp.config import load
-
-    load(train_arguments)
     module = "distmp.commands.preflight" if options.preflight else "distmp.train"
     return run_ranks(torchrun_arguments, module, train_arguments, options)
 

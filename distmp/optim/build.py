@@ -99,12 +99,12 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
                 config.options,
                 f"{config.name!r} takes none; name a scheduler of torch.optim.lr_scheduler",
             )
-        if (config.decay_steps or 0) > max(0, steps - config.warmup_steps):
+        most = max(0, steps - config.warmup(steps))
+        if (config.decay_steps or 0) > most:
             raise ConfigError(
                 "schedule.decay_steps",
                 config.decay_steps,
-                f"is more than the run has after its warm-up; use at most "
-                f"{max(0, steps - config.warmup_steps)}",
+                f"is more than the run has after its warm-up; use at most {most}",
             )
         return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
     if config.name in NOT_BY_NAME:
@@ -154,13 +154,14 @@ def _with_warmup(
     steps: int,
     main: Callable[[torch.optim.Optimizer, ScheduleConfig, int], lr_scheduler.LRScheduler],
 ) -> lr_scheduler.LRScheduler:
-    if config.warmup_steps == 0:
+    warmup_steps = config.warmup(steps)
+    if warmup_steps == 0:
         return main(optimizer, config, steps)
     warmup = lr_scheduler.LinearLR(
-        optimizer, start_factor=1 / (config.warmup_steps + 1), total_iters=config.warmup_steps
+        optimizer, start_factor=1 / (warmup_steps + 1), total_iters=warmup_steps
     )
-    rest = main(optimizer, config, max(1, steps - config.warmup_steps))
-    return lr_scheduler.SequentialLR(optimizer, [warmup, rest], [config.warmup_steps])
+    rest = main(optimizer, config, max(1, steps - warmup_steps))
+    return lr_scheduler.SequentialLR(optimizer, [warmup, rest], [warmup_steps])
 
 
 def _shape(

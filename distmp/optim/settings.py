@@ -76,8 +76,9 @@ class ScheduleConfig:
     name: str = "cosine"
     """cosine, linear, constant, wsd (warm-up, stable, decay: constant, then linear over the last
     `decay_steps`), or a scheduler of torch.optim.lr_scheduler by its name."""
-    warmup_steps: int = 0
-    """Number of updates over which the learning rate rises linearly to its peak."""
+    warmup_steps: int | None = None
+    """Number of updates over which the learning rate rises linearly to its peak; null: 5% of
+    `steps`, rounded down, and 0 for a scheduler of torch."""
     final: float = 0.1
     """Learning rate at the end of cosine, linear and wsd, as a share of the peak from 0 to 1."""
     decay_steps: int | None = None
@@ -87,8 +88,10 @@ class ScheduleConfig:
     """Arguments of a torch scheduler."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigError("schedule.warmup_steps", self.warmup_steps, "use 0 or more updates")
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise ConfigError(
+                "schedule.warmup_steps", self.warmup_steps, "use 0 or more updates, or null"
+            )
         if self.decay_steps is not None and self.name != "wsd":
             raise ConfigError(
                 "schedule.decay_steps",
@@ -99,3 +102,9 @@ class ScheduleConfig:
             raise ConfigError("schedule.decay_steps", self.decay_steps, "use 0 or more updates")
         if not 0 <= self.final <= 1:
             raise ConfigError("schedule.final", self.final, "use a share from 0 to 1")
+
+    def warmup(self, steps: int) -> int:
+        """Return the number of warm-up updates of a run of `steps` steps."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return steps // 20 if self.name in SHAPES else 0

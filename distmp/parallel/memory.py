@@ -41,6 +41,7 @@ class ModelMemory(NamedTuple):
         stepped: Parameters in the dtypes in which the optimizer steps them.
         masters: FP32 master weights of 16-bit parameters; 0 if the parameters are stepped.
         optimizer_state: State of the optimizer.
+        average: FP32 average of the weights (setting `ema`), sharded as they are; 0 without one.
         gradients: FP32 gradients.
         root: Parameters outside of the blocks, which FSDP gathers as one unit and keeps.
         root_elements: Number of parameters outside of the blocks.
@@ -53,6 +54,7 @@ class ModelMemory(NamedTuple):
     stepped: int
     masters: int
     optimizer_state: int
+    average: int
     gradients: int
     root: int
     root_elements: int
@@ -71,7 +73,7 @@ class ModelMemory(NamedTuple):
         sets = 1 + accumulation.drop_non_finite
         if accumulation.reproducible:
             sets += int(math.log2(microbatches))
-        stepped, exchanged = self.masters + self.optimizer_state, 0
+        stepped, exchanged = self.masters + self.optimizer_state + self.average, 0
         if accumulation.shard_optimizer:
             stepped //= ranks
             # A bucket of gradients, of at least one parameter, as it is sent and received.
@@ -89,7 +91,8 @@ class ModelMemory(NamedTuple):
             shards: Number of ranks that share one copy.
             microbatches: Number of microbatches of a step on one rank.
         """
-        held = 0 if sharding.offload else (self.stepped + self.optimizer_state) // shards
+        of_weights = self.stepped + self.optimizer_state + self.average
+        held = 0 if sharding.offload else of_weights // shards
         held += self.root if sharding.reshard_after_forward else self.parameters
         gradients = 0 if sharding.offload else self.gradients // shards
         if sharding.accumulate == "unsharded":
@@ -111,6 +114,7 @@ def model_memory(
     *,
     optimizer_state: int,
     activations: int,
+    averaged: bool,
 ) -> ModelMemory:
     """Return the memory that training a model needs; the values of its parameters do not matter.
 
@@ -120,6 +124,7 @@ def model_memory(
         sharding: Determines the blocks.
         optimizer_state: State of the optimizer of one copy, in bytes.
         activations: Activations and temporary memory of a microbatch, in bytes.
+        averaged: Whether the run averages its weights.
     """
     dtypes = storage_dtypes(model, policy)
     kept = parameters_in_fp32(model, policy)
@@ -150,6 +155,7 @@ def model_memory(
         stepped,
         masters,
         optimizer_state,
+        4 * trained if averaged else 0,
         4 * trained,
         root,
         outside,

@@ -20,7 +20,7 @@ from distmp.precision.builders import (
     fsdp2_policy,
 )
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32
-from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy
+from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT, PrecisionPolicy
 from distmp.utils.dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -146,13 +146,18 @@ def fsdp_plugin(
     return plugin
 
 
-def prepare_to_shard(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> None:
+def prepare_to_shard(
+    module: nn.Module, policy: PrecisionPolicy, device_type: str, *, mixed_dtypes: bool
+) -> None:
     """Apply the parts of a policy that FSDP does not implement, before it shards a module.
 
     Args:
         module: The root module; changed in place.
         policy: The precision policy.
         device_type: Device type of the module: "cuda", "cpu".
+        mixed_dtypes: Whether the parameters of a shard may have several dtypes, as in FSDP2.
+            Frozen 16-bit parameters then keep their dtype if the policy computes in 16 bits. FSDP1
+            needs one dtype.
 
     Raises:
         ConfigError: If the policy keeps modules in FP32 among 16-bit parameters: accelerate shards
@@ -160,8 +165,10 @@ def prepare_to_shard(module: nn.Module, policy: PrecisionPolicy, device_type: st
     """
     if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
         raise _cannot_keep(policy, next(iter(kept)))
+    keeps_frozen = mixed_dtypes and policy.compute_dtype in SIXTEEN_BIT
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        unchanged = keeps_frozen and parameter.dtype in SIXTEEN_BIT and not parameter.requires_grad
+        if parameter.is_floating_point() and not unchanged:
             parameter.data = parameter.data.to(policy.param_dtype)
     cast_buffers(module, policy)
     keep_in_fp32(module, policy, device_type)

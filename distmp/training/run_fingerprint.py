@@ -16,6 +16,7 @@ from distmp.distributed.world import World
 from distmp.masking import masked
 from distmp.models import adapters, huggingface, huggingface_files, tokenizer_files
 from distmp.models.architecture import architecture
+from distmp.optim.settings import ScheduleConfig
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
 from distmp.training.resume_compat import RUN_PROPERTIES, Changes, compare
@@ -106,13 +107,23 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         current_name(name, former): value
         for name, value in flat(masked(before["configuration"]), leaves).items()
     }
+    settings_now = flat(now["configuration"], leaves)
+    for settings in (settings_before, settings_now):
+        _resolve_warmup(settings)
     properties_before, properties_now = _properties(before), _properties(now)
     known = [name for name in properties_now if name in properties_before]
     return compare(
         settings_before | {name: properties_before[name] for name in known},
-        flat(now["configuration"], leaves) | {name: properties_now[name] for name in known},
+        settings_now | {name: properties_now[name] for name in known},
         defaults=flat(to_json(RunConfig()), leaves),
     )
+
+
+def _resolve_warmup(settings: dict[str, Any]) -> None:
+    """Replace null by the number of warm-up updates that it stands for: that is what may change."""
+    if settings.get("schedule.warmup_steps", 0) is None:
+        schedule = ScheduleConfig(name=settings["schedule.name"])
+        settings["schedule.warmup_steps"] = schedule.warmup(settings["steps"])
 
 
 def _properties(fingerprint: Mapping[str, Any]) -> dict[str, Any]:

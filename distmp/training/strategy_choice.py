@@ -207,6 +207,7 @@ def _measure(
         config.sharding,
         optimizer_state=0 if optimizer is None else state_bytes(optimizer),
         activations=activations or 0,
+        averaged=config.ema.decay > 0,
     )
     unknown = [
         f"without {what}, which cannot be predicted: {error}"

@@ -16,6 +16,7 @@ PARAMETERS = "parameters"
 BUFFERS = "module buffers"
 MASTERS = "master weights"
 OPTIMIZER_STATE = "optimizer state"
+AVERAGE = "average of the weights"
 GRADIENTS = "FP32 gradients"
 PARTIAL_SUMS = "partial sums of microbatches"
 GATHERED = "gathered parameters"
@@ -32,6 +33,7 @@ PARTS = (
     BUFFERS,
     MASTERS,
     OPTIMIZER_STATE,
+    AVERAGE,
     GRADIENTS,
     PARTIAL_SUMS,
     GATHERED,

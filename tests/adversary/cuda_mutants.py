@@ -264,16 +264,16 @@ MUTANTS = [
     Mutant(
         "buffers are restored on another stream",
         MODULE_BUFFERS,
-        "            self._before.revert(skipped.bool())\n",
-        "            with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "                self._before.revert(skipped.bool())\n",
+        "                values.revert(skipped.bool())\n",
+        "                with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "                    values.revert(skipped.bool())\n",
         REVERTED,
     ),
     Mutant(
         "the host decides whether buffers are reverted",
         MODULE_BUFFERS,
-        "batch.write(torch.where(condition, self._before(batch), batch.flat()))",
-        "batch.write(self._before(batch) if condition else batch.flat())",
+        "batch.write(torch.where(condition.to(before.device), before, batch.flat()))",
+        "batch.write(before if condition else batch.flat())",
         REVERTED,
     ),
     Mutant(

@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant(
         "a skipped step keeps its batch statistics",
         "distmp/parallel/module_buffers.py",
-        "self._before.revert(skipped.bool())",
+        "values.revert(skipped.bool())",
         "pass",
     ),
     Mutant(

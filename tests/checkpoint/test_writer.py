@@ -354,8 +354,9 @@ def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(tmp_path: Path) -> 
                 f"cannot save {directory / 'step-000002'}: rank 1: OSError: [Errno 28] No space "
                 "left on device; the last checkpoint is of step 1"
             )
-            then = "continues" if on_failure == "continue" else "stops (checkpoint.on_failure)"
-            assert seen["said"] == [f"NOT SAVED: {cause}; the run {then}"]
+            stops = "stops the run (checkpoint.on_failure)"
+            effect = "does not stop the run" if on_failure == "continue" else stops
+            assert seen["said"] == [f"NOT SAVED: {cause}; this {effect}"]
             assert seen["error"] == cause
             assert seen["stops"] == [False, on_failure == "stop", on_failure == "stop"]
             # The third save has removed the first one, and the files of the failed second one.
@@ -385,7 +386,7 @@ def test_a_failure_is_reported_at_the_next_step(
         else:
             saving.finish()
         assert len(messages) == 1
-        assert "no checkpoint has been saved yet; the run continues" in messages[0]
+        assert "no checkpoint has been saved yet; this does not stop the run" in messages[0]
 
 
 def _until(condition: Callable[[], bool]) -> None:

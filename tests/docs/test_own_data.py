@@ -70,7 +70,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_an_example_trains(heading: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if heading.startswith("Columns"):
         datasets = pytest.importorskip("datasets")
-        rows = datasets.Dataset.from_dict({"input_ids": [[*range(17)]] * 8})
+        columns = {"input_ids": [[*range(16)]] * 8, "attention_mask": [[1] * 16] * 8}
+        rows = datasets.Dataset.from_dict(columns)
         datasets.DatasetDict({"train": rows}).save_to_disk(data / "columns")
     if heading == "Documents":
         exec(section("A token file")[0][1], {})

@@ -156,6 +156,44 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@ranks(2)
+def test_fsdp2_keeps_frozen_weights_in_16_bits() -> None:
+    """A frozen base, such as that of LoRA, in one shard with trained FP32 weights."""
+    _let_accelerate_shard_on_cpu()
+    frozen = {"bf16": torch.bfloat16, "bf16-autocast": torch.bfloat16, "fp32": torch.float32}
+    for name, dtype in frozen.items():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+            accelerator = Accelerator(name, fsdp_plugin=plugin)
+        module, reference = _with_a_frozen_base(), _with_a_frozen_base().float()
+        base = module[0].weight.clone()
+        adam = torch.optim.AdamW(module.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(module, adam)
+        plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+        for step in range(2):
+            accelerator.backward(model(batch(step, accelerator.process_index)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.zero_grad()
+            both = reference(torch.cat([batch(step, rank) for rank in range(2)]))
+            both.square().mean().backward()
+            plain.step()
+        held: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+        for parameter in model.parameters():
+            held[parameter.requires_grad].add(parameter.dtype)
+        assert held == {True: {torch.float32}, False: {dtype}}, name
+        torch.testing.assert_close(model(batch(9, 0)), reference(batch(9, 0)), rtol=0.1, atol=0.1)
+        weights = gathered(dict(model.named_parameters()))
+        assert torch.equal(weights["0.weight"].to(base), base)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _with_a_frozen_base() -> nn.Sequential:
+    model = make_model()
+    model[0].bfloat16().requires_grad_(False)
+    return model
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
 def test_fsdp_computes_as_mixed_precision_says(version: int) -> None:

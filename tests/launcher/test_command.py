@@ -47,11 +47,11 @@ def test_main_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--seed", "2"],
         LaunchOptions(),
     )
-    # Options of both sides in any order; those of the run are not parsed.
-    words = ["--port=5", "--nnodes", "1", "--dry-run", "--environment", "local", "--", "--dry-run"]
+    # Options in any order.
+    words = ["--port=5", "--nnodes", "1", "--dry-run", "--environment", "local", "--", "--seed=2"]
     assert command.main(words) == (
         ["--nnodes", "1"],
-        ["--dry-run"],
+        ["--seed=2"],
         LaunchOptions(dry_run=True, environment="local", port=5),
     )
 
@@ -92,6 +92,13 @@ def test_dry_run_starts_nothing_and_prints_reasons(
 def test_dry_run_checks_the_configuration() -> None:
     with pytest.raises(ConfigError, match="steps"):
         command.main(["--dry-run", "--", "--steps", "0"])
+
+
+def test_an_invalid_configuration_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "launch", lambda *_: pytest.fail("a rank was started"))
+    for words in (["--optim.lr", "-1"], ["--optim.name", "adamww"]):
+        with pytest.raises(ConfigError, match=rf"optim\.{words[0][8:]} = "):
+            command.main(["--", *words])
 
 
 def test_dry_run_refuses_a_head_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:

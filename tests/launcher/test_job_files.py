@@ -59,7 +59,7 @@ def test_the_files_in_launch_are_generated_by_the_documented_command(
             "torchrun does not accept this",
         ),
         (["--nnodes=2", "--nproc-per-node=8", "--", "--optim.lr=x"], "optim.lr = 'x'"),
-        (["--nnodes=2", "--nproc-per-node=8", "--", "--run-dir=\udcff"], "is not UTF-8"),
+        (["--nnodes=2", "--nproc-per-node=8", "--log-dir=\udcff"], "is not UTF-8"),
     ],
 )
 def test_invalid_jobs_are_refused(kind: str, arguments: list[str], message: str) -> None:

@@ -195,14 +195,26 @@ def test_own_shapes(name: str, final: float, warmup_steps: int) -> None:
     assert rates_of(config) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize(("steps", "warmup_steps"), [(19, 0), (20, 1), (1000, 50)])
+def test_the_warmup_by_default_is_5_percent(name: str, steps: int, warmup_steps: int) -> None:
+    explicit = ScheduleConfig(name, warmup_steps)
+    assert rates_of(ScheduleConfig(name), steps) == rates_of(explicit, steps)
+
+
+def test_a_scheduler_of_torch_has_no_warmup_by_default() -> None:
+    config = ScheduleConfig("ExponentialLR", options={"gamma": 0.9})
+    assert rates_of(config, 100) == pytest.approx([0.5 * 0.9**step for step in range(100)])
+
+
 def test_the_decay_of_wsd_by_default_and_without_one() -> None:
-    ended = ScheduleConfig("wsd", final=0.0)
+    ended = ScheduleConfig("wsd", 0, final=0.0)
     # A tenth of the steps; the last update has not reached the end yet.
     assert rates_of(ended) == pytest.approx(
         [0.5] * (STEPS - STEPS // 10 + 1)
         + [0.5 * (1 - late / (STEPS // 10)) for late in range(1, STEPS // 10)]
     )
-    assert set(rates_of(ScheduleConfig("wsd", decay_steps=0))) == {0.5}
+    assert set(rates_of(ScheduleConfig("wsd", 0, decay_steps=0))) == {0.5}
 
 
 def test_shapes_keep_the_ratio_of_groups() -> None:

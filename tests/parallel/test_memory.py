@@ -14,6 +14,7 @@ MEMORY = ModelMemory(
     stepped=4_000,
     masters=4_000,
     optimizer_state=8_000,
+    average=0,
     gradients=4_000,
     root=200,
     root_elements=100,
@@ -60,6 +61,21 @@ START = 100_000 + 4 * 100 + UNIT_BYTES * 50
 )
 def test_a_shard(settings: dict[str, Any], expected: int) -> None:
     assert MEMORY.sharded(ShardingConfig(**settings), 4, 8) == expected
+
+
+def test_an_average_is_sharded_as_the_weights() -> None:
+    averaged = MEMORY._replace(average=4_000)
+
+    def replica(**settings: bool) -> int:
+        options = AccumulationSettings(**settings)
+        return averaged.replicated(options, 4, 8) - MEMORY.replicated(options, 4, 8)
+
+    def shard(**settings: bool) -> int:
+        options = ShardingConfig(**settings)
+        return averaged.sharded(options, 4, 8) - MEMORY.sharded(options, 4, 8)
+
+    assert (replica(), replica(shard_optimizer=True)) == (4_000, 1_000)
+    assert (shard(), shard(offload=True)) == (1_000, 0)
 
 
 def test_one_microbatch_needs_no_gradients_while_all_activations_exist() -> None:

@@ -88,9 +88,9 @@ def test_batch_norms_among_16_bit_parameters_are_refused() -> None:
         return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
     with pytest.raises(ConfigError, match="keeps 1 in FP32"):
-        prepare_to_shard(module(), policy("bf16"), "cpu")
+        prepare_to_shard(module(), policy("bf16"), "cpu", mixed_dtypes=True)
     for text in ("bf16,buffer=bf16", "bf16-autocast", "fp32"):
-        prepare_to_shard(module(), policy(text), "cpu")
+        prepare_to_shard(module(), policy(text), "cpu", mixed_dtypes=True)
 
 
 def test_the_rest_of_the_plugin_stays() -> None:

@@ -148,6 +148,25 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
         assert (numbers["rollbacks"], numbers["rolled_back_to"]) == (1, 6)
 
 
+@ranks(1)
+def test_an_average_that_the_checkpoint_lacks_starts_anew(tmp_path: Path) -> None:
+    """The weights of the steps that the rollback undoes are not in it."""
+    averaged = ("--schedule.name=constant", "--ema.decay=0.8", "--resume=auto")
+    averages = []
+    for skips in (False, True):
+        folder, poisoned = tmp_path / f"skips-{skips}", [samples_of(9)[5]]
+        run(folder, *ROLLBACK, "--schedule.name=constant", "--steps=6", poisoned=poisoned)
+        resumed = trainer(folder, *ROLLBACK, *averaged, poisoned=poisoned)
+        with resumed.active(StopSignals()):
+            if skips:
+                resumed.progress.samples = 9 * BATCH
+            resumed.train()
+        assert resumed.progress.rollbacks == (0 if skips else 1)
+        averages.append(gathered(resumed.states.tensors()))
+    assert "callbacks/Ema/0.weight" in averages[0]
+    assert_same_bits(*averages)
+
+
 @ranks(2, timeout=100)
 def test_a_run_that_resumes_after_a_rollback_does_not_repeat_it(tmp_path: Path) -> None:
     """Wherever it is killed: its checkpoint already has the new data position."""

@@ -100,6 +100,17 @@ def test_another_model_or_other_data_is_dangerous(now: dict[str, Any], line: str
     assert [dangerous.split(" (")[0] for dangerous in found.dangerous.values()] == [line]
 
 
+def test_the_warmup_is_compared_as_a_number_of_updates() -> None:
+    explicit = numbers({"steps": 200, "schedule": {"warmup_steps": 10}})
+    assert changes_since(explicit, numbers({"steps": 200})) == Changes()
+    assert changes_since(numbers({"steps": 200}), explicit) == Changes()
+    found = changes_since(numbers({"steps": 200}), numbers({"steps": 400}))
+    assert [line.split(" (")[0] for line in found.consequential.values()] == [
+        "steps: 200 -> 400",
+        "schedule.warmup_steps: 10 -> 20",
+    ]
+
+
 def test_the_same_data_in_another_folder_is_harmless() -> None:
     found = changes_since(numbers({"data": {"path": "/a"}}), numbers({"data": {"path": "/b"}}))
     assert found == Changes(harmless={"data.path": "data.path: /a -> /b"})

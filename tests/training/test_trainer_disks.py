@@ -98,7 +98,7 @@ def test_a_run_continues_when_the_disk_is_full_and_saves_again_when_it_is_not(
         assert [step for step, *_ in failed] == [4, 6]
         for _, cause, there_is in failed:
             assert "No space left on device" in cause
-            assert there_is == "the last checkpoint is of step 2; the run continues"
+            assert there_is == "the last checkpoint is of step 2; this does not stop the run"
         assert saved_steps(folder / "run") == [8, 10]
         assert [r.step for r in read_records(folder / "run" / "steps.jsonl")] == [*range(1, 11)]
         assert (folder / "run" / "curves.png").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -74,6 +75,8 @@ def trace_steps(
             load=not initialize,
         )
         start_peak = sum(memory.peak.values())
+        average = _average(engine) if config.ema.decay > 0 else []
+        memory.label(average, memory_parts.AVERAGE)
         tracker.engine = engine
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
@@ -94,6 +97,12 @@ def trace_steps(
         microbatch_bytes = _size(batch) / len(batch)
         peak[memory_parts.BATCHES] = round(microbatch_bytes * kept_steps * parts.microbatches)
     return StepTrace(engine.strategy_reason, peak, start_peak, recorder.collectives)
+
+
+def _average(engine: Engine) -> list[Tensor]:
+    """Return tensors of the size of a `WeightAverage`, which fake tensors cannot build."""
+    stepped = engine.tensors_by_use()[memory_parts.MASTERS]
+    return [torch.empty_like(tensor, dtype=torch.float32) for tensor in stepped]
 
 
 class _PhaseTracker:

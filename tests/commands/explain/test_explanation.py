@@ -193,6 +193,27 @@ def test_memory_of_one_rank(name: str) -> None:
     assert found.communication == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "ranks", "share"),
+    [
+        ({"strategy": "single"}, 1, 1),
+        ({"strategy": "ddp"}, 4, 1),
+        ({"strategy": "ddp", "shard_optimizer": True}, 4, 4),
+        ({"strategy": "fsdp"}, 4, 4),
+    ],
+)
+def test_an_average_takes_4_bytes_per_parameter(
+    settings: dict[str, Any], ranks: int, share: int
+) -> None:
+    plain, averaged = (
+        predicted(run(**settings, batch={"microbatch_size": 4}, **more), ranks)
+        for more in ({}, {"ema": {"decay": 0.9}})
+    )
+    added = averaged.memory["average of the weights"]
+    assert added == pytest.approx(4 * averaged.parameters / share, rel=0.01)
+    assert averaged.memory_bytes - plain.memory_bytes == added
+
+
 def measured_on_two_ranks() -> dict[str, tuple[int, int, float]]:
     """Return by name the peak memory of a step and of the start, and the bytes that are sent."""
     found = {}
