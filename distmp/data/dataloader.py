@@ -174,14 +174,9 @@ class DataLoader:
     def once(self) -> Iterator[Any]:
         """Yield microbatches in which each sample occurs exactly once over all ranks.
 
-        This is for `Engine.evaluate`; it does not change the position. All ranks get the same
-        number of microbatches. If the last ones are missing on some ranks, these get one whose
-        targets are all -100, so the loss has to skip such targets: `next_token_loss` and torch's
-        `cross_entropy` do. For another loss, the data set needs a method `ignored(batch)`, which
-        returns a microbatch of loss and weight 0.
-
-        Raises:
-            ConfigError: If a microbatch must be ignored and the data set does not support it.
+        This is for `Engine.evaluate` and `Engine.evaluate_metrics`; it does not change the
+        position. All ranks get the same number of microbatches. If the last ones are missing on
+        some ranks, these get one as `ForwardOnly`, which the engine does not count.
         """
         return evaluation_batches(
             self.dataset,
