@@ -288,6 +288,11 @@ def test_each_sample_is_evaluated_once() -> None:
             assert sorted(n for part in seen for n in part) == list(range(11))
 
 
+def test_a_step_is_one_microbatch_per_rank_by_default() -> None:
+    loader = DataLoader([{"targets": torch.tensor([n])} for n in range(12)], 6)
+    assert [len(m["targets"]) for step in loader for m in step] == [6, 6]
+
+
 def stream_by_node() -> Any:
     from datasets.distributed import split_dataset_by_node
 
