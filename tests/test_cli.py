@@ -84,13 +84,14 @@ def test_interrupt_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["train"]) == 130
 
 
-def test_a_closed_pipe_ends_without_a_traceback() -> None:
-    """`distmp launch -- --help | head -1` ends without a traceback."""
+@pytest.mark.parametrize("arguments", [("train", "--help"), ("launch", "--", "--help")])
+def test_a_closed_pipe_ends_without_a_traceback(arguments: tuple[str, ...]) -> None:
+    """`distmp train --help | head -1` ends without a traceback."""
     read, write = os.pipe()
     os.close(read)
     try:
         finished = subprocess.run(
-            [sys.executable, "-m", "distmp", "launch", "--", "--help"],
+            [sys.executable, "-m", "distmp", *arguments],
             stdout=write,
             stderr=subprocess.PIPE,
             text=True,

@@ -30,7 +30,8 @@ class DataLoader:
             Hugging Face, or an iterable one. Every rank passes the same data set; of an iterable
             one, every rank reads all samples and keeps its own.
         batch_size: Samples of one step, over all ranks.
-        microbatch_size: Samples of one forward and backward on one rank.
+        microbatch_size: Samples of one forward and backward on one rank. None makes one microbatch
+            per rank and step, of `batch_size / ranks` samples.
         collate_fn: Combines a list of samples into a microbatch; None stacks tensors, numbers and
             lists of numbers like torch's `default_collate`.
         workers: Processes of this rank that prepare microbatches; 0 prepares them in this process.
@@ -62,7 +63,7 @@ class DataLoader:
         self,
         dataset: Any,
         batch_size: int,
-        microbatch_size: int,
+        microbatch_size: int | None = None,
         *,
         collate_fn: Collate | None = None,
         workers: int = 0,
@@ -70,9 +71,12 @@ class DataLoader:
         shuffle: bool | None = None,
         first_sample: int = 0,
     ) -> None:
-        _check_numbers(batch_size, microbatch_size, workers, seed, first_sample)
         check_dataset("dataset", dataset, workers)
         self._world = world_of_process()
+        if microbatch_size is None:
+            _check_count("batch_size", batch_size)
+            microbatch_size = max(batch_size // self._world.world_size, 1)
+        _check_numbers(batch_size, microbatch_size, workers, seed, first_sample)
         names = ("batch_size", "microbatch_size")
         microbatches_per_rank(batch_size, microbatch_size, self._world.world_size, names)
         self.dataset = dataset
@@ -174,14 +178,9 @@ class DataLoader:
     def once(self) -> Iterator[Any]:
         """Yield microbatches in which each sample occurs exactly once over all ranks.
 
-        This is for `Engine.evaluate`; it does not change the position. All ranks get the same
-        number of microbatches. If the last ones are missing on some ranks, these get one whose
-        targets are all -100, so the loss has to skip such targets: `next_token_loss` and torch's
-        `cross_entropy` do. For another loss, the data set needs a method `ignored(batch)`, which
-        returns a microbatch of loss and weight 0.
-
-        Raises:
-            ConfigError: If a microbatch must be ignored and the data set does not support it.
+        This is for `Engine.evaluate` and `Engine.evaluate_metrics`; it does not change the
+        position. All ranks get the same number of microbatches. If the last ones are missing on
+        some ranks, these get one as `ForwardOnly`, which the engine does not count.
         """
         return evaluation_batches(
             self.dataset,

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from distmp.data import IGNORED
 from distmp.data.collation import collate_of
 from distmp.data.loading import Batch, Collate, is_stream
-from distmp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ForwardOnly:
+    """A microbatch whose forward has to run, but whose loss and metrics do not count.
+
+    Attributes:
+        batch: The microbatch, with samples that another rank counts.
+    """
+
+    batch: Any
 
 
 def evaluation_batches(
@@ -25,19 +33,13 @@ def evaluation_batches(
     rank: int,
     world_size: int,
     collate_fn: Collate | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[Batch | ForwardOnly]:
     """Return the microbatches of this rank in an evaluation.
 
     Every chosen sample occurs exactly once over all ranks, at any world size, and the choice is
     always the same. All ranks get the same number of microbatches, because the forward of a sharded
-    model is collective. If the microbatches do not divide over the ranks, the last ranks get one
-    more whose targets are all IGNORED. Its loss sum and its weight are zero, so it does not change
-    sums over ranks.
-
-    This works for a dataset of dicts with integer "targets", or with the "input_ids" of Hugging
-    Face, and a loss that skips IGNORED. Any other dataset needs a method
-    `ignored(batch) -> batch` that turns a collated microbatch into one for which the run's loss
-    function returns a sum and a weight of zero.
+    model is collective: if the microbatches do not divide over the ranks, the last ranks get one
+    more, as `ForwardOnly`.
 
     Args:
         dataset: Map-style dataset, or an iterable one that ends.
@@ -50,10 +52,6 @@ def evaluation_batches(
 
     Returns:
         A finite iterator of collated microbatches.
-
-    Raises:
-        ConfigError: On every rank, if a microbatch must be ignored and the dataset does not support
-            it: immediately, or at the end of an iterable dataset.
     """
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):
@@ -62,25 +60,22 @@ def evaluation_batches(
     chosen = size if samples is None else min(samples, size)
     indices = (np.arange(chosen, dtype=np.int64) * size // max(chosen, 1)).tolist()
     groups = [indices[i : i + microbatch_size] for i in range(0, chosen, microbatch_size)]
-    missing = -len(groups) % world_size
-    if missing:
-        ignore_targets(dataset, combine([dataset[groups[0][0]]]))
-    return _evaluate(dataset, groups, missing, rank, world_size, combine)
+    return _evaluate(dataset, groups, rank, world_size, combine)
 
 
 def _evaluate(
     dataset: Any,
     groups: list[list[int]],
-    missing: int,
     rank: int,
     world_size: int,
     combine: Collate,
-) -> Iterator[Batch]:
+) -> Iterator[Batch | ForwardOnly]:
     for group in groups[rank::world_size]:
         yield combine([dataset[index] for index in group])
-    if missing and rank >= world_size - missing:
+    missing = -len(groups) % world_size
+    if rank >= world_size - missing:
         # One sample is enough: only the forward has to happen.
-        yield ignore_targets(dataset, combine([dataset[groups[0][0]]]))
+        yield ForwardOnly(combine([dataset[groups[0][0]]]))
 
 
 def _evaluate_stream(
@@ -90,7 +85,7 @@ def _evaluate_stream(
     rank: int,
     world_size: int,
     combine: Collate,
-) -> Iterator[Batch]:
+) -> Iterator[Batch | ForwardOnly]:
     """Yield every `world_size`-th microbatch; every rank reads the whole stream."""
     stream = islice(dataset, samples)
     own: list[Any] = []
@@ -106,26 +101,4 @@ def _evaluate_stream(
             yield combine(own)
             own = []
     if number % world_size:  # the other ranks have one more microbatch
-        yield combine(own) if own else ignore_targets(dataset, combine(first))
-
-
-def ignore_targets(dataset: Any, batch: Any) -> Any:
-    """Return a microbatch of the same shape whose loss and weight are zero.
-
-    Raises:
-        ConfigError: If the dataset has no method `ignored` and its samples no integer "targets".
-    """
-    if hasattr(dataset, "ignored"):
-        return dataset.ignored(batch)
-    if isinstance(batch, Mapping) and "input_ids" in batch:
-        return {**batch, "labels": torch.full_like(batch["input_ids"], IGNORED)}
-    targets = batch.get("targets") if isinstance(batch, Mapping) else None
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        raise ConfigError(
-            "data.source",
-            type(dataset).__name__,
-            "its samples do not divide over the ranks in evaluation and have no integer 'targets'"
-            " that could be ignored; give the dataset a method ignored(batch), whose result has"
-            " loss and weight zero, or evaluate a number of samples that divides",
-        )
-    return {**batch, "targets": torch.full_like(targets, IGNORED)}
+        yield combine(own) if own else ForwardOnly(combine(first))

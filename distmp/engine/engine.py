@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from distmp.data.evaluation import ForwardOnly
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
 from distmp.diagnosis.replay import StepInputs, StepReplay, generator_states, generators_as
 from distmp.distributed.compare_ranks import (
@@ -845,8 +846,11 @@ class Engine:
                 recorded_outputs(self.module, active=bool(metrics)) as outputs,
             ):
                 for batch in current_phase.each(VALIDATION, microbatches):
-                    batch = moved(batch, self.device)
-                    sums.add(batch, *self._forward(batch), outputs)
+                    counts = not isinstance(batch, ForwardOnly)
+                    batch = moved(batch if counts else batch.batch, self.device)
+                    loss_sum, weight = self._forward(batch)
+                    if counts:
+                        sums.add(batch, loss_sum, weight, outputs)
                     outputs.clear()
             return sums.result(self.world.group)
 

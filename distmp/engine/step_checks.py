@@ -360,7 +360,13 @@ class FirstStepChecks:
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "
                 "a seed that depends on the rank)"
             )
-        if -fewest >= 2 and _is_mean(batch, size, run):
+        if -fewest >= 3 and isinstance(batch, Tensor) and _reads_two_rows(batch, run):
+            warnings.append(
+                f"the loss reads only the first two rows of a microbatch, a tensor of shape "
+                f"{tuple(batch.shape)}, as if these were inputs and targets; if the list given to "
+                "engine.step is one batch, such as [inputs, targets], pass engine.step([batch])"
+            )
+        elif -fewest >= 2 and _is_mean(batch, size, run):
             warnings.append(
                 "the loss looks like a mean: over twice as many samples the weight doubles and the "
                 "loss does not, so the gradient is divided by the weight twice; return the sum "
@@ -397,6 +403,15 @@ def _is_mean(batch: Any, size: int, run: Callable[[Any], tuple[Tensor, Tensor]])
     if not all(map(math.isfinite, numbers)) or min(loss, weight) <= 0:
         return False
     return more_weight >= 1.9 * weight and more_loss < MIN_SUM_GROWTH * loss
+
+
+def _reads_two_rows(batch: Tensor, run: Callable[[Any], tuple[Tensor, Tensor]]) -> bool:
+    """Return whether loss and weight of a microbatch are those of its first two rows."""
+    try:
+        whole, rows = ([float(number) for number in run(part)] for part in (batch, batch[:2]))
+    except Exception:  # noqa: BLE001  # the loss may refuse two rows
+        return False
+    return whole == rows
 
 
 def _repeated(batch: Any, count: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, TypeGuard
 
 import torch
@@ -14,6 +15,9 @@ from distmp.parallel.wrappers import Group, gradient_reductions, reduced_over
 from distmp.scaling.step_decision import pack
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.host_copy import to_device
+
+# torch's number of reduction="mean", which nodes of losses in the autograd graph hold.
+MEAN = 1
 
 
 def global_mean(
@@ -51,6 +55,9 @@ def global_mean(
             the ranks over which the module reduces gradients.
         divisor: What the sum of gradients over ranks is divided by, if the module does not tell.
 
+    A loss that autograd has computed as a mean, such as that of `cross_entropy` or of a model of
+    transformers, causes a warning: its gradient would be divided by the weight twice.
+
     Returns:
         The loss for `backward`, 0-dim, FP32 or wider. Its value is the same on all ranks: the
         microbatch's part of the global mean, so the values of a step's microbatches add up to the
@@ -75,6 +82,7 @@ def global_mean(
     """
     _check_tensors(loss_sum, weight)
     _check_reduction(module, microbatches, group, divisor)
+    _warn_about_mean(loss_sum, weight, microbatches)
     found = [*gradient_reductions(module)]
     if microbatches == 1 and any(reduction.accumulates for reduction in found):
         raise ConfigError(
@@ -133,6 +141,29 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
     elif not 0 <= weight < math.inf:
         raise ConfigError("weight", weight, "must be finite, and 0 or more")
+
+
+def _warn_about_mean(loss: Tensor, weight: Tensor | float, microbatches: int) -> None:
+    # The mean of one sample is its sum. The host does not wait for a weight on a device.
+    if isinstance(weight, Tensor) and (weight.device.type != "cpu" or is_dtensor(weight)):
+        return
+    if float(weight) > microbatches and _is_mean(loss):
+        warnings.warn(
+            f"global_mean divides the loss by its weight, but the loss is a mean already; pass the "
+            f"sum (reduction='sum', or loss * number of samples) with the weight {float(weight):g}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _is_mean(loss: Tensor) -> bool:
+    """Return whether a loss was computed as a mean, and at most cast or divided afterwards."""
+    node = loss.grad_fn
+    while node is not None and node.name() in ("DivBackward0", "ToCopyBackward0"):
+        node = node.next_functions[0][0]
+    if node is None:
+        return False
+    return node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == MEAN
 
 
 def _check_reduction(module: object, microbatches: object, group: object, divisor: object) -> None:

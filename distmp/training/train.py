@@ -71,6 +71,8 @@ def run_as_rank(
             config = load(argv)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:  # `distmp train --help | head`, which the command handles
+        raise
     except Exception as error:  # noqa: BLE001  # reported as the cause of the run's end
         return _refuse(environment, error)
     return _run(config, environment, work)

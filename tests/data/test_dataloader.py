@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
 
 from distmp.data.dataloader import DataLoader
 from distmp.data.errors import DataError
+from distmp.data.evaluation import ForwardOnly
 from distmp.data.order import sample_indices
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
@@ -281,9 +282,15 @@ def test_each_sample_is_evaluated_once() -> None:
             seen: list[list[int]] = []
             for rank in range(world_size):
                 loader = on_rank(DataLoader(dataset, 6, 2), rank, world_size)
-                seen.append([int(n) for m in loader.once() for n in m["targets"]])
+                counted = [m for m in loader.once() if not isinstance(m, ForwardOnly)]
+                seen.append([int(n) for m in counted for n in m["targets"]])
                 assert loader.samples == 0
-            assert sorted(n for part in seen for n in part if n != -100) == list(range(11))
+            assert sorted(n for part in seen for n in part) == list(range(11))
+
+
+def test_a_step_is_one_microbatch_per_rank_by_default() -> None:
+    loader = DataLoader([{"targets": torch.tensor([n])} for n in range(12)], 6)
+    assert [len(m["targets"]) for step in loader for m in step] == [6, 6]
 
 
 def stream_by_node() -> Any:

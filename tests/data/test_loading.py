@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distmp.data import IGNORED
 from distmp.data.errors import DataError
-from distmp.data.evaluation import evaluation_batches
+from distmp.data.evaluation import ForwardOnly, evaluation_batches
 from distmp.data.loading import step_batches
 from distmp.data.order import sample_indices
 from distmp.distributed.stopping import STOP_SIGNALS
@@ -36,15 +35,10 @@ class Numbers:
 
 
 class Pairs(Numbers):
-    """The same as a tuple, which cannot be ignored without a method `ignored`."""
+    """The same as a tuple."""
 
     def __getitem__(self, index: int) -> Any:
         return (torch.tensor([index]), torch.tensor([float(index)]))
-
-
-class WeightedPairs(Pairs):
-    def ignored(self, batch: list[Tensor]) -> list[Tensor]:
-        return [batch[0], torch.full_like(batch[1], float("nan"))]
 
 
 def batches(size: int = 50, **changes: int) -> Any:
@@ -173,10 +167,11 @@ def test_each_sample_is_evaluated_once_and_ranks_run_equally_often(
         )
         forwards.append(len(own))
         for batch in own:
+            if isinstance(batch, ForwardOnly):
+                assert len(batch.batch["inputs"]) == 1
+                continue
             assert 1 <= len(batch["inputs"]) <= microbatch_size
-            counted = batch["targets"] != IGNORED
-            assert counted.all() or not counted.any()
-            seen += batch["inputs"][counted].tolist()
+            seen += batch["inputs"].flatten().tolist()
     assert len(set(forwards)) == 1
     chosen = size if samples is None else min(samples, size)
     assert sorted(seen) == [i * size // chosen for i in range(chosen)]
@@ -191,17 +186,10 @@ def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
     )
 
 
-def test_dataset_may_say_itself_what_is_ignored() -> None:
-    own = evaluate(WeightedPairs(6))
-    assert [len(batch[0]) for batch in own] == [2, 1]
-    assert own[1][1].isnan().all()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_dataset_that_cannot_be_ignored_is_refused_on_every_rank(rank: int) -> None:
-    with pytest.raises(ConfigError, match="give the dataset a method ignored") as caught:
-        evaluation_batches(Pairs(6), samples=None, microbatch_size=2, rank=rank, world_size=2)
-    assert caught.value.setting == "data.source"
+def test_any_sample_may_be_the_one_that_does_not_count() -> None:
+    counted, forward_only = evaluate(Pairs(6))
+    assert counted[0].flatten().tolist() == [2, 3]
+    assert [part.tolist() for part in forward_only.batch] == [[[0]], [[0.0]]]
 
 
 def test_dataset_that_divides_needs_nothing() -> None:
@@ -220,9 +208,12 @@ def test_the_dataset_makes_microbatches_in_training_and_evaluation() -> None:
     part = torch.utils.data.Subset(Collated(20), range(10, 16))  # type: ignore[arg-type]
     nested = torch.utils.data.Subset(part, range(6))
     for dataset in (part, nested):
-        expected = [[10 + 11], [14 + 15]], [[12 + 13], [IGNORED]]
+        expected = [[10 + 11], [14 + 15]], [[12 + 13], [10]]
         for rank in (0, 1):
-            found = [batch["targets"].tolist() for batch in evaluate(dataset, rank)]
+            found = [
+                (batch.batch if isinstance(batch, ForwardOnly) else batch)["targets"].tolist()
+                for batch in evaluate(dataset, rank)
+            ]
             assert found == expected[rank]
         batches = step_batches(
             dataset,

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.models.loss import next_token_loss
@@ -27,6 +29,28 @@ def right(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
 def magnitude(outputs: Tensor, batch: Batch) -> tuple[float, Tensor]:
     """A number, and a weight that is not the one of the loss."""
     return float(outputs.double().abs().sum()), torch.tensor([outputs.numel()])
+
+
+@ranks(2)
+def test_samples_of_any_kind_count_once_if_they_do_not_divide_over_ranks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, 9, 6, generator=generator)
+    # Pairs of floating-point numbers have no target that a loss could skip.
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, microbatch_size=2)
+
+    def squares(module: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+        return (module(batch[0]).sum(-1) - batch[1].sum(-1)).square().sum(), len(batch[0])
+
+    for strategy in ("ddp", "fsdp"):
+        engine = make_engine(strategy=strategy, policy="fp32")
+        engine._loss = squares
+        found = engine.evaluate_metrics(
+            loader.once(), {"sum": lambda _, batch: (float(batch[1].sum()), len(batch[1]))}
+        )
+        with torch.no_grad():
+            errors = make_model().double()(inputs.double()).sum(-1) - targets.double().sum(-1)
+        assert found.loss == pytest.approx(float(errors.square().mean()), rel=1e-5)
+        assert found.metrics["sum"] == pytest.approx(float(targets.sum(-1).mean()), rel=1e-5)
 
 
 @ranks(2)

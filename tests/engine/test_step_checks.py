@@ -301,6 +301,31 @@ def test_looking_for_a_mean_changes_nothing(recwarn: pytest.WarningsRecorder) ->
     assert not recwarn
 
 
+@pytest.mark.parametrize(("samples", "warned"), [(2, False), (5, True)])
+def test_a_list_of_inputs_and_targets_is_warned_of(
+    samples: int, warned: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """torch's loader yields the list [inputs, targets]; rows of the inputs would be targets."""
+
+    def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), batch[1].numel()
+
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    inputs, targets = torch.randint(9, (2, samples, 6))
+    make(next_token, model).step([inputs, targets])
+    assert sum("reads only the first two rows" in str(w.message) for w in recwarn) == warned
+
+
+def test_microbatches_that_are_tensors_are_not_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    def mean_of_rows(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return model(batch).square().mean(), 1
+
+    make(mean_of_rows).step([torch.randn(5, 3), torch.randn(5, 3)])
+    assert not recwarn
+
+
 def test_a_loss_that_refuses_equal_samples_is_not_checked(
     recwarn: pytest.WarningsRecorder,
 ) -> None:

@@ -338,6 +338,31 @@ def test_misuse_is_refused(arguments: dict[str, Any], message: str) -> None:
     assert message in refused(**{"module": nn.Linear(1, 1), **arguments})
 
 
+MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross entropy": lambda x: F.cross_entropy(x, torch.arange(4)),
+    "cast and divided": lambda x: (F.mse_loss(x, torch.zeros(4, 4)).double() / 2).float(),
+    "mean": lambda x: x.mean(),
+}
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: F.cross_entropy(x, torch.arange(4), reduction="sum"),
+    "mean times weight": lambda x: F.cross_entropy(x, torch.arange(4)) * 4,
+    "sum of means": lambda x: x.mean(1).sum(),
+}
+
+
+def test_a_mean_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Linear(4, 4)
+    for loss in SUMS.values():
+        distmp.global_mean(loss(model(torch.ones(4, 4))), 4, model)
+    mean = model(torch.ones(4, 4)).mean()
+    distmp.global_mean(mean, 2, model, microbatches=2)  # the mean of one sample is its sum
+    assert not recwarn
+    for loss in MEANS.values():
+        for weight in (4, torch.tensor(4)):
+            with pytest.warns(RuntimeWarning, match="is a mean already; pass the sum.* weight 4"):
+                distmp.global_mean(loss(model(torch.ones(4, 4))), weight, model)
+
+
 @ranks(4)
 def test_modules_that_are_reduced_in_an_unknown_way_are_refused() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
