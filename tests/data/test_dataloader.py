@@ -336,6 +336,16 @@ def test_a_state_of_other_data_is_refused() -> None:
         DataLoader(range(10), 4, 2).load_state_dict({})
 
 
+def test_attributes_that_an_iteration_would_not_notice_cannot_be_assigned() -> None:
+    loader = DataLoader(range(10), 4, 2, shuffle=False)
+    next(iter(loader))
+    for name, value in {"batch_size": 8, "samples": 0, "dataset": [1], "seed": 1}.items():
+        with pytest.raises(ConfigError, match=rf"^{name} = .*cannot be assigned; continue at"):
+            setattr(loader, name, value)
+    assert loader.samples == 4
+    assert [m.tolist() for m in next(iter(loader))] == [[4, 5], [6, 7]]
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
