@@ -10,6 +10,7 @@ from distmp.data.evaluation import evaluation_batches
 from distmp.data.loading import Collate, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
+from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
 from distmp.errors import ConfigError
 
@@ -147,7 +148,14 @@ class DataLoader:
         return -(-((first // self._size + 1) * self._size - first) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield the microbatches of this rank, step by step, to the end of the current epoch."""
+        """Yield the microbatches of this rank, step by step, to the end of the current epoch.
+
+        Raises:
+            TrainingError: If another rank iterates from another position, or not at all.
+        """
+        # A rank that looks at a step alone would train on other samples from then on.
+        begin = f"an iteration of a DataLoader from sample {self.samples:,}"
+        RollCall(self._world).wait_for_all(begin)
         self._begun_at = begun_at = self.samples
         first: int | None = None
         try:

@@ -212,15 +212,14 @@ def _grouped(
 
 
 def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
-    """Describe a map-style data set by its length and first sample, and how it is divided."""
+    """Describe a map-style data set by its length and next sample, and how steps divide it."""
     position, batch = sampler.division.first_sample, sampler.division.global_batch_size
     (index,) = sampler.indices(range(position, position + 1))
     with generators_kept():
         once, again = (sample_checksum(seeded.sample(position, index)) for _ in range(2))
     # A data set may draw from generators of its own, which are not seeded.
     content = f"checksum {once:08x} of sample {index:,}" if once == again else "random samples"
-    division = f"batches of {batch:,} from position {position:,}"
-    return f"{sampler.size:,} samples, {content}, {division}"
+    return f"{sampler.size:,} samples, {content}, in steps of {batch:,}"
 
 
 def _compared(
