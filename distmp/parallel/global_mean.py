@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
@@ -147,4 +148,4 @@ def _check_reduction(module: object, microbatches: object, group: object, diviso
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)  # numbers of numpy, too
