@@ -395,7 +395,7 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
             next(iter(DataLoader(dataset, 4, 2)))
     # Samples may differ between ranks if they differ between two reads on a rank.
     assert len(next(iter(DataLoader(Unseeded(), 4, 2)))) == 1
-    with pytest.raises(ConfigError, match="in steps of 4 on rank 0; .* in steps of 8 on rank 1"):
+    with pytest.raises(ConfigError, match=r"in steps of 4 on rank 0; .* in steps of 8 on rank 1"):
         next(iter(DataLoader(range(8), 4 + 4 * rank, 2)))
     # The same samples at first, and a pass that ends earlier on a rank.
     steps = iter(DataLoader(OfRank(range(16), range(14)), 4, 2))
