@@ -159,7 +159,7 @@ class Snapshot:
         if changed:
             self._problem = (
                 f"{changed[0]} was changed before the optimizer's update; for such a model set "
-                "checkpoint.asynchronous to false"
+                "checkpoint.asynchronous to false, or call engine.save with wait=True"
             )
         self._released.set()
 

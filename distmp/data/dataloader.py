@@ -10,6 +10,7 @@ from distmp.data.evaluation import evaluation_batches
 from distmp.data.loading import Collate, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
+from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
 from distmp.errors import ConfigError
 
@@ -45,11 +46,11 @@ class DataLoader:
     If torchrun has started several processes and the default process group does not exist, it is
     initialized, see `init`.
 
-    Attributes:
-        samples: Number of samples that were handed out, by all ranks together.
+    Attributes cannot be assigned: an iteration would not notice.
 
     Raises:
-        ConfigError: If the batch cannot be divided, or `dataset` is not a data set.
+        ConfigError: If the batch cannot be divided, `dataset` is not a data set, or an attribute is
+            assigned.
 
     Example:
         >>> loader = DataLoader(list(range(10)), batch_size=4, microbatch_size=2, shuffle=False)
@@ -86,12 +87,24 @@ class DataLoader:
         self.workers = workers
         self.seed = seed
         self.shuffle = not is_stream(dataset) if shuffle is None else shuffle
-        self.samples = first_sample
+        self._samples = first_sample
         self._size = length_of(dataset)
         self._epoch = 0  # of a data set without a length
         self._begun_at: int | None = None
         self._steps: Generator[Step, None, None] | None = None
         self._check_combinations()
+        self._is_built = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change what an iteration has read already, or never reads again."""
+        if not name.startswith("_") and "_is_built" in vars(self):
+            raise ConfigError(
+                name,
+                _shown(value),
+                "cannot be assigned; continue at a position with load_state_dict, and change "
+                "settings with another DataLoader(..., first_sample=loader.samples)",
+            )
+        super().__setattr__(name, value)
 
     def _check_combinations(self) -> None:
         if self.collate_fn is not None and not callable(self.collate_fn):
@@ -115,6 +128,11 @@ class DataLoader:
             )
 
     @property
+    def samples(self) -> int:
+        """Number of samples that were handed out, by all ranks together."""
+        return self._samples
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next sample, from 0.
 
@@ -134,14 +152,21 @@ class DataLoader:
         return -(-((first // self._size + 1) * self._size - first) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield the microbatches of this rank, step by step, to the end of the current epoch."""
+        """Yield the microbatches of this rank, step by step, to the end of the current epoch.
+
+        Raises:
+            TrainingError: If another rank iterates from another position, or not at all.
+        """
+        # A rank that looks at a step alone would train on other samples from then on.
+        begin = f"an iteration of a DataLoader from sample {self.samples:,}"
+        RollCall(self._world).wait_for_all(begin)
         self._begun_at = begun_at = self.samples
         first: int | None = None
         try:
             while True:
                 step = self._next_step()
                 first = step.epoch if first is None else first
-                self.samples += self.batch_size
+                self._samples += self.batch_size
                 self._epoch = step.next_epoch
                 yield step.microbatches
                 if step.next_epoch > first:
@@ -225,7 +250,7 @@ class DataLoader:
         if self._steps is not None:
             self._steps.close()
             self._steps = None
-        self.samples = state["samples"]
+        self._samples = state["samples"]
         self._epoch = state.get("epoch", 0)
 
 
@@ -241,6 +266,11 @@ def _check_numbers(
         _check_count(name, value)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError("seed", seed, "must be an integer, the same on every rank")
+
+
+def _shown(value: object) -> object:
+    """Return a number as it is, and the type of anything else, such as a data set."""
+    return value if isinstance(value, int) else type(value).__name__
 
 
 def _check_count(name: str, value: object) -> None:

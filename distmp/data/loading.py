@@ -204,21 +204,22 @@ def _grouped(
     """Yield the microbatches of a map-style data set, step by step."""
     division, size = sampler.division, sampler.size
     if same.needed:
-        same.check(_description(division.first_sample, sampler, seeded))
+        same.check(_description(sampler, seeded))
     with _iterator_of(loader) as microbatches:
         for first in division.steps():
             group = [next(microbatches) for _ in range(division.microbatches)]
             yield Step(group, first // size, (first + division.global_batch_size) // size)
 
 
-def _description(position: int, sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
-    """Describe a map-style data set by its length and the sample at a position."""
+def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
+    """Describe a map-style data set by its length and next sample, and how steps divide it."""
+    position, batch = sampler.division.first_sample, sampler.division.global_batch_size
     (index,) = sampler.indices(range(position, position + 1))
     with generators_kept():
         once, again = (sample_checksum(seeded.sample(position, index)) for _ in range(2))
     # A data set may draw from generators of its own, which are not seeded.
     content = f"checksum {once:08x} of sample {index:,}" if once == again else "random samples"
-    return f"{sampler.size:,} samples, {content}"
+    return f"{sampler.size:,} samples, {content}, in steps of {batch:,}"
 
 
 def _compared(

@@ -896,8 +896,11 @@ class Engine:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that the optimizer steps: live tensors by parameter name.
 
-        They are those of `state_dict`. Call `publish_weights` after changing them.
+        They are those of `state_dict`. Call `publish_weights` after changing them. The host waits
+        for the copy that a save in the background makes of them.
         """
+        if self._saves is not None:
+            self._saves.release()
         return self._state.weights()
 
     def gradients(self) -> dict[str, Tensor | None]:

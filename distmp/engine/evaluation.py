@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,8 @@ class Evaluation(NamedTuple):
     """The result of an evaluation, the same on every rank.
 
     Attributes:
-        loss: Mean loss over the global weight; NaN if that is 0.
-        metrics: Mean of each metric over its global weight, by name; NaN if that is 0.
+        loss: Mean loss over the global weight; NaN if that is 0, or a weight is negative.
+        metrics: Mean of each metric over its global weight, by name; NaN as for the loss.
     """
 
     loss: float
@@ -55,14 +57,15 @@ class MetricSums:
         values = torch.stack(rows)
         # A microbatch that only keeps ranks in step repeats samples, which must not count twice.
         values[1:] = torch.where(weight == 0, 0.0, values[1:])
-        self._total += values
+        # Negative weights would give a mean that looks like one.
+        self._total += torch.where(values[:, 1:] < 0, math.nan, values)
 
     def result(self, group: dist.ProcessGroup | None) -> Evaluation:
         """Return the means over all ranks, in one all-reduce; the host waits."""
         if group is not None:
             dist.all_reduce(self._total, group=group)
         loss, *metrics = (
-            total / weight if weight else float("nan") for total, weight in self._total.tolist()
+            total / weight if weight else math.nan for total, weight in self._total.tolist()
         )
         return Evaluation(loss, dict(zip(self._metrics, metrics, strict=True)))
 
@@ -128,4 +131,4 @@ def _output(outputs: list[Any]) -> Any:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (int, float))
+    return isinstance(value, Real)  # numbers of numpy, too

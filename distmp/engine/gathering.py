@@ -99,7 +99,7 @@ def _all_gather(tensors: list[Tensor], rows: list[int], world: World) -> list[Te
         rows: Number of rows of each rank.
         world: The ranks.
     """
-    parts = [tensor.detach().to(world.device).reshape(-1).view(torch.uint8) for tensor in tensors]
+    parts = [_as_bytes(tensor.detach().to(world.device)) for tensor in tensors]
     row_bytes = [math.prod(tensor.shape[1:]) * tensor.itemsize for tensor in tensors]
     own = torch.cat(parts)
     if world.group is None:
@@ -118,6 +118,13 @@ def _all_gather(tensors: list[Tensor], rows: list[int], world: World) -> list[Te
         torch.cat(pieces).view(tensor.dtype).view(sum(rows), *tensor.shape[1:]).to(tensor.device)
         for tensor, pieces in zip(tensors, zip(*by_rank, strict=True), strict=True)
     ]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # A column of a matrix cannot be viewed as bytes, nor can a conjugate. `contiguous` would keep
+    # the stride of a column with one row.
+    values = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return values.reshape(-1).view(torch.uint8)
 
 
 def _once_in_order(samples: Tensor) -> Tensor:

@@ -147,6 +147,10 @@ class Saves:
         _writing.discard(self._writer)
         self._check()
 
+    def release(self) -> None:
+        """Wait until the weights that a save in the background copies may change."""
+        self._writer.release()
+
     def _check(self) -> None:
         problem = None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
@@ -178,4 +179,4 @@ def _check_reduction(module: object, microbatches: object, group: object, diviso
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)  # numbers of numpy, too

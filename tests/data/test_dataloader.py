@@ -21,8 +21,9 @@ from distmp.data.dataloader import DataLoader
 from distmp.data.errors import DataError
 from distmp.data.evaluation import ForwardOnly
 from distmp.data.order import sample_indices
+from distmp.distributed import roll_call
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")
@@ -343,6 +344,16 @@ def test_a_state_of_other_data_is_refused() -> None:
         DataLoader(range(10), 4, 2).load_state_dict({})
 
 
+def test_attributes_that_an_iteration_would_not_notice_cannot_be_assigned() -> None:
+    loader = DataLoader(range(10), 4, 2, shuffle=False)
+    next(iter(loader))
+    for name, value in {"batch_size": 8, "samples": 0, "dataset": [1], "seed": 1}.items():
+        with pytest.raises(ConfigError, match=rf"^{name} = .*cannot be assigned; continue at"):
+            setattr(loader, name, value)
+    assert loader.samples == 4
+    assert [m.tolist() for m in next(iter(loader))] == [[4, 5], [6, 7]]
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
@@ -391,6 +402,8 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
             next(iter(DataLoader(dataset, 4, 2)))
     # Samples may differ between ranks if they differ between two reads on a rank.
     assert len(next(iter(DataLoader(Unseeded(), 4, 2)))) == 1
+    with pytest.raises(ConfigError, match=r"in steps of 4 on rank 0; .* in steps of 8 on rank 1"):
+        next(iter(DataLoader(range(8), 4 + 4 * rank, 2)))
     # The same samples at first, and a pass that ends earlier on a rank.
     steps = iter(DataLoader(OfRank(range(16), range(14)), 4, 2))
     assert len([next(steps) for _ in range(3)]) == 3
@@ -401,3 +414,12 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
     gathered: list[Any] = [None, None]
     torch.distributed.all_gather_object(gathered, own)
     assert sorted(gathered[0] + gathered[1]) == list(range(8))
+
+
+@ranks(2)
+def test_a_rank_that_has_looked_at_a_step_alone_is_told() -> None:
+    roll_call.PATIENCE_SECONDS = 0.2
+    loader = DataLoader(range(8), 4, 2)
+    loader.load_state_dict({"samples": 4 * torch.distributed.get_rank()})
+    with pytest.raises(TrainingError, match=r"waits in an iteration of a DataLoader from sample"):
+        next(iter(loader))

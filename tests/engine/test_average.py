@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,21 @@ def test_the_average_follows_its_recurrence_and_can_be_evaluated() -> None:
         engine = make_engine(**options)
         check_exchange(engine, check_recurrence(engine, EmaConfig(DECAY)))
     check_recurrence(make_engine(), EmaConfig(DECAY, warmup=True))
+
+
+def test_a_save_in_the_background_has_the_weights_and_not_their_average(tmp_path: Path) -> None:
+    engine = make_engine(strategy="single")
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    engine.step(microbatches(0, ONE_RANK[0], 0))
+    average.update()
+    saved = snapshot(engine)
+    engine.save(tmp_path, wait=False)
+    with average.as_weights():
+        pass
+    engine.step(microbatches(1, ONE_RANK[0], 0))
+    engine.wait_for_save()
+    engine.load(tmp_path)
+    assert_same_bits(snapshot(engine), saved)
 
 
 @ranks(2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +130,17 @@ def test_outputs_of_several_calls_are_a_tuple() -> None:
         expected = float((model(batch.inputs) - model(2 * batch.inputs)).square().sum() / 4)
     found = engine.evaluate_metrics([batch], {"distance": distance})
     assert found.metrics["distance"] == pytest.approx(expected)
+
+
+def test_numbers_of_numpy_count_and_negative_weights_give_no_mean() -> None:
+    engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cpu")
+    metrics: dict[str, Any] = {
+        "numpy": lambda outputs, batch: (np.float32(1.5), np.int64(3)),
+        "negative": lambda outputs, batch: (3.0, torch.tensor(-2) if len(outputs) == 4 else 8),
+    }
+    found = engine.evaluate_metrics([samples(0, 4), samples(1, 2)], metrics).metrics
+    assert found["numpy"] == 0.5
+    assert math.isnan(found["negative"])
 
 
 @pytest.mark.parametrize(

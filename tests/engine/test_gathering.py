@@ -49,6 +49,10 @@ def test_all_rows_arrive_in_rank_order_with_their_dtype() -> None:
     assert engine.gather(torch.tensor(float(rank))).tolist() == [0.0, 1.0, 2.0]
     weight = next(engine.module.parameters())
     assert not engine.gather(weight).requires_grad
+    columns = torch.stack([rows, -rows], dim=1)
+    assert torch.equal(engine.gather(columns[:, 0], samples=columns[:, 0]), torch.arange(5))
+    conjugate = torch.complex(rows.float(), rows.float()).conj()
+    assert torch.equal(engine.gather(conjugate).imag, -torch.arange(5.0))
     assert engine.gather(torch.zeros(0, 4)).shape == (0, 4)
     assert engine.gather(torch.zeros(1, 0)).shape == (3, 0)
 

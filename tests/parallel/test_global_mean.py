@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -447,7 +448,9 @@ def test_values_and_gradients_are_the_same_on_all_ranks() -> None:
         return mean.dtype, mean.item(), full_gradient(model).item() * model.module.weight.item()
 
     # Rank 0 has 1 token with a loss of 4, rank 1 has 3 tokens with a loss of 20 together.
-    for weight in (1 + 2 * rank, torch.tensor(1 + 2 * rank), torch.tensor([1.0 + 2 * rank])):
+    number = 1 + 2 * rank
+    tensors = torch.tensor(number), torch.tensor([1.0 * number])
+    for weight in (number, np.int64(number), *tensors):
         for dtype in (torch.float32, torch.float16):
             assert step(4.0 + 16 * rank, weight, dtype) == (torch.float32, 6.0, pytest.approx(6.0))
     assert step(4.0, 0) == (torch.float32, 0.0, 0.0)

@@ -11,6 +11,7 @@ from distmp.training.callbacks.callback import Callback
 
 if TYPE_CHECKING:
     from distmp.config import RunConfig
+    from distmp.training.callbacks.checkpointing import Checkpointing
     from distmp.training.trainer import Trainer
 
 
@@ -22,6 +23,8 @@ class EarlyStopping(Callback):
     Args:
         config: The configuration of the run, with a patience above 0.
     """
+
+    _checkpointing: Checkpointing
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config.early_stopping
@@ -41,6 +44,7 @@ class EarlyStopping(Callback):
                 "needs held-out data; set data.held_out or data.validation_path, or return a data "
                 "set for the split 'validation'",
             )
+        self._checkpointing = trainer.checkpointing
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of validations since then."""
@@ -52,15 +56,16 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting where the checkpoint was saved."""
+        """Continue counting where the checkpoint was saved, and keep what was the best then."""
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._last_step = state["last_step"]
         self._without_improvement = state["without_improvement"]
+        # Also after a rollback, which saves next and would remove the best checkpoint.
+        self._checkpointing.keep(self._best_step)
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """Keep the best checkpoint, and end again a run that had ended early."""
-        trainer.checkpointing.keep(self._best_step)
+        """End again a run that had ended early."""
         self._finish_if_out_of_patience(trainer)
 
     def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:

@@ -20,6 +20,7 @@ from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
 from distmp.telemetry import Console
 from distmp.training.callbacks.early_stopping import EarlyStopping
+from distmp.training.spikes import SpikeAction
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.training.test_resume import configuration
@@ -98,6 +99,33 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
 
 
 @ranks(1)
+def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = [3.0, 2.0, 1.0, *[2.5] * 4]
+    run = trainer(
+        tmp_path / "run",
+        losses,
+        steps=14,
+        divergence={"on_spike": "rollback"},
+        early_stopping={"patience": 9},
+    )
+
+    def action(numbers: Any, _: Any) -> SpikeAction | None:
+        """Take back step 6, whose validation is the best, once."""
+        if numbers.applied_total != 6 or losses[2] == 2.5:
+            return None
+        losses[2] = 2.5
+        return SpikeAction("a spike", "rollback")
+
+    monkeypatch.setattr("distmp.training.trainer.action_for", action)
+    assert messages(run) == [
+        f"best held-out loss 2 at step 4: {run.directory.checkpoints / 'step-000004'}"
+    ]
+    assert checkpoints(run) == ["step-000004", "step-000014"]
+
+
+@ranks(1)
 def test_data_without_held_out_samples_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path / "run")
     run.components = run.components._replace(
@@ -114,6 +142,7 @@ class Watched:
         self.config = config
         self.progress = self
         self.checkpointing = self
+        self.components = self.datasets = self.validation = self
         self.step = 0
         self.kept = 0
         self.reason: str | None = None
@@ -144,10 +173,13 @@ def test_the_counts_are_those_of_the_definition(
     )
     watched: Any = Watched(config)
     stopping = EarlyStopping(config)
+    stopping.setup(watched)
     best, best_step, since = None, 0, 0
     for step, value in enumerate(values, 1):
         if step == resumed_at:
             state, stopping = stopping.state_dict(), EarlyStopping(config)
+            stopping.setup(watched)
+            watched.kept = 0
             stopping.load_state_dict(state)
         watched.step = step
         stopping.on_validation(watched, value, {})
