@@ -76,7 +76,7 @@ class ScheduleConfig:
     name: str = "cosine"
     """cosine, linear, constant, wsd (warm-up, stable, decay: constant, then linear over the last
     `decay_steps`), or a scheduler of torch.optim.lr_scheduler by its name."""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = 0
     """Number of updates over which the learning rate rises linearly to its peak; null: 5% of
     `steps`, rounded down, and 0 for a scheduler of torch."""
     final: float = 0.1

@@ -355,7 +355,9 @@ def test_settings_that_would_train_something_else(values: dict[str, Any], proble
 
 
 def test_the_page_lists_all_settings_which_are_those_of_peft() -> None:
-    section = (ROOT / "docs" / "huggingface.md").read_text().partition("## LoRA")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "huggingface.md").read_text().partition("## LoRA")[2].partition("\n## ")[0]
+    )
     rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     own = {field.name: field.default for field in dataclasses.fields(adapters.LoraSettings)}

@@ -197,13 +197,13 @@ def test_own_shapes(name: str, final: float, warmup_steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize(("steps", "warmup_steps"), [(19, 0), (20, 1), (1000, 50)])
-def test_the_warmup_by_default_is_5_percent(name: str, steps: int, warmup_steps: int) -> None:
+def test_the_warmup_may_be_5_percent(name: str, steps: int, warmup_steps: int) -> None:
     explicit = ScheduleConfig(name, warmup_steps)
-    assert rates_of(ScheduleConfig(name), steps) == rates_of(explicit, steps)
+    assert rates_of(ScheduleConfig(name, None), steps) == rates_of(explicit, steps)
 
 
-def test_a_scheduler_of_torch_has_no_warmup_by_default() -> None:
-    config = ScheduleConfig("ExponentialLR", options={"gamma": 0.9})
+def test_a_scheduler_of_torch_has_no_warmup_by_itself() -> None:
+    config = ScheduleConfig("ExponentialLR", None, options={"gamma": 0.9})
     assert rates_of(config, 100) == pytest.approx([0.5 * 0.9**step for step in range(100)])
 
 

@@ -101,10 +101,13 @@ def test_another_model_or_other_data_is_dangerous(now: dict[str, Any], line: str
 
 
 def test_the_warmup_is_compared_as_a_number_of_updates() -> None:
+    def share(steps: int) -> dict[str, Any]:
+        return numbers({"steps": steps, "schedule": {"warmup_steps": None}})
+
     explicit = numbers({"steps": 200, "schedule": {"warmup_steps": 10}})
-    assert changes_since(explicit, numbers({"steps": 200})) == Changes()
-    assert changes_since(numbers({"steps": 200}), explicit) == Changes()
-    found = changes_since(numbers({"steps": 200}), numbers({"steps": 400}))
+    assert changes_since(explicit, share(200)) == Changes()
+    assert changes_since(share(200), explicit) == Changes()
+    found = changes_since(share(200), share(400))
     assert [line.split(" (")[0] for line in found.consequential.values()] == [
         "steps: 200 -> 400",
         "schedule.warmup_steps: 10 -> 20",
