@@ -96,9 +96,10 @@ def replaced(text: str, changes: list[Hunk]) -> str:
         ValueError: If the lines to replace are not in the script exactly once.
     """
     for change in changes:
-        if f"\n{text}".count(f"\n{change.old}") != 1:
+        found = list(re.finditer(f"^{re.escape(change.old)}", text, re.MULTILINE))
+        if len(found) != 1:
             raise ValueError(f"not in the script exactly once: {change.old!r}")
-        text = f"\n{text}".replace(f"\n{change.old}", f"\n{change.new}")[1:]
+        text = text[: found[0].start()] + change.new + text[found[0].end() :]
     return text
 
 
