@@ -18,6 +18,7 @@ from benchmarks.tables import (
     precision,
     rollouts,
     runs,
+    scripts,
     steps,
 )
 from benchmarks.tables.summary import summary
@@ -43,6 +44,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "reproducible": runs.reproducible,
     "muon": runs.muon,
     "rl-mismatch": rollouts.rl_mismatch,
+    "known-scripts": scripts.known_scripts,
     "explain-memory": runs.explain_memory,
     "growth": runs.growth,
     "exchange": exchange.exchange,
