@@ -55,8 +55,8 @@ class _Faulty(list):  # type: ignore[type-arg]
 
     def __getitem__(self, index: Any) -> Any:
         self.read += 1
-        # One more than two steps: ranks compare the first sample before they train.
-        if self.read > 9:
+        # Two more than two steps: ranks compare the first sample, which is read twice.
+        if self.read > 10:
             perhaps("data")
         return super().__getitem__(index)
 

@@ -180,7 +180,9 @@ def test_a_run_that_is_told_to_stops_on_all_ranks(tmp_path: Path) -> None:
     failed = failures(done.stdout)
     assert [step for step, *_ in failed] == [5, steps[-1]]
     for *_, there_is in failed:
-        assert there_is == "no checkpoint has been saved yet; the run stops (checkpoint.on_failure)"
+        assert there_is == (
+            "no checkpoint has been saved yet; this stops the run (checkpoint.on_failure)"
+        )
     messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
     assert len(messages) == 1
     assert "no checkpoint has been saved yet" in messages[0]
