@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-
-from distmp.integrations.transformers import replaced
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _TrainerBase
@@ -44,7 +43,7 @@ class RolloutMismatchMixin(_TrainerBase):  # type: ignore[misc]
         def recorded(*inputs: Any, **options: Any) -> Any:
             return self._generate_and_record(generate, *inputs, **options)
 
-        with replaced(self.model, "generate", recorded):
+        with mock.patch.object(self.model, "generate", recorded):
             return super().train(*positional, **arguments)
 
     def compute_loss(

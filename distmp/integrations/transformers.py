@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class TrainerMixin(_TrainerBase):
         build = functools.partial(
             _TrainerAccelerator, self._requested_policy, **self._scaler_arguments
         )
-        with replaced(transformers.trainer, "Accelerator", build):
+        with mock.patch.object(transformers.trainer, "Accelerator", build):
             super().create_accelerator_and_postprocess()
         if not isinstance(self.accelerator, _TrainerAccelerator):
             raise ConfigError(
@@ -128,7 +128,9 @@ class TrainerMixin(_TrainerBase):
         """Return the microbatches of a step, and keep the weights of their losses."""
         if self._normalizes_itself:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        with replaced(self.args, "average_tokens_across_devices", False):  # no gather of its own
+        with mock.patch.object(
+            self.args, "average_tokens_across_devices", False
+        ):  # no gather of its own
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._microbatches = deque(self._weighted(batches, device))
         return batches, None
@@ -141,7 +143,7 @@ class TrainerMixin(_TrainerBase):
     ) -> Tensor:
         """Run forward and backward of a microbatch; return its share of the mean loss."""
         if self._normalizes_itself:
-            with replaced(self.accelerator, "loss_weight", 1.0):
+            with mock.patch.object(self.accelerator, "loss_weight", 1.0):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             self._report_non_finite(loss)
             return loss
@@ -155,8 +157,8 @@ class TrainerMixin(_TrainerBase):
         # the model uses the number of items.
         self.current_gradient_accumulation_steps = 1
         with (
-            replaced(self.args, "average_tokens_across_devices", False),
-            replaced(self.accelerator, "loss_weight", weight),
+            mock.patch.object(self.args, "average_tokens_across_devices", False),
+            mock.patch.object(self.accelerator, "loss_weight", weight),
         ):
             loss = super().training_step(model, inputs, items)
         share = torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
@@ -292,17 +294,6 @@ def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
     if isinstance(labels, Tensor):
         return labels.ne(_IGNORED_LABEL).sum(), True
     return len(next(iter(batch.values()))), False
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for the duration of a context."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from distmp.distributed.limits import STORE_SECONDS
 from distmp.errors import DistmpError
@@ -126,11 +127,11 @@ def guarded() -> Iterator[None]:
     restricted = SimpleNamespace(**vars(pickle) | {"loads": load_state})
     with (
         _explained(api.RendezvousStateError),
-        _replaced(c10d_rendezvous_backend, "TCPStore", store),
-        _replaced(
+        mock.patch.object(c10d_rendezvous_backend, "TCPStore", store),
+        mock.patch.object(
             handler, "_create_tcp_store_server", lambda _, host, port: open_store(host, port)
         ),
-        _replaced(dynamic_rendezvous, "pickle", restricted),
+        mock.patch.object(dynamic_rendezvous, "pickle", restricted),
     ):
         yield
 
@@ -145,13 +146,3 @@ def _explained(state_error: type[Exception]) -> Iterator[None]:
             "program writes to the store: find out which one reaches its port, choose another "
             "port, and see docs/security.md"
         ) from None
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
