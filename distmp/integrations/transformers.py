@@ -128,9 +128,8 @@ class TrainerMixin(_TrainerBase):
         """Return the microbatches of a step, and keep the weights of their losses."""
         if self._normalizes_itself:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        with mock.patch.object(
-            self.args, "average_tokens_across_devices", False
-        ):  # no gather of its own
+        # No gather of its own.
+        with mock.patch.object(self.args, "average_tokens_across_devices", False):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._microbatches = deque(self._weighted(batches, device))
         return batches, None
