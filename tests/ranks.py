@@ -60,6 +60,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "hypothesis",
+    "tyro",
     "distmp.parallel.fsdp",
     "distmp.training.rank",
 )

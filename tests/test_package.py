@@ -22,7 +22,6 @@ from distmp import __version__
 from tests.progress import finished
 
 ROOT = Path(__file__).parent.parent
-BRIEFLY = ["--steps=2", "--validation.final-samples=8"]
 
 
 class Distributions(NamedTuple):
@@ -122,13 +121,10 @@ def test_the_wheel_trains_in_an_empty_folder(built: Distributions, tmp_path: Pat
     *presets, _, _, folder = run(distmp, "presets", cwd=empty).splitlines()
     assert any(line.startswith("preset:quickstart ") for line in presets)
     assert Path(folder) == found.parent / "presets"
-    words = entry_point_of_image()
-    assert words[0] == "distmp"
     train = ["train", "--config", "preset:quickstart", "--steps", "20"]
-    for options in (train, [*words[1:], *BRIEFLY]):
-        assert "validation loss" in run(distmp, *options, cwd=empty)
+    assert "validation loss" in run(distmp, *train, cwd=empty)
     assert len((empty / "runs/quickstart/steps.jsonl").read_text().splitlines()) == 20
-    assert len((empty / "runs/quickstart-2/steps.jsonl").read_text().splitlines()) == 2
+    assert entry_point_of_image() == ["distmp", "launch", "--", *train[1:3]]
 
 
 def instructions(name: str) -> list[str]:

@@ -24,7 +24,7 @@ from tests.adversary.run import final_bits, run_cases
 from tests.adversary.shrink import kinds
 from tests.ranks import run_ranks
 
-CASES = int(os.environ.get("ADVERSARY_CASES", "150"))
+CASES = int(os.environ.get("ADVERSARY_CASES", "100"))
 SEED = int(os.environ.get("ADVERSARY_SEED", "0"))
 # Number of cases per test, so that several tests can run in parallel.
 PER_TEST = 50
