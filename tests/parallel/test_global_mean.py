@@ -37,7 +37,7 @@ import distmp
 from distmp.errors import ConfigError
 from tests.ranks import ranks
 
-SPLITS, VARIANT_SPLITS = 100, 10
+VARIANT_SPLITS = 10
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
 
 
@@ -288,8 +288,9 @@ def wrappers() -> tuple[dict[str, Wrap], dict[str, Wrap]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("splits", [20, pytest.param(100, marks=pytest.mark.soak)])
 @ranks(4)
-def test_the_gradient_is_that_of_the_global_mean_under_every_wrapper() -> None:
+def test_the_gradient_is_that_of_the_global_mean_under_every_wrapper(splits: int) -> None:
     torch.manual_seed(0)
     original = Model()
     double = copy.deepcopy(original).double()
@@ -298,7 +299,7 @@ def test_the_gradient_is_that_of_the_global_mean_under_every_wrapper() -> None:
     for name, wrap in (main | variants).items():
         wrapped = wrap(copy.deepcopy(original))
         parameters = [*wrapped.model.parameters()]  # DDP hides tensor-parallel ones in a forward
-        for seed in range(SPLITS if name in main else VARIANT_SPLITS):
+        for seed in range(splits if name in main else VARIANT_SPLITS):
             step = split(seed, wrapped.data_ranks)
             key = seed, wrapped.data_ranks
             if key not in expected:

@@ -189,6 +189,7 @@ def _kill_a_rank(job: subprocess.Popen[bytes], run: Path, after_step: int, rank:
             process.kill()
 
 
+@pytest.mark.soak
 def test_a_fault_that_comes_again_ends_the_restarts(tmp_path: Path) -> None:
     job = Job(
         [*faulty_runs.ARGUMENTS, "--checkpoint.every=1"],
