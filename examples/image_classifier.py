@@ -29,10 +29,10 @@ SIZE, MARGIN = 12, 2  # of a crop; a stored image has a margin on each side
 
 
 class Digits:
-    """Noisy digits at random places. Samples for training are cropped at random each time.
+    """Noisy digits at random places, with random crops for training.
 
-    distmp seeds the random generators from the position of a sample, so that crops are reproducible
-    and do not depend on the number of ranks.
+    distmp seeds the random generators from the position of a sample, so crops are reproducible and
+    do not depend on the number of ranks.
     """
 
     def __init__(self, samples: int, noise: float, *, train: bool) -> None:

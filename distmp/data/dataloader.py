@@ -24,7 +24,7 @@ class DataLoader:
 
     Iterating runs to the end of the current epoch. All steps have `batch_size` samples: the step
     that crosses the end of an epoch is the last of that epoch and begins with the samples that are
-    left, and the next epoch continues after it. Every rank has to iterate.
+    left, and the next epoch continues after this step. Every rank has to iterate.
 
     Args:
         dataset: A map-style data set (`__len__` and `__getitem__`), such as those of torch and
@@ -46,7 +46,7 @@ class DataLoader:
     If torchrun has started several processes and the default process group does not exist, it is
     initialized, see `init`.
 
-    Attributes cannot be assigned: an iteration would not notice.
+    Attributes cannot be assigned, because a running iteration would not use the new values.
 
     Raises:
         ConfigError: If the batch cannot be divided, `dataset` is not a data set, or an attribute is
@@ -96,7 +96,7 @@ class DataLoader:
         self._is_built = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to change what an iteration has read already, or never reads again."""
+        """Refuse assignments, which a running iteration would ignore."""
         if not name.startswith("_") and "_is_built" in vars(self):
             raise ConfigError(
                 name,
@@ -157,7 +157,7 @@ class DataLoader:
         Raises:
             TrainingError: If another rank iterates from another position, or not at all.
         """
-        # A rank that looks at a step alone would train on other samples from then on.
+        # A rank that reads a step alone would train on other samples from then on.
         begin = f"an iteration of a DataLoader from sample {self.samples:,}"
         RollCall(self._world).wait_for_all(begin)
         self._begun_at = begun_at = self.samples

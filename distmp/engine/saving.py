@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: what to save, writing it for an own loop, and loading it.
+"""Checkpoints of an engine: their content, and how a user's loop writes and loads them.
 
 The trainer and `Engine.save` write the same checkpoints: both use `StateToSave` and the
 `CheckpointWriter`, and both load with `load_checkpoint`.
@@ -84,7 +84,7 @@ def skipped_in_a_row(counts: Tensor) -> int:
 
 
 class Saves:
-    """Writes the checkpoints of an engine in an own loop. All ranks make the same calls.
+    """Writes the checkpoints of an engine in a user's loop. All ranks make the same calls.
 
     Args:
         world: The ranks.

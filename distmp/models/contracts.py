@@ -1,4 +1,4 @@
-"""What distmp passes to the functions of a user, and what they return: one table for all pages."""
+"""What distmp passes to users' functions, and what they return, as one table for docs and help."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def find_metric(name: str, path: str) -> Metric | None:
 
 
 def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the number of right predictions, and of targets that are not IGNORED.
+    """Return the number of correct predictions, and of targets that are not IGNORED.
 
     Args:
         outputs: Logits [..., classes], or an output with an attribute `logits`.

@@ -126,7 +126,7 @@ class BufferValues:
 def buffers_restored(module: nn.Module) -> Iterator[None]:
     """Restore the buffers at the end, undoing what forward writes, such as running statistics.
 
-    Also those of the modules of all engines, which the forward may run too.
+    This includes the buffers of the modules of all engines, which the forward may run too.
     """
     saved = [BufferValues(module), *_values_of_engines(except_for=module)]
     try:
