@@ -669,7 +669,7 @@ class Engine:
                 raise_difference(self.world.group, self._described_settings_of_step())
 
     def _check_sources(self, outcome: StepOutcome) -> None:
-        """Raise if an iterable did not give the announced number of microbatches on any rank."""
+        """Raise if an iterable has another number of microbatches than `count` on any rank."""
         problems = dict(enumerate(self.world.ranks.gather(outcome.microbatch_problem)))
         if any(problems.values()):
             by_rank = "; ".join(

@@ -75,7 +75,7 @@ class MicrobatchSource:
         if self.is_sequence or self.problem is not None:
             return
         if next(self._iterator, _END) is not _END:
-            self.problem = f"goes on after {self.count} microbatches"
+            self.problem = f"has more than {self.count} microbatches"
 
     def error(self) -> ConfigError:
         """Return the error about the problem."""

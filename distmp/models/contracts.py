@@ -40,7 +40,7 @@ CONTRACTS = (
         "model.loss",
         "next_token",
         "cross entropy in nats and the number of targets that are not -100; reads inputs, targets "
-        "and, if there, positions, int64 [batch, time], or Hugging Face's input_ids, labels and "
+        "and, if present, positions, int64 [batch, time], or Hugging Face's input_ids, labels and "
         "attention_mask",
     ),
 )

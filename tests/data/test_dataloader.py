@@ -1,4 +1,4 @@
-"""The data loader of own loops: every sample once per epoch, at any number of ranks."""
+"""The data loader of users' loops: every sample once per epoch, at any number of ranks."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class EarlyStopping(Callback):
             raise ConfigError(
                 "early_stopping.patience",
                 self._config.patience,
-                "needs held-out data; set data.held_out or data.validation_path, or return a data "
-                "set for the split 'validation'",
+                "needs held-out data; set data.held_out or data.validation_path, or return a "
+                "dataset for the split 'validation'",
             )
         self._checkpointing = trainer.checkpointing
 
