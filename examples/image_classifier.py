@@ -60,7 +60,7 @@ def drawn(digit: int) -> Tensor:
 
 
 def digits(split: str, sequence_length: int, samples: int = 2048, noise: float = 0.3) -> Digits:
-    """Return the data set of a split (`data.source`)."""
+    """Return the dataset of a split (`data.source`)."""
     return Digits(samples if split == "train" else samples // 8, noise, train=split == "train")
 
 

@@ -865,7 +865,7 @@ class Engine:
             values: A tensor, or nested dicts, lists and tuples of tensors, with the same structure
                 and dtypes on all ranks. The first dimension is that of the samples; its size may
                 differ between ranks. A 0-dim tensor counts as one row.
-            samples: The index of each row's sample in the data set, an integer tensor of shape
+            samples: The index of each row's sample in the dataset, an integer tensor of shape
                 (rows,). Rows with a negative index are padding and are dropped, as are further rows
                 of the same sample.
 

@@ -23,7 +23,7 @@ CONTRACTS = (
     Contract(
         "data.source",
         "build(split, sequence_length, **data.options)",
-        "the data set of split 'train' or 'validation'; None without validation",
+        "the dataset of split 'train' or 'validation'; None without validation",
     ),
     Contract(
         "data.source",

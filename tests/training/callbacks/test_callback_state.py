@@ -215,7 +215,9 @@ def test_a_state_that_json_would_change_ends_a_run_before_it_begins(tmp_path: Pa
             run.run(StopSignals())
         assert "state_dict() of callback Bad = " in str(caught.value)
         assert "cannot be stored as it is" in str(caught.value)
-        assert "use tensors, or numbers, strings, None, lists, and dictionaries" in str(caught.value)
+        assert "use tensors, or numbers, strings, None, lists, and dictionaries" in str(
+            caught.value
+        )
         assert run.progress.step == 0
 
 
