@@ -136,7 +136,7 @@ class DataLoader:
     def epoch(self) -> int:
         """The epoch of the next sample, from 0.
 
-        Of a dataset without a length, it is known from the first step on, or from a loaded state.
+        If the dataset has no length, it is known after the first step or after `load_state_dict`.
         """
         return self._epoch if self._size is None else self.samples // self._size
 

@@ -149,7 +149,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def _unchanged(value: Any) -> Any:
-    """Return what is collated already."""
+    """Return a microbatch that is collated already."""
     return value
 
 

@@ -27,9 +27,9 @@ class Step(NamedTuple):
         microbatches: Collated microbatches.
         epoch: Pass over the dataset, from 0, that the first sample of the step belongs to.
         next_epoch: Pass that the first sample after the step belongs to.
-        checksum: Of a stream, checksum of the first sample of the step, over all ranks; 0 if it is
+        checksum: For streams, checksum of the first sample of the step, over all ranks; 0 if it is
             not compared.
-        offset: Of a stream, number of samples of `next_epoch` up to this step.
+        offset: For streams, number of samples of `next_epoch` up to this step.
     """
 
     microbatches: list[Any]

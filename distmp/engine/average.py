@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, sharded as they are."""
+"""Exponential moving average (EMA) of the weights, sharded like the weights."""
 
 from __future__ import annotations
 

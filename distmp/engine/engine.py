@@ -998,8 +998,8 @@ class Engine:
 
         Raises:
             ConfigError: If an argument is invalid, or `numbers` differ between ranks.
-            CheckpointError: On all ranks, if this checkpoint, or the one before in the background,
-                could not be written. Earlier ones are unchanged.
+            CheckpointError: On all ranks, if this checkpoint, or the previous one in the
+                background, could not be written. Earlier checkpoints are unchanged.
         """
         with self._calls.call("save"):
             if self._saves is None:

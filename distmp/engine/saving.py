@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 # Timeout of a collective of a save in the background.
 TIMEOUT_SECONDS = 1800.0
-# Key of the caller's numbers among those of a checkpoint. The others are those of a run.
+# Key of the caller's numbers in a checkpoint. All other numbers are those of a run.
 OWN_NUMBERS = "own_loop"
 # Writers with a save in the background, which the end of the process waits for.
 _writing: set[CheckpointWriter] = set()

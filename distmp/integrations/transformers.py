@@ -203,7 +203,7 @@ class TrainerMixin(_TrainerBase):
             yield _Microbatch(shares[index].float(), items[index] if is_labels else None)
 
     def _report_non_finite(self, loss: Tensor) -> None:
-        """Warn of a loss that Transformers leaves out of the log; it waits for the loss, too."""
+        """Warn about a loss that Transformers leaves out of the log."""
         if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
             logger.warning(
                 "step %d: the loss of a microbatch of rank %d is %s; the logged loss excludes it"
@@ -277,7 +277,7 @@ class _TrainerAccelerator(Accelerator):
 
 
 def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
-    """Return over how many items the loss of a batch is a mean, and whether they are labels.
+    """Return the number of items that the loss of a batch averages, and whether they are labels.
 
     Args:
         batch: A mapping of tensors, or a list of samples.
@@ -302,7 +302,7 @@ def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:
                 name,
                 True,
                 f"policy = {policy!r} is given as well; pass {name}=False (the configurations of"
-                " TRL set bf16 unless told otherwise)",
+                " TRL set bf16 by default)",
             )
 
 

@@ -68,7 +68,7 @@ def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
             "validation.metrics",
             "accuracy",
             "needs logits [..., classes] and integer targets [...] as batch['targets'] or "
-            f"batch[1], but the model returned {[*logits.shape]}{shape}; name a function of yours",
+            f"batch[1], but the model returned {[*logits.shape]}{shape}; name your own function",
         )
     counted = targets != IGNORED
     right = (logits.argmax(-1) == targets) & counted

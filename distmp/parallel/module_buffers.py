@@ -17,8 +17,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 BATCH_BYTES = 64 << 20
 
 
-# Those of all engines in this process. The loss of a generator also runs the discriminator, which
-# another engine trains, and writes to its buffers.
+# The buffers of all engines in this process. The loss of a generator also runs the discriminator,
+# which another engine trains, and writes to its buffers.
 _of_all_engines: weakref.WeakSet[ModuleBuffers] = weakref.WeakSet()
 
 
