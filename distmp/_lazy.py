@@ -1,4 +1,4 @@
-"""Public names of a package that are imported at their first use: importing torch takes seconds."""
+"""Imports public names of a package at their first use, because importing torch takes seconds."""
 
 from __future__ import annotations
 

@@ -347,11 +347,11 @@ class RunConfig:
     def check_names(self) -> None:
         """Look up the policy, metrics, callbacks, optimizer and schedule, which imports torch.
 
-        Commands do it after they have read all settings, so that their help and most of their
+        Commands call it after they have read all settings, so that their help and most of their
         errors do not wait for torch.
 
         Raises:
-            ConfigError: If a name is unknown, or an option does not belong to what it names.
+            ConfigError: If a name is unknown, or what it names does not take an option.
         """
         from distmp.models.metrics import find_metric
 

@@ -39,8 +39,8 @@ def points(generator: torch.Generator) -> Tensor:
     return RADIUS * torch.stack([angles.cos(), angles.sin()], dim=1) + noise
 
 
-def against(logits: Tensor, label: float) -> Tensor:
-    """Return the sum of the losses of logits against one label."""
+def bce_sum(logits: Tensor, label: float) -> Tensor:
+    """Return the summed binary cross entropy of logits and one label."""
     logits = logits.float()
     return binary_cross_entropy_with_logits(logits, torch.full_like(logits, label), reduction="sum")
 
@@ -52,20 +52,18 @@ def adam(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 def build(policy: str) -> tuple[distmp.Engine, distmp.Engine]:
     """Return the engines of the generator and the discriminator."""
 
-    def loss_of_discriminator(
-        module: nn.Module, batch: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, int]:
+    def discriminator_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         real, noise = batch
         with torch.no_grad():  # no gradient of the generator
             fake = generator.module(noise).float()
-        return against(module(real), 1.0) + against(module(fake), 0.0), len(real)
+        return bce_sum(module(real), 1.0) + bce_sum(module(fake), 0.0), len(real)
 
-    def loss_of_generator(module: nn.Module, noise: Tensor) -> tuple[Tensor, int]:
+    def generator_loss(module: nn.Module, noise: Tensor) -> tuple[Tensor, int]:
         # The gradient flows through the discriminator, whose engine ignores its part.
-        return against(discriminator.module(module(noise)), 1.0), len(noise)
+        return bce_sum(discriminator.module(module(noise)), 1.0), len(noise)
 
-    generator = distmp.Engine(network(NOISE, 2), loss_of_generator, adam, policy=policy)
-    discriminator = distmp.Engine(network(2, 1), loss_of_discriminator, adam, policy=policy)
+    generator = distmp.Engine(network(NOISE, 2), generator_loss, adam, policy=policy)
+    discriminator = distmp.Engine(network(2, 1), discriminator_loss, adam, policy=policy)
     return generator, discriminator
 
 
@@ -96,7 +94,7 @@ def train(steps: int, folder: str, policy: str = "bf16-autocast") -> float:
     generator, discriminator = build(policy)
     engines = {"generator": generator, "discriminator": discriminator}
     start = resume(engines, folder)
-    # Other points on each rank, and after a restart.
+    # Draw different points on each rank, and after a restart.
     random = torch.Generator().manual_seed(1000 * start + generator.world.rank)
     for _ in range(start, steps):
         noise = torch.randn(BATCH, NOISE, generator=random)

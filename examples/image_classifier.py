@@ -29,10 +29,10 @@ SIZE, MARGIN = 12, 2  # of a crop; a stored image has a margin on each side
 
 
 class Digits:
-    """Noisy digits at random places. Samples for training are cropped at random each time.
+    """Noisy digits at random places, with random crops for training.
 
-    distmp seeds the random generators from the position of a sample, so that crops are reproducible
-    and do not depend on the number of ranks.
+    distmp seeds the random generators from the position of a sample, so crops are reproducible and
+    do not depend on the number of ranks.
     """
 
     def __init__(self, samples: int, noise: float, *, train: bool) -> None:
@@ -60,7 +60,7 @@ def drawn(digit: int) -> Tensor:
 
 
 def digits(split: str, sequence_length: int, samples: int = 2048, noise: float = 0.3) -> Digits:
-    """Return the data set of a split (`data.source`)."""
+    """Return the dataset of a split (`data.source`)."""
     return Digits(samples if split == "train" else samples // 8, noise, train=split == "train")
 
 

@@ -35,7 +35,7 @@ def known_scripts(result: dict[str, Any]) -> str:
     )
     commits = ", ".join(f"{name} {commit[:7]}" for name, commit in result["commits"].items())
     return (
-        f"{table(rows)}\n\nFloat32 but for the last column; tiny models with random weights. "
+        f"{table(rows)}\n\nFloat32, except for the last column; tiny models with random weights. "
         f"{versions}; scripts of the commits {commits}. {machine_line(result)}"
     )
 

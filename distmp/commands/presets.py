@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     lines = [f"{PREFIX}{name:{width}}  {preset_purpose(name)}\n" for name in names]
     sys.stdout.write("".join(lines))
     sys.stdout.write(
-        "\nUse one as `--config preset:NAME`, or copy its file as a start of your own:\n"
+        "\nUse one with `--config preset:NAME`, or copy and edit its file. The files are in:\n"
         f"{preset_folder()}\n"
     )
     return 0

@@ -1,4 +1,4 @@
-"""Builds data sets from settings, and checks their files before a run starts."""
+"""Builds datasets from settings, and checks their files before a run starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
 
 class Datasets(NamedTuple):
-    """The data sets of a run."""
+    """The datasets of a run."""
 
     train: Any
     """Map-style (`__len__`, `__getitem__`) or iterable dataset."""
@@ -39,11 +39,11 @@ class Datasets(NamedTuple):
 
 
 def build_datasets(config: DataConfig) -> Datasets:
-    """Build the data sets of a configuration.
+    """Build the datasets of a configuration.
 
     Raises:
         ConfigError: If files are missing, unreadable, empty, of the wrong size or too short for
-            one sample, or a user's callable does not return a data set.
+            one sample, or a user's callable does not return a dataset.
     """
     build = {"text": _build_text, "tokens": _build_tokens}.get(config.source, _build_from_callable)
     datasets = build(config)
@@ -133,7 +133,7 @@ def _split_text(
 
 
 def _extent(dataset: TextFolder) -> str:
-    """Return the number of files and bytes of a data set, as text."""
+    """Return the number of files and bytes of a dataset, as text."""
     begin, end = dataset.starts[:-1], dataset.starts[1:]
     used = int(((end > dataset.first) & (begin < dataset.last)).sum())
     size = (dataset.last - dataset.first) / 1e6
@@ -243,7 +243,7 @@ def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
         raise ConfigError(
             "data.document_masking",
             True,
-            "needs a map-style data set; let the samples of the iterable one contain 'positions'",
+            "needs a map-style dataset; let the samples of the iterable one contain 'positions'",
         )
     if split == "train":
         check_workers("data.workers", config.workers, dataset)

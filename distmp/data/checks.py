@@ -1,4 +1,4 @@
-"""Checks of data sets that users pass, before the first sample is read."""
+"""Checks of datasets that users pass, before the first sample is read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from distmp.errors import ConfigError
 
 
 def check_dataset(setting: str, dataset: Any, workers: int) -> None:
-    """Refuse what is not a data set, or is divided over ranks or workers already.
+    """Refuse what is not a dataset, or is divided over ranks or workers already.
 
     Args:
-        setting: Name of the argument that holds the data set, for messages.
+        setting: Name of the argument that holds the dataset, for messages.
         dataset: What the user has passed.
         workers: Processes that read it.
 
@@ -46,13 +46,13 @@ def problem_of(dataset: Any) -> str | None:
     """Return why samples cannot be read from an object, and what to do; None if they can."""
     if isinstance(dataset, TorchDataLoader | Sampler):
         return (
-            "is not a data set; pass its data set (loader.dataset), without a DistributedSampler: "
+            "is not a dataset; pass its dataset (loader.dataset), without a DistributedSampler: "
             "distmp shuffles, divides the samples over the ranks, and collates"
         )
     if isinstance(dataset, str | bytes | type):
-        return "is not a data set; pass an object with __len__ and __getitem__, or with __iter__"
+        return "is not a dataset; pass an object with __len__ and __getitem__, or with __iter__"
     if isinstance(dataset, Mapping):
-        return f"holds several data sets; pass one of {', '.join(map(repr, list(dataset)[:5]))}"
+        return f"holds several datasets; pass one of {', '.join(map(repr, list(dataset)[:5]))}"
     if isinstance(dataset, Iterator):
         return (
             "can be read only once; pass an object whose __iter__ begins a new pass, such as an "
@@ -62,8 +62,7 @@ def problem_of(dataset: Any) -> str | None:
         return _problem_of_stream(dataset)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (
-            "is not a data set: it needs __len__ and __getitem__ (map-style), or __iter__ "
-            "(iterable)"
+            "is not a dataset: it needs __len__ and __getitem__ (map-style), or __iter__ (iterable)"
         )
     return None if len(dataset) else "has no sample"
 
@@ -72,6 +71,6 @@ def _problem_of_stream(dataset: Any) -> str | None:
     if getattr(dataset, "_distributed", None) is None:  # of Hugging Face
         return None
     return (
-        "is divided over the ranks by split_dataset_by_node; pass the data set before that, "
+        "is divided over the ranks by split_dataset_by_node; pass the dataset before that, "
         "because distmp divides it, too"
     )

@@ -40,7 +40,7 @@ def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
 def collate(samples: Sequence[Any]) -> Any:
     """Combine samples into a microbatch, as torch's `default_collate` does.
 
-    The values of a mapping may be lists of numbers, which is what Hugging Face data sets return
+    The values of a mapping may be lists of numbers, which is what Hugging Face datasets return
     without `with_format("torch")`: they become tensors [batch, length].
 
     Raises:

@@ -24,11 +24,11 @@ class DataLoader:
 
     Iterating runs to the end of the current epoch. All steps have `batch_size` samples: the step
     that crosses the end of an epoch is the last of that epoch and begins with the samples that are
-    left, and the next epoch continues after it. Every rank has to iterate.
+    left, and the next epoch continues after this step. Every rank has to iterate.
 
     Args:
-        dataset: A map-style data set (`__len__` and `__getitem__`), such as those of torch and
-            Hugging Face, or an iterable one. Every rank passes the same data set; of an iterable
+        dataset: A map-style dataset (`__len__` and `__getitem__`), such as those of torch and
+            Hugging Face, or an iterable one. Every rank passes the same dataset; of an iterable
             one, every rank reads all samples and keeps its own.
         batch_size: Samples of one step, over all ranks.
         microbatch_size: Samples of one forward and backward on one rank. None makes one microbatch
@@ -36,20 +36,20 @@ class DataLoader:
         collate_fn: Combines a list of samples into a microbatch; None stacks tensors, numbers and
             lists of numbers like torch's `default_collate`.
         workers: Processes of this rank that prepare microbatches; 0 prepares them in this process.
-            An iterable data set takes at most 1.
-        seed: Seed of the order, and of the random numbers that the data set or `collate_fn` draws
+            An iterable dataset takes at most 1.
+        seed: Seed of the order, and of the random numbers that the dataset or `collate_fn` draws
             from the generators of torch, numpy and Python.
-        shuffle: None shuffles a map-style data set, in another order in each epoch. An iterable one
+        shuffle: None shuffles a map-style dataset, in another order in each epoch. An iterable one
             keeps its own order.
         first_sample: Number of samples consumed before, by all ranks together.
 
     If torchrun has started several processes and the default process group does not exist, it is
     initialized, see `init`.
 
-    Attributes cannot be assigned: an iteration would not notice.
+    Attributes cannot be assigned, because a running iteration would not use the new values.
 
     Raises:
-        ConfigError: If the batch cannot be divided, `dataset` is not a data set, or an attribute is
+        ConfigError: If the batch cannot be divided, `dataset` is not a dataset, or an attribute is
             assigned.
 
     Example:
@@ -89,14 +89,14 @@ class DataLoader:
         self.shuffle = not is_stream(dataset) if shuffle is None else shuffle
         self._samples = first_sample
         self._size = length_of(dataset)
-        self._epoch = 0  # of a data set without a length
+        self._epoch = 0  # of a dataset without a length
         self._begun_at: int | None = None
         self._steps: Generator[Step, None, None] | None = None
         self._check_combinations()
         self._is_built = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to change what an iteration has read already, or never reads again."""
+        """Refuse assignments, which a running iteration would ignore."""
         if not name.startswith("_") and "_is_built" in vars(self):
             raise ConfigError(
                 name,
@@ -117,7 +117,7 @@ class DataLoader:
             raise ConfigError(
                 "shuffle",
                 True,
-                "an iterable data set is read in its own order; shuffle it itself, for example by "
+                "an iterable dataset is read in its own order; shuffle it itself, for example by "
                 "dataset.shuffle(seed=0, buffer_size=1000) of Hugging Face",
             )
         if self._size is not None and self.batch_size > self._size:
@@ -136,7 +136,7 @@ class DataLoader:
     def epoch(self) -> int:
         """The epoch of the next sample, from 0.
 
-        Of a data set without a length, it is known from the first step on, or from a loaded state.
+        If the dataset has no length, it is known after the first step or after `load_state_dict`.
         """
         return self._epoch if self._size is None else self.samples // self._size
 
@@ -144,7 +144,7 @@ class DataLoader:
         """Return the number of steps of the current iteration; before one, of the next.
 
         Raises:
-            TypeError: If the data set has no length, as Python requires.
+            TypeError: If the dataset has no length, as Python requires.
         """
         if self._size is None:
             raise TypeError(f"a {type(self.dataset).__name__} has no length")
@@ -157,7 +157,7 @@ class DataLoader:
         Raises:
             TrainingError: If another rank iterates from another position, or not at all.
         """
-        # A rank that looks at a step alone would train on other samples from then on.
+        # A rank that reads a step alone would train on other samples from then on.
         begin = f"an iteration of a DataLoader from sample {self.samples:,}"
         RollCall(self._world).wait_for_all(begin)
         self._begun_at = begun_at = self.samples
@@ -244,7 +244,7 @@ class DataLoader:
                     name,
                     own[name],
                     f"the saved position is of an order of samples with {name} = {state[name]!r}, "
-                    "and would repeat some samples and leave out others; use the same data set, "
+                    "and would repeat some samples and leave out others; use the same dataset, "
                     "seed and shuffle",
                 )
         if self._steps is not None:
@@ -269,7 +269,7 @@ def _check_numbers(
 
 
 def _shown(value: object) -> object:
-    """Return a number as it is, and the type of anything else, such as a data set."""
+    """Return a number as it is, and the type of anything else, such as a dataset."""
     return value if isinstance(value, int) else type(value).__name__
 
 

@@ -43,8 +43,8 @@ def evaluation_batches(
 
     Args:
         dataset: Map-style dataset, or an iterable one that ends.
-        samples: Number of samples, spread evenly over the dataset; of an iterable one, the first
-            ones. None for all.
+        samples: Number of samples, spread evenly over the dataset; an iterable dataset gives its
+            first samples. None for all.
         microbatch_size: Samples of one forward; the last microbatch may have fewer.
         rank: This rank.
         world_size: Number of ranks that share the evaluation.

@@ -1,4 +1,4 @@
-"""Identifies a data set without reading it."""
+"""Identifies a dataset without reading it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def identity(datasets: Datasets) -> dict[str, Any]:
     """Return what a checkpoint records about the training data, as numbers and text.
 
     Args:
-        datasets: The data sets of the run. A training set may have a method `digest() -> str`;
+        datasets: The datasets of the run. A training set may have a method `digest() -> str`;
             that of text files covers names and sizes of files, not their content.
     """
     train = datasets.train

@@ -47,7 +47,7 @@ def step_batches(
     """Return an endless generator of the microbatches of this rank, one list per step.
 
     Args:
-        dataset: Map-style or iterable data set, see `steps`.
+        dataset: Map-style or iterable dataset, see `steps`.
         seed: Seed of the order (see `distmp.data.order`).
         first_sample: Number of samples that all ranks together have consumed before.
         global_batch_size: Samples of one step, over all ranks.
@@ -57,7 +57,7 @@ def step_batches(
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         pin_memory: Whether tensors are in page-locked memory, for faster copies to a GPU.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-        group: Ranks that compare their data sets, see `steps`.
+        group: Ranks that compare their datasets, see `steps`.
 
     Returns:
         A generator. Its workers end when it is closed or deleted.
@@ -102,21 +102,21 @@ def steps(
     """Yield the steps of this rank, without end.
 
     Args:
-        dataset: Map-style data set, or an iterable one, which is read as `distmp.data.streams`
+        dataset: Map-style dataset, or an iterable one, which is read as `distmp.data.streams`
             describes. It may draw random numbers (see `distmp.data.seeded`); an attribute
             `draws_nothing = True` disables the seeding, which takes time.
         division: How samples are divided over steps, ranks and microbatches.
-        seed: Seed of the order, and of what the data set and `collate_fn` draw.
-        shuffle: False reads a map-style data set in the order of its indices.
+        seed: Seed of the order, and of what the dataset and `collate_fn` draw.
+        shuffle: False reads a map-style dataset in the order of its indices.
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         pin_memory: Whether tensors are in page-locked memory.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-        group: Ranks that compare their data sets: once, and a stream in every step. None compares
+        group: Ranks that compare their datasets: once, and a stream in every step. None compares
             nothing.
-        setting: Name of the setting that holds the data set, for error messages.
+        setting: Name of the setting that holds the dataset, for error messages.
 
     Raises:
-        ConfigError: On every rank, if ranks have different data sets.
+        ConfigError: On every rank, if ranks have different datasets.
     """
     loads: Callable[..., TorchDataLoader[Any]] = functools.partial(
         TorchDataLoader,
@@ -142,14 +142,14 @@ def steps(
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether samples of a data set have no index, and are read in its own order."""
+    """Return whether samples of a dataset have no index, and are read in its own order."""
     if isinstance(dataset, IterableDataset):  # inherits a `__getitem__`
         return True
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
 
 
 def _unchanged(value: Any) -> Any:
-    """Return what is collated already."""
+    """Return a microbatch that is collated already."""
     return value
 
 
@@ -190,7 +190,7 @@ class _SameOnAllRanks:
 
 _SAME_DATA = (
     "ranks read different data; distmp divides the samples over the ranks, so give every rank the "
-    "same data set in the same order: remove split_dataset_by_node or another division by rank, "
+    "same dataset in the same order: remove split_dataset_by_node or another division by rank, "
     "and seed a shuffle with the same number on all ranks"
 )
 
@@ -201,7 +201,7 @@ def _grouped(
     seeded: SeededMicrobatches,
     same: _SameOnAllRanks,
 ) -> Generator[Step, None, None]:
-    """Yield the microbatches of a map-style data set, step by step."""
+    """Yield the microbatches of a map-style dataset, step by step."""
     division, size = sampler.division, sampler.size
     if same.needed:
         same.check(_description(sampler, seeded))
@@ -212,12 +212,12 @@ def _grouped(
 
 
 def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
-    """Describe a map-style data set by its length and next sample, and how steps divide it."""
+    """Describe a map-style dataset by its length and next sample, and how steps divide it."""
     position, batch = sampler.division.first_sample, sampler.division.global_batch_size
     (index,) = sampler.indices(range(position, position + 1))
     with generators_kept():
         once, again = (sample_checksum(seeded.sample(position, index)) for _ in range(2))
-    # A data set may draw from generators of its own, which are not seeded.
+    # A dataset may draw from generators of its own, which are not seeded.
     content = f"checksum {once:08x} of sample {index:,}" if once == again else "random samples"
     return f"{sampler.size:,} samples, {content}, in steps of {batch:,}"
 

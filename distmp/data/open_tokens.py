@@ -24,7 +24,7 @@ def open_tokens(
         setting: Name of the setting that holds the path, for error messages.
 
     Returns:
-        The data set, and its metadata; None without any.
+        The dataset, and its metadata; None without any.
 
     Raises:
         ConfigError: If the files cannot be read, or contradict their metadata or the settings.

@@ -1,8 +1,8 @@
 """The order of samples: a pure function of the seed and the number of samples consumed.
 
-Training reads an endless sequence of epochs, each a permutation of the data set. The permutation is
+Training reads an endless sequence of epochs, each a permutation of the dataset. The permutation is
 not stored. A keyed Feistel network (Luby and Rackoff, 1988) permutes a power of four that is at
-least the size of the data set; positions outside the data set are permuted again until they are
+least the size of the dataset; positions outside the dataset are permuted again until they are
 inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round
 function is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014). All operations are integer
 arithmetic modulo 2**64, so the order is the same with every version of numpy and on every machine,
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from distmp.errors import ConfigError
 
-# Four rounds suffice for a large data set. With few samples more are needed to make all orders
+# Four rounds suffice for a large dataset. With few samples more are needed to make all orders
 # equally likely.
 _ROUNDS = 10
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -33,7 +33,7 @@ def sample_indices(seed: int, first: int, count: int, size: int) -> NDArray[np.i
         seed: Any integer; another seed gives another order.
         first: Number of samples consumed before.
         count: Number of positions.
-        size: Number of samples in the data set. Positions `e * size` to `(e + 1) * size - 1` are
+        size: Number of samples in the dataset. Positions `e * size` to `(e + 1) * size - 1` are
             epoch e and contain every sample once.
 
     Returns:
@@ -172,7 +172,7 @@ class MicrobatchSampler:
 
     Args:
         division: How samples are divided over steps, ranks and microbatches.
-        size: Number of samples in the data set.
+        size: Number of samples in the dataset.
         seed: Seed of the order.
         shuffle: False reads the samples in the order of their indices.
     """

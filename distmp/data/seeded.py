@@ -1,6 +1,6 @@
 """Makes random numbers of samples a function of the seed and the position in the order.
 
-A data set that crops, masks or shuffles draws from torch, numpy or Python's `random`. Seeding them
+A dataset that crops, masks or shuffles draws from torch, numpy or Python's `random`. Seeding them
 for each position gives a resumed run the same samples that it would have had without the
 interruption, with any number of workers and ranks.
 """
@@ -14,10 +14,10 @@ from distmp.utils.generators import generators_kept, seed_generators
 
 
 class SeededMicrobatches:
-    """A data set indexed by (position, index) that seeds the generators with the position.
+    """A dataset indexed by (position, index) that seeds the generators with the position.
 
     Args:
-        dataset: Map-style data set. An attribute `draws_nothing = True` disables the seeding for
+        dataset: Map-style dataset. An attribute `draws_nothing = True` disables the seeding for
             each sample, which takes time.
         seed: Seed of the run.
         collate: Combines samples into a microbatch; it may draw random numbers, too.

@@ -1,4 +1,4 @@
-"""Iterable data sets: samples in the order of the data set, divided over ranks by position.
+"""Iterable datasets: samples in the order of the dataset, divided over ranks by position.
 
 Every rank reads the whole stream and keeps the samples at its positions, so the samples of a step
 are the same at any number of ranks, and the number of consumed samples is the position to resume
@@ -25,11 +25,11 @@ class Step(NamedTuple):
 
     Attributes:
         microbatches: Collated microbatches.
-        epoch: Pass over the data set, from 0, that the first sample of the step belongs to.
+        epoch: Pass over the dataset, from 0, that the first sample of the step belongs to.
         next_epoch: Pass that the first sample after the step belongs to.
-        checksum: Of a stream, checksum of the first sample of the step, over all ranks; 0 if it is
+        checksum: For streams, checksum of the first sample of the step, over all ranks; 0 if it is
             not compared.
-        offset: Of a stream, number of samples of `next_epoch` up to this step.
+        offset: For streams, number of samples of `next_epoch` up to this step.
     """
 
     microbatches: list[Any]
@@ -40,15 +40,15 @@ class Step(NamedTuple):
 
 
 class Stream:
-    """The endless samples of an iterable data set, pass after pass.
+    """The endless samples of an iterable dataset, pass after pass.
 
     The next sample is always read ahead, so that the end of a pass is known with its last sample.
 
     Args:
         dataset: Every `iter(dataset)` begins a new pass. Before each, `set_epoch(epoch)` is
-            called if the data set has it.
-        seed: Seed of random numbers that the data set draws, see `distmp.data.seeded`.
-        first_sample: Number of samples to skip. With a method `skip(n)`, as data sets of Hugging
+            called if the dataset has it.
+        seed: Seed of random numbers that the dataset draws, see `distmp.data.seeded`.
+        first_sample: Number of samples to skip. With a method `skip(n)`, as datasets of Hugging
             Face have it, and with `__len__`, fewer of them are read.
 
     Attributes:
@@ -127,12 +127,12 @@ class Stream:
         name = type(self._dataset).__name__
         if not self._read:
             raise DataError(
-                f"the data set {name} gave no sample in pass {self.epoch + 1}; each call of its "
+                f"the dataset {name} gave no sample in pass {self.epoch + 1}; each call of its "
                 "__iter__ has to begin a new pass"
             )
         if self._length is not None and self._read != self._length:
             raise DataError(
-                f"the data set {name} gave {self._read:,} samples in pass {self.epoch + 1}, and "
+                f"the dataset {name} gave {self._read:,} samples in pass {self.epoch + 1}, and "
                 f"its __len__ is {self._length:,}; correct __len__, or remove it"
             )
         self.epoch += 1
@@ -153,9 +153,9 @@ class StreamSteps(IterableDataset[Step]):
     """The steps of this rank, read from a stream.
 
     Args:
-        dataset: The iterable data set.
+        dataset: The iterable dataset.
         division: How samples are divided over steps, ranks and microbatches.
-        seed: Seed of random numbers that the data set or `collate` draws.
+        seed: Seed of random numbers that the dataset or `collate` draws.
         collate: Combines samples into a microbatch.
         compared: Whether steps contain checksums.
     """
@@ -204,7 +204,7 @@ class StreamSteps(IterableDataset[Step]):
 
 
 def length_of(dataset: Any) -> int | None:
-    """Return the number of samples of a data set; None if it does not know it."""
+    """Return the number of samples of a dataset; None if it does not know it."""
     try:
         return len(dataset)
     except TypeError:

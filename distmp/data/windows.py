@@ -1,4 +1,4 @@
-"""Data sets of windows over the tokens of files, which are read as one sequence."""
+"""Datasets of windows over the tokens of files, which are read as one sequence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Windows(Dataset[dict[str, Tensor]], ABC):
         self.last = int(self.starts[-1])
 
     def part(self: W, first: int, last: int) -> W:
-        """Return the data set of the tokens `first` to `last - 1`."""
+        """Return the dataset of the tokens `first` to `last - 1`."""
         part = copy.copy(self)
         part.first, part.last = first, last
         return part

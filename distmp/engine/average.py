@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, sharded as they are."""
+"""Exponential moving average (EMA) of the weights, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class WeightAverage:
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
-        """Let the engine evaluate the average; afterwards its weights are the same bits as before.
+        """Give the engine the average as its weights; restore the weights bit for bit on exit.
 
-        Average and weights are exchanged tensor by tensor. Every rank has to use it; do not take
-        steps inside. After an exception the engine keeps the average as its weights.
+        Average and weights are swapped tensor by tensor. Every rank has to use it; do not take
+        steps inside. After an exception, the engine keeps the average as its weights.
         """
         kept: dict[str, Tensor] = {}
         self._exchange(kept)
-        # Not in `finally`: ranks exchange together, and after an error others may not come.
+        # Not in `finally`: the swap is collective, and after an error other ranks may not reach it.
         yield
         self._exchange(kept)
 
@@ -89,7 +89,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self, kept: dict[str, Tensor]) -> None:
-        """Exchange average and weights.
+        """Swap average and weights.
 
         Args:
             kept: Weights in 16 bits, which cannot hold the average, while they are replaced.

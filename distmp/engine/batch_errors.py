@@ -16,8 +16,8 @@ from distmp.engine.step_checks import LIST_ADVICE
 from distmp.errors import ConfigError, listed
 from distmp.utils.tensor_trees import described
 
-DICTIONARY_ADVICE = "return dictionaries from the data set"
-KEY_ADVICE = "return it from the data set, or change the loss (model.loss) to read what is there"
+DICTIONARY_ADVICE = "return dictionaries from the dataset"
+KEY_ADVICE = "return it from the dataset, or change the loss (model.loss) to read what is there"
 # A string where a tensor is needed, and the arguments of a forward that do not fit.
 _STRING = re.compile(r"not str\b|'str' object has no attribute")
 _FORWARD = re.compile(r"forward\(\) (got an unexpected|missing|takes|got multiple)")

@@ -661,7 +661,7 @@ class Engine:
             self._warn_about_skips(completed)
 
     def _check_ranks_agree(self, outcome: StepOutcome) -> None:
-        """Raise if ranks took a step with different settings, or an iterable broke its promise."""
+        """Raise if ranks have different settings, or an iterable does not fit `count`."""
         if outcome.ranks_differ:
             self._previous = None  # reported
             with explain_lost_peers(self.world.group):
@@ -669,7 +669,7 @@ class Engine:
                 raise_difference(self.world.group, self._described_settings_of_step())
 
     def _check_sources(self, outcome: StepOutcome) -> None:
-        """Raise if an iterable did not give the announced number of microbatches on any rank."""
+        """Raise if an iterable has another number of microbatches than `count` on any rank."""
         problems = dict(enumerate(self.world.ranks.gather(outcome.microbatch_problem)))
         if any(problems.values()):
             by_rank = "; ".join(
@@ -764,8 +764,8 @@ class Engine:
     def schedule_step(self, metric: float | Tensor) -> float:
         """Let `schedule` adapt the learning rate to a metric; every rank has to call it.
 
-        For a schedule that follows a metric: `torch.optim.lr_scheduler.ReduceLROnPlateau`. Call it
-        where other loops call `scheduler.step(metric)`, for example after each validation.
+        The schedule must follow a metric: `torch.optim.lr_scheduler.ReduceLROnPlateau`. Call this
+        method instead of `scheduler.step(metric)`, for example after each validation.
 
         Args:
             metric: The metric over all ranks, such as the result of `evaluate`: one number, the
@@ -859,15 +859,15 @@ class Engine:
 
         Without `samples`, the result holds the rows of rank 0, then those of rank 1, and so on:
         also the samples that a data loader repeats, to give all ranks the same number. With
-        `samples`, each sample is in the result once, in the order of the numbers.
+        `samples`, each sample is in the result once, in the order of the indices.
 
         Args:
             values: A tensor, or nested dicts, lists and tuples of tensors, with the same structure
                 and dtypes on all ranks. The first dimension is that of the samples; its size may
                 differ between ranks. A 0-dim tensor counts as one row.
-            samples: The number of each row's sample in the data set, an integer tensor of shape
-                (rows,). Rows with a negative number are padding and left out, and so are further
-                rows of the same sample.
+            samples: The index of each row's sample in the dataset, an integer tensor of shape
+                (rows,). Rows with a negative index are padding and are dropped, as are further rows
+                of the same sample.
 
         Returns:
             The same structure on every rank, with all rows, on the devices of `values`; without
@@ -998,8 +998,8 @@ class Engine:
 
         Raises:
             ConfigError: If an argument is invalid, or `numbers` differ between ranks.
-            CheckpointError: On all ranks, if this checkpoint, or the one before in the background,
-                could not be written. Earlier ones are unchanged.
+            CheckpointError: On all ranks, if this checkpoint, or the previous one in the
+                background, could not be written. Earlier checkpoints are unchanged.
         """
         with self._calls.call("save"):
             if self._saves is None:

@@ -55,9 +55,10 @@ class MetricSums:
         for name, metric in self._metrics.items():
             rows.append(self._row(name, metric(_output(outputs), batch)))
         values = torch.stack(rows)
-        # A microbatch that only keeps ranks in step repeats samples, which must not count twice.
+        # A microbatch of weight 0 pads the number of microbatches of a rank with repeated samples,
+        # which must not count twice.
         values[1:] = torch.where(weight == 0, 0.0, values[1:])
-        # Negative weights would give a mean that looks like one.
+        # A mean with negative weights would be wrong without looking wrong.
         self._total += torch.where(values[:, 1:] < 0, math.nan, values)
 
     def result(self, group: dist.ProcessGroup | None) -> Evaluation:

@@ -73,7 +73,7 @@ def _problem(tensors: list[Any], *, has_samples: bool) -> tuple[str, str, str] |
             return "values", kind, "is not a tensor; gather tensors with a row for each sample"
     if has_samples and (tensors[-1].dim() != 1 or not _is_integer(tensors[-1])):
         text = f"{tuple(tensors[-1].shape)} and {dtype_name(tensors[-1].dtype)}"
-        return "samples", text, "must be integers of shape (rows,), the numbers of the samples"
+        return "samples", text, "must be integers of shape (rows,), the indices of the samples"
     counts = sorted({_rows(tensor) for tensor in tensors})
     if len(counts) > 1:
         problem = "must be the same in all tensors, which have a row for each sample"
@@ -128,7 +128,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _once_in_order(samples: Tensor) -> Tensor:
-    """Return the indices of the rows to keep: the first of each sample, sorted by its number."""
+    """Return the indices of the rows to keep: the first of each sample, sorted by sample."""
     numbers, order = samples.sort(stable=True)
     is_first = torch.ones_like(numbers, dtype=torch.bool)
     is_first[1:] = numbers[1:] != numbers[:-1]

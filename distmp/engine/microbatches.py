@@ -58,12 +58,12 @@ class MicrobatchSource:
         return self._next is not _END
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the iterator that gives the microbatches away."""
-        # That of a list needs no call of a Python function for each microbatch.
+        """Return an iterator over the microbatches."""
+        # The iterator of a list needs no Python call per microbatch.
         return iter(self._sequence) if self.is_sequence else self
 
     def __next__(self) -> Any:
-        """Return the microbatch that `advance` has drawn, and hold it no longer."""
+        """Return the microbatch that `advance` has drawn, and drop the reference to it."""
         batch, self._next = self._next, _END
         self._drawn += 1
         if self._keeps:
@@ -75,7 +75,7 @@ class MicrobatchSource:
         if self.is_sequence or self.problem is not None:
             return
         if next(self._iterator, _END) is not _END:
-            self.problem = f"goes on after {self.count} microbatches"
+            self.problem = f"has more than {self.count} microbatches"
 
     def error(self) -> ConfigError:
         """Return the error about the problem."""

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: what to save, writing it for an own loop, and loading it.
+"""Checkpoints of an engine: their content, and how a user's loop writes and loads them.
 
 The trainer and `Engine.save` write the same checkpoints: both use `StateToSave` and the
 `CheckpointWriter`, and both load with `load_checkpoint`.
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 # Timeout of a collective of a save in the background.
 TIMEOUT_SECONDS = 1800.0
-# Key of the caller's numbers among those of a checkpoint. The others are those of a run.
+# Key of the caller's numbers in a checkpoint. All other numbers are those of a run.
 OWN_NUMBERS = "own_loop"
 # Writers with a save in the background, which the end of the process waits for.
 _writing: set[CheckpointWriter] = set()
@@ -84,7 +84,7 @@ def skipped_in_a_row(counts: Tensor) -> int:
 
 
 class Saves:
-    """Writes the checkpoints of an engine in an own loop. All ranks make the same calls.
+    """Writes the checkpoints of an engine in a user's loop. All ranks make the same calls.
 
     Args:
         world: The ranks.

@@ -99,8 +99,8 @@ class EmaConfig:
 
     decay: float = 0.0
     """Share of the average that an update keeps, such as 0.999; 0: no average. After each applied
-    step, average = decay * average + (1 - decay) * weights. Takes 4 bytes per parameter, sharded as
-    the weights are."""
+    step, average = decay * average + (1 - decay) * weights. Takes 4 bytes per parameter, sharded
+    like the weights."""
 
     warmup: bool = False
     """Use min(decay, (1 + n) / (10 + n)) in update n, so that the average of a short run forgets

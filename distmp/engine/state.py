@@ -185,7 +185,7 @@ class EngineState:
         if kept:
             self._warn(
                 "the state has no %s for the trained parameters and the schedule of this engine: "
-                "its learning rates stay as they are",
+                "its learning rates stay unchanged",
                 sorted(kept),
             )
         return kept
@@ -237,7 +237,7 @@ class EngineState:
             if state["rates"].isnan().any():
                 self._warn(
                     "parameter groups %s of this engine have parameters with several learning "
-                    "rates in the state: the rates of these groups stay as they are",
+                    "rates in the state: the rates of these groups stay unchanged",
                     [str(index) for index in state["rates"].isnan().nonzero().flatten().tolist()],
                 )
         self._learning_rates.load_state_dict(state)

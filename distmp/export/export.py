@@ -61,7 +61,7 @@ def export(
             its names.
         ema: Export the average of the weights (setting `ema`). Frozen weights and buffers have no
             average and are those of the model.
-        best: Of a run with early stopping, export the checkpoint of the best validation.
+        best: Export the checkpoint of the best validation, of a run with early stopping.
         merge: Merge the adapters of `model.peft` into the weights. Otherwise, the adapters of such
             a run are written alone, in peft's format.
 

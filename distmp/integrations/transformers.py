@@ -192,7 +192,7 @@ class TrainerMixin(_TrainerBase):
         total = self.accelerator.gather(counts.sum()).sum()
         if total == 0 and self.accelerator.is_main_process:
             logger.warning(
-                "step %d: no label of any rank counts (all are %d), so its gradient is zero; check"
+                "step %d: all labels of all ranks are %d, so its gradient is zero; check"
                 " the labels of the data",
                 self.state.global_step + 1,
                 _IGNORED_LABEL,
@@ -203,10 +203,10 @@ class TrainerMixin(_TrainerBase):
             yield _Microbatch(shares[index].float(), items[index] if is_labels else None)
 
     def _report_non_finite(self, loss: Tensor) -> None:
-        """Warn of a loss that Transformers leaves out of the log; it waits for the loss, too."""
+        """Warn about a loss that Transformers leaves out of the log."""
         if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
             logger.warning(
-                "step %d: the loss of a microbatch of rank %d is %s; the logged loss leaves it out"
+                "step %d: the loss of a microbatch of rank %d is %s; the logged loss excludes it"
                 " (logging_nan_inf_filter), and all ranks skip the step",
                 self.state.global_step + 1,
                 self.accelerator.process_index,
@@ -277,7 +277,7 @@ class _TrainerAccelerator(Accelerator):
 
 
 def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
-    """Return over how many items the loss of a batch is a mean, and whether they are labels.
+    """Return the number of items that the loss of a batch averages, and whether they are labels.
 
     Args:
         batch: A mapping of tensors, or a list of samples.
@@ -302,7 +302,7 @@ def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:
                 name,
                 True,
                 f"policy = {policy!r} is given as well; pass {name}=False (the configurations of"
-                " TRL set bf16 unless told otherwise)",
+                " TRL set bf16 by default)",
             )
 
 
@@ -329,7 +329,7 @@ def _check_trainer(trainer: TrainerMixin) -> None:
         raise ConfigError(
             "loss_type",
             "bnpo",
-            "is a mean of the means of microbatches, whatever their numbers of tokens; use dapo,"
+            "is a mean of the means of microbatches, whatever their number of tokens; use dapo,"
             " the mean over the tokens of all microbatches and ranks",
         )
 

@@ -55,16 +55,16 @@ class LoraSettings:
     """Layers to leave out, with the notation of `target_modules`."""
 
     layers_to_transform: tuple[int, ...] | int | None = None
-    """Numbers of the blocks to change; null: all."""
+    """Indices of the blocks to change; null: all."""
 
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    """Ranks of layers that differ from `r`."""
+    """Values of `r` for single layers."""
 
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """Values of layers that differ from `lora_alpha`."""
+    """Values of `lora_alpha` for single layers."""
 
     use_rslora: bool = False
-    """Divide by the square root of `r` instead."""
+    """Divide `lora_alpha` by the square root of `r` instead of `r`."""
 
     init_lora_weights: Literal[True, "gaussian"] = True
     """Initial values: those of peft, or normally distributed ones."""

@@ -1,4 +1,4 @@
-"""What distmp passes to the functions of a user, and what they return: one table for all pages."""
+"""What distmp passes to users' functions, and what they return, as one table for docs and help."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTRACTS = (
     Contract(
         "data.source",
         "build(split, sequence_length, **data.options)",
-        "the data set of split 'train' or 'validation'; None without validation",
+        "the dataset of split 'train' or 'validation'; None without validation",
     ),
     Contract(
         "data.source",
@@ -40,7 +40,7 @@ CONTRACTS = (
         "model.loss",
         "next_token",
         "cross entropy in nats and the number of targets that are not -100; reads inputs, targets "
-        "and, if there, positions, int64 [batch, time], or Hugging Face's input_ids, labels and "
+        "and, if present, positions, int64 [batch, time], or Hugging Face's input_ids, labels and "
         "attention_mask",
     ),
 )

@@ -76,7 +76,7 @@ def _check_batch(batch: Any) -> None:
         "batch",
         described(batch),
         "the loss next_token reads the keys inputs and targets, both int64 [batch, time], or those "
-        "of Hugging Face, input_ids and labels; return them from the data set, or set model.loss "
+        "of Hugging Face, input_ids and labels; return them from the dataset, or set model.loss "
         "to a function that reads what is there",
     )
 

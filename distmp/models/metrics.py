@@ -51,7 +51,7 @@ def find_metric(name: str, path: str) -> Metric | None:
 
 
 def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the number of right predictions, and of targets that are not IGNORED.
+    """Return the number of correct predictions, and of targets that are not IGNORED.
 
     Args:
         outputs: Logits [..., classes], or an output with an attribute `logits`.
@@ -68,7 +68,7 @@ def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
             "validation.metrics",
             "accuracy",
             "needs logits [..., classes] and integer targets [...] as batch['targets'] or "
-            f"batch[1], but the model returned {[*logits.shape]}{shape}; name a function of yours",
+            f"batch[1], but the model returned {[*logits.shape]}{shape}; name your own function",
         )
     counted = targets != IGNORED
     right = (logits.argmax(-1) == targets) & counted

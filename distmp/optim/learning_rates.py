@@ -177,7 +177,7 @@ class LearningRates:
         return {"rates": torch.tensor(current, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the rates of a state; what it lacks, and what is NaN, stays as it is."""
+        """Continue with the rates of a state; rates that are missing or NaN stay unchanged."""
         if self._plateau is not None and "plateau" in state:
             load_learned(self._plateau, state["plateau"])
         if "rates" not in state:

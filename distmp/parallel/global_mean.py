@@ -30,7 +30,7 @@ def global_mean(
     group: Group | None = None,
     divisor: float | None = None,
 ) -> Tensor:
-    """Return the loss whose gradient is that of the global mean, whatever the wrapper divides by.
+    """Return the loss whose gradient is that of the global mean under any wrapper.
 
     DDP and FSDP average gradients over ranks. If ranks or microbatches have different numbers of
     tokens, the mean of their mean losses is not the mean over tokens. Call `backward` on the
@@ -39,9 +39,9 @@ def global_mean(
     different samples. That includes the ranks of a context-parallel dimension that the wrapper
     reduces over, and counts tensor-parallel ranks once.
 
-    Every rank calls it for every microbatch, also for one without tokens (weight 0). A call is one
-    all-reduce of two numbers per dimension of the data-parallel mesh; the host does not wait for
-    the device. Do not divide the loss again, neither by the number of ranks nor by that of
+    Every rank calls it for every microbatch, also for one without tokens (weight 0). A call takes
+    one all-reduce of two numbers per dimension of the data-parallel mesh; the host does not wait
+    for the device. Do not divide the loss again, neither by the number of ranks nor by that of
     microbatches. A loss scale may multiply it.
 
     Args:
@@ -54,7 +54,8 @@ def global_mean(
         microbatches: Number of microbatches of the step on this rank, which `weight` has to cover.
         group: The ranks that see different samples, a process group or a mesh, if they are not
             the ranks over which the module reduces gradients.
-        divisor: What the sum of gradients over ranks is divided by, if the module does not tell.
+        divisor: What the sum of gradients over ranks is divided by, if the module does not
+            determine it.
 
     A loss that autograd has computed as a mean, such as that of `cross_entropy` or of a model of
     transformers, causes a warning: its gradient would be divided by the weight twice.

@@ -41,7 +41,7 @@ class ModelMemory(NamedTuple):
         stepped: Parameters in the dtypes in which the optimizer steps them.
         masters: FP32 master weights of 16-bit parameters; 0 if the parameters are stepped.
         optimizer_state: State of the optimizer.
-        average: FP32 average of the weights (setting `ema`), sharded as they are; 0 without one.
+        average: FP32 average of the weights (setting `ema`), sharded like them; 0 without one.
         gradients: FP32 gradients.
         root: Parameters outside of the blocks, which FSDP gathers as one unit and keeps.
         root_elements: Number of parameters outside of the blocks.

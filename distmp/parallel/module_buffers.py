@@ -17,8 +17,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 BATCH_BYTES = 64 << 20
 
 
-# Those of all engines in this process. The loss of a generator also runs the discriminator, which
-# another engine trains, and writes to its buffers.
+# The buffers of all engines in this process. The loss of a generator also runs the discriminator,
+# which another engine trains, and writes to its buffers.
 _of_all_engines: weakref.WeakSet[ModuleBuffers] = weakref.WeakSet()
 
 
@@ -126,7 +126,7 @@ class BufferValues:
 def buffers_restored(module: nn.Module) -> Iterator[None]:
     """Restore the buffers at the end, undoing what forward writes, such as running statistics.
 
-    Also those of the modules of all engines, which the forward may run too.
+    This includes the buffers of the modules of all engines, which the forward may run too.
     """
     saved = [BufferValues(module), *_values_of_engines(except_for=module)]
     try:

@@ -1,4 +1,4 @@
-"""Mends what FSDP2 does with modules that `parallelize_module` made tensor-parallel."""
+"""Corrects the reduce dtype of FSDP2 for modules that `parallelize_module` made tensor-parallel."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ class CallbackStates:
     def numbers(self) -> dict[str, Any]:
         """Return the other values of all callbacks, as an entry of a checkpoint's numbers.
 
-        A state that became unsuitable during the run is left out with a warning: the rest of the
-        checkpoint is worth more.
+        A state that became unsuitable during the run is left out with a warning, so that the rest
+        of the checkpoint is saved.
         """
         numbers = {}
         for name, values in self._values():
@@ -158,14 +158,14 @@ def _unsuitable(values: State) -> str | None:
     """Return why JSON would not return the same values, or None."""
     reason = ""
     try:
-        # JSON converts tuples to lists and other keys to text.
+        # JSON converts tuples to lists and other keys to strings.
         if repr(json.loads(json.dumps(values))) == repr(values):
             return None
     except (TypeError, ValueError) as error:
         reason = f" ({error})"
     return (
-        f"cannot be stored as it is{reason} in a checkpoint; use tensors, or numbers, text, None, "
-        "lists, and dictionaries with text as keys"
+        f"cannot be stored as it is{reason} in a checkpoint; use tensors, or numbers, strings, "
+        "None, lists, and dictionaries with string keys"
     )
 
 
@@ -174,7 +174,7 @@ def _difference(
 ) -> str | None:
     parts = []
     if lacking:
-        parts.append(f"has no state of {listed(sorted(lacking))}, which starts anew")
+        parts.append(f"has no state of {listed(sorted(lacking))}, which starts from scratch")
     if unused:
         parts.append(f"has the state of {listed(sorted(unused))}, which this run does not have")
     return f"{checkpoint}: the checkpoint {' and '.join(parts)} (callbacks)" if parts else None

@@ -91,7 +91,7 @@ def _refuse(environment: RankEnvironment, error: Exception) -> int:
 def _run(
     config: Config, environment: RankEnvironment, work: Callable[[Config, RankEnvironment], int]
 ) -> int:
-    # Imported late: torch takes seconds, which the help and errors of settings do not wait for.
+    # Imported late: the help and errors in settings do not wait for torch, which takes seconds.
     from distmp.distributed.world import leave
     from distmp.parallel.reproducible import prepare_cublas
     from distmp.training import failures

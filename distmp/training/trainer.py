@@ -246,7 +246,7 @@ class Trainer:
         self.pending = None
         done = rollback.roll_back(self, result)
         self.rollback_from = None
-        if self._finished_early is not None:  # after a step that was taken back
+        if self._finished_early is not None:  # after a step that the rollback has reverted
             self._stopping, self._finished_early = False, None
         for callback in self._each("on_rollback"):
             callback.on_rollback(self, done)

@@ -12,7 +12,7 @@ MODEL = ".json"
 
 
 def preset_folder() -> Path:
-    """Return the folder of the presets: `configs/` of a clone, which a wheel has as `presets`."""
+    """Return the folder of the presets: `configs/` in a clone, `presets` in a wheel."""
     package = Path(__file__).parents[1]
     installed = package / "presets"
     return installed if installed.is_dir() else package.parent / "configs"

@@ -1,4 +1,4 @@
-"""The data loader of own loops: every sample once per epoch, at any number of ranks."""
+"""The data loader of users' loops: every sample once per epoch, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NumbersWithLength(Numbers):
 
 
 class Skipping(Numbers):
-    """Has the method `skip` of Hugging Face's data sets, and counts the samples it reads."""
+    """Has the method `skip` of Hugging Face's datasets, and counts the samples it reads."""
 
     def __init__(self, length: int, skipped: int = 0, read: list[int] | None = None) -> None:
         super().__init__(length)
@@ -67,7 +67,7 @@ class Skipping(Numbers):
 
 
 def rows(**columns: list[Any]) -> Any:
-    """Return a data set of Hugging Face."""
+    """Return a dataset of Hugging Face."""
     import datasets  # takes seconds, also on each rank of a test
 
     return datasets.Dataset.from_dict(columns)
@@ -303,16 +303,16 @@ def stream_by_node() -> Any:
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (TorchDataLoader([1]), {}, r"DataLoader': is not a data set; pass its data set"),
+        (TorchDataLoader([1]), {}, r"DataLoader': is not a dataset; pass its dataset"),
         (
             DistributedSampler([1], 1, 0),
             {},
-            "DistributedSampler': is not a data set; pass its data set",
+            "DistributedSampler': is not a dataset; pass its dataset",
         ),
         (iter([1, 2]), {}, "can be read only once"),
         ((n for n in range(4)), {}, "can be read only once"),
-        ({"train": [1]}, {}, "holds several data sets; pass one of 'train'"),
-        ("imdb", {}, "is not a data set"),
+        ({"train": [1]}, {}, "holds several datasets; pass one of 'train'"),
+        ("imdb", {}, "is not a dataset"),
         (3, {}, "it needs __len__ and __getitem__"),
         ([], {}, "has no sample"),
         (stream_by_node, {}, "divided over the ranks by split_dataset_by_node"),

@@ -30,9 +30,9 @@ UNITS = {
     "Tokenize text": ("token", "nats per token"),
     "A token file": ("token", "nats per token"),
     "Documents": ("token", "nats per token"),
-    "Columns of a Hugging Face data set": ("token", "nats per token"),
-    "Your own data set": ("sample", ""),
-    "Iterable data sets": ("token", "nats per token"),
+    "Columns of a Hugging Face dataset": ("token", "nats per token"),
+    "Your own dataset": ("sample", ""),
+    "Iterable datasets": ("token", "nats per token"),
 }
 
 

@@ -85,7 +85,7 @@ def test_weights_are_the_fp32_ones(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
 def test_the_average_is_that_of_the_full_weights(kind: str, tmp_path: Path) -> None:
-    found = run_example("An average of the weights", tmp_path, **KINDS[kind])
+    found = run_example("EMA of the weights", tmp_path, **KINDS[kind])
     engine, average = found["engine"], found["average"]
     expected = whole(average.values)
     for seed in range(3):

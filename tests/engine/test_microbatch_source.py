@@ -92,9 +92,9 @@ def test_a_microbatch_is_freed_before_the_next_is_drawn(
     ("given", "count", "message"),
     [
         (lambda: iter(batches(2)), 3, "'ended after 2 of 3 microbatches': the step was not taken"),
-        (lambda: iter(batches(4)), 3, "'goes on after 3 microbatches': the step was not taken"),
+        (lambda: iter(batches(4)), 3, "'has more than 3 microbatches': the step was not taken"),
         (lambda: Sized(batches(2), 3), None, "'ended after 2 of 3 microbatches'"),
-        (lambda: Sized(batches(3), 2), None, "'goes on after 2 microbatches'"),
+        (lambda: Sized(batches(3), 2), None, "'has more than 2 microbatches'"),
         (lambda: iter(()), 3, "is empty; a step needs at least one microbatch"),
         (lambda: batches(2), 3, "count = 3: there are 2 microbatches; leave count out"),
         (lambda: batches(2), 0, "count = 0: use the number of microbatches"),
@@ -142,7 +142,7 @@ def test_iterators_fail_on_all_ranks_together() -> None:
         for given, message in (
             ((1, 2), "'ended after 1 of 2 microbatches on rank 0; is complete on rank 1'"),
             ((1, 1), "ended after 1 of 2 microbatches"),
-            ((2, 3), "'is complete on rank 0; goes on after 2 microbatches on rank 1'"),
+            ((2, 3), "'is complete on rank 0; has more than 2 microbatches on rank 1'"),
         ):
             error: type[Exception] = ConfigError
             if strategy == "fsdp" and given == (1, 2):  # seen before the second microbatch

@@ -1,4 +1,4 @@
-"""`Engine.save`, `Engine.load` and `Engine.export` in an own loop."""
+"""`Engine.save`, `Engine.load` and `Engine.export` in a user's loop."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ MAPPING, LIST = "{inputs: float32 [4, 3], targets: int64 [4]}", "list of float32
     [
         (takes_a_pair, {"inputs": X, "targets": Y}, MAPPING, "takes keys for tensors"),
         (takes_a_pair, {"a": X, "b": X, "c": X}, "{a: float32", "takes keys for tensors (too many"),
-        (reads_keys, [X, Y], LIST, "return dictionaries from the data set"),
+        (reads_keys, [X, Y], LIST, "return dictionaries from the dataset"),
         (passes_all, {"inputs": X, "targets": Y}, MAPPING, "'inputs'; it takes input"),
         (next_token_loss, {"inputs": X}, "{inputs: float32 [4, 3]}", "the loss next_token reads"),
         (next_token_loss, [X, Y], LIST, "the loss next_token reads the keys inputs and targets"),

@@ -318,7 +318,7 @@ def _check_labels(path: Path) -> None:
     with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
         made.train()
     (call,) = warning.call_args_list
-    assert "step 1: no label of any rank counts" in call.args[0] % call.args[1:]
+    assert "step 1: all labels of all ranks are -100" in call.args[0] % call.args[1:]
     assert made.state.log_history[0]["loss"] == made.state.log_history[0]["grad_norm"] == 0
 
 

@@ -1,4 +1,4 @@
-"""The trainer on iterable data sets: the same run at any number of ranks, and after a resume."""
+"""The trainer on iterable datasets: the same run at any number of ranks, and after a resume."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_memory_of_a_run_on_a_stream_is_predicted(tmp_path: Path) -> None:
         ({"options": {"kind": "iterator"}}, "generator, which can be read only once"),
         (
             {"document_masking": True, "end_of_text": 0},
-            r"data\.document_masking = True: needs a map-style data set",
+            r"data\.document_masking = True: needs a map-style dataset",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Finds documents in files and data sets, and divides them into pieces of similar size.
+"""Finds documents in files and datasets, and divides them into pieces of similar size.
 
 The pieces depend only on the input and the requested size, not on how many processes read them.
 """
@@ -30,11 +30,11 @@ class InputError(DataError):
 
 
 class Piece(NamedTuple):
-    """Documents of one file or data set.
+    """Documents of one file or dataset.
 
     Attributes:
         format: "text", "jsonl", "parquet" or "dataset".
-        path: The file, or the folder of the data set.
+        path: The file, or the folder of the dataset.
         first: First byte, row group or row, depending on the format.
         last: First byte, row group or row after the piece.
         size: Approximate size in bytes.
@@ -53,7 +53,7 @@ def find_pieces(inputs: Sequence[str], format_: str, piece_bytes: int) -> list[P
     Args:
         inputs: Files, folders of files, or folders of `Dataset.save_to_disk`.
         format_: One of `FORMATS`; "auto" decides by the suffix of each file.
-        piece_bytes: Size of a piece of a file or data set that can be divided.
+        piece_bytes: Size of a piece of a file or dataset that can be divided.
 
     Raises:
         ConfigError: If an input does not exist, has no files, or cannot be read.
@@ -174,7 +174,7 @@ def _open_dataset(path: Path) -> Any:
     try:
         return datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
-        raise ConfigError("INPUT", str(path), f"is not a saved data set: {error}") from error
+        raise ConfigError("INPUT", str(path), f"is not a saved dataset: {error}") from error
 
 
 def _import(module: str, path: Path) -> Any:

@@ -103,7 +103,7 @@ def _store_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Refuse a model whose parameters are gathered, reduced or stepped unlike the policy says.
+    """Refuse a model whose parameters are gathered, reduced or stepped in other dtypes.
 
     Args:
         model: The model as Lightning's strategy trains it.

@@ -56,7 +56,7 @@ class Conversion:
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
-        """Let the parameters have their FP32 values; what is written to them is kept."""
+        """Point the parameters to their FP32 values, so that writes to them are kept."""
         converted = {parameter: parameter.data for parameter in self.values}
         for parameter, value in self.values.items():
             parameter.data = value.detach()

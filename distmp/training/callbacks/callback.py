@@ -124,8 +124,8 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores of this callback, by key.
 
-        Values are tensors, or what JSON keeps: numbers, text, None, lists, and dictionaries with
-        text as keys. Plain tensors and all other values have to be the same on every rank.
+        Values are tensors, or what JSON keeps: numbers, strings, None, lists, and dictionaries with
+        string keys. Plain tensors and all other values have to be the same on every rank.
         `DTensor`s and `FlatShard`s are stored by all ranks together, and load at another number of
         ranks; return them from `setup` on. Called on every rank, without collectives.
         """

@@ -41,8 +41,8 @@ class EarlyStopping(Callback):
             raise ConfigError(
                 "early_stopping.patience",
                 self._config.patience,
-                "needs held-out data; set data.held_out or data.validation_path, or return a data "
-                "set for the split 'validation'",
+                "needs held-out data; set data.held_out or data.validation_path, or return a "
+                "dataset for the split 'validation'",
             )
         self._checkpointing = trainer.checkpointing
 
@@ -56,7 +56,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting where the checkpoint was saved, and keep what was the best then."""
+        """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._last_step = state["last_step"]
@@ -65,7 +65,7 @@ class EarlyStopping(Callback):
         self._checkpointing.keep(self._best_step)
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        """End again a run that had ended early."""
+        """Stop again if the run had stopped early."""
         self._finish_if_out_of_patience(trainer)
 
     def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:

@@ -29,7 +29,7 @@ class Ema(Callback):
         self._loaded = False
 
     def setup(self, trainer: Trainer) -> None:
-        """Begin with the present weights, which a checkpoint with an average replaces."""
+        """Start with the current weights; a checkpoint with an average replaces them."""
         self.average = WeightAverage(trainer.engine, self._config)
 
     def state_dict(self) -> dict[str, Any]:

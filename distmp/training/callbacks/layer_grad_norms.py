@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class LayerGradNorms(Callback):
     """Adds the norm per layer, before clipping, to the result of a step.
 
-    A layer is a module with own parameters. On CPUs, a step whose optimizer was not called because
-    it was skipped has no norms. The host waits in no step.
+    A layer is a module that has parameters of its own. On CPUs, a skipped step whose optimizer was
+    not called has no norms. The host does not wait for the norms.
 
     Args:
         every: Steps between two measurements, 1 or more.

@@ -184,13 +184,13 @@ def test_a_checkpoint_with_other_callbacks_loads_with_one_message(tmp_path: Path
     checkpoints = tmp_path / "run" / "checkpoints"
     assert resumed(**none, steps=4) == ""
     assert resumed(steps=5, ema={}, early_stopping={}, callbacks=[HISTORY]) == (
-        f"{checkpoints / 'step-000004'}: the checkpoint has no state of History, which starts anew "
-        "(callbacks)"
+        f"{checkpoints / 'step-000004'}: the checkpoint has no state of History, which starts "
+        "from scratch (callbacks)"
     )
     other = {**none, "callbacks": [f"{__name__}:Other"], "ema": {"decay": 0.5}}
     assert resumed(**{**other, "steps": 6}) == (
         f"{checkpoints / 'step-000005'}: the checkpoint has no state of Ema, Other, which starts "
-        "anew and has the state of History, which this run does not have (callbacks)"
+        "from scratch and has the state of History, which this run does not have (callbacks)"
     )
     assert resumed(**{**other, "steps": 7}) == ""
     assert resumed(**none, steps=8) == (
@@ -215,7 +215,9 @@ def test_a_state_that_json_would_change_ends_a_run_before_it_begins(tmp_path: Pa
             run.run(StopSignals())
         assert "state_dict() of callback Bad = " in str(caught.value)
         assert "cannot be stored as it is" in str(caught.value)
-        assert "use tensors, or numbers, text, None, lists, and dictionaries" in str(caught.value)
+        assert "use tensors, or numbers, strings, None, lists, and dictionaries" in str(
+            caught.value
+        )
         assert run.progress.step == 0
 
 
