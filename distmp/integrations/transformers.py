@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, listed
 from distmp.integrations.accelerate import Accelerator
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.precision import PolicyLike, PrecisionPolicy
@@ -23,6 +23,7 @@ from distmp.scaling import LossScaleConfig
 try:
     import transformers
     import transformers.trainer
+    from transformers.trainer_pt_utils import find_batch_size
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
@@ -38,6 +39,14 @@ else:
 logger = logging.getLogger("distmp")
 
 _IGNORED_LABEL = -100
+# What the mixin overrides or reads of `transformers.Trainer`.
+_NEEDED = (
+    "create_accelerator_and_postprocess",
+    "get_batch_samples",
+    "training_step",
+    "_save_scaler",
+    "loss_is_scaled_for_ga",
+)
 # Under a policy without a loss scale, the scaler only skips steps that are not finite.
 _UNSCALED = LossScaleConfig(dynamic=False, init=1.0)
 
@@ -92,13 +101,16 @@ class TrainerMixin(_TrainerBase):
         max_consecutive_skips: int | None = 50,
         **arguments: Any,
     ) -> None:
+        _check_version(transformers.Trainer, *_NEEDED)
         self._requested_policy = policy
         self._scaler_arguments: dict[str, Any] = {
             "loss_scale": loss_scale,
             "max_consecutive_skips": max_consecutive_skips,
         }
         self._microbatches: deque[_Microbatch] = deque()
+        self._ended_iterator: Iterator[Any] | None = None
         super().__init__(*positional, **arguments)
+        _check_version(self, "_loss_shifts_labels")
         _check_trainer(self)
 
     @property
@@ -125,13 +137,33 @@ class TrainerMixin(_TrainerBase):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return the microbatches of a step, and keep the weights of their losses."""
+        """Return the microbatches of a step, and keep the weights of their losses.
+
+        If the data of a rank ends before, no rank gets any: Transformers would not step, and add
+        the gradients of these microbatches to those of the next epoch.
+        """
         if self._normalizes_itself:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
+        if epoch_iterator is self._ended_iterator:  # Transformers asks until `max_steps`
+            return [], None
         # No gather of its own.
         with mock.patch.object(self.args, "average_tokens_across_devices", False):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._microbatches = deque(self._weighted(batches, device))
+        counted = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
+        counts = torch.tensor([int(count) for count, _ in counted], dtype=torch.int64).to(device)
+        numbers = torch.tensor([[len(batches), len(batches) < num_batches]]).to(device)
+        of_ranks = self.accelerator.gather(torch.cat([counts.sum()[None, None], numbers], dim=1))
+        total, microbatches, ended = of_ranks.sum(0)
+        if ended > 0:
+            self._ended_iterator = epoch_iterator
+            self._report_incomplete_step(int(microbatches))
+            return [], None
+        weights = self._weights(counts, total)
+        items = counts.clamp(min=1)
+        self._microbatches = deque(
+            _Microbatch(weights[index], items[index] if is_labels else None)
+            for index, (_, is_labels) in enumerate(counted)
+        )
         return batches, None
 
     def training_step(
@@ -182,14 +214,11 @@ class TrainerMixin(_TrainerBase):
     def _normalizes_itself(self) -> bool:
         return bool(self.loss_is_scaled_for_ga)
 
-    def _weighted(self, batches: list[Any], device: torch.device) -> Iterator[_Microbatch]:
-        """Yield the weights of microbatches: their share of all labels, times the number of ranks.
+    def _weights(self, counts: Tensor, total: Tensor) -> Tensor:
+        """Return the weights of microbatches: their share of all labels, times the number of ranks.
 
         DDP and FSDP divide the sum of gradients by the number of ranks.
         """
-        counted = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
-        counts = torch.tensor([int(count) for count, _ in counted], device=device)
-        total = self.accelerator.gather(counts.sum()).sum()
         if total == 0 and self.accelerator.is_main_process:
             logger.warning(
                 "step %d: all labels of all ranks are %d, so its gradient is zero; check"
@@ -198,9 +227,16 @@ class TrainerMixin(_TrainerBase):
                 _IGNORED_LABEL,
             )
         shares = counts.double() * self.accelerator.num_processes / total.clamp(min=1)
-        items = counts.clamp(min=1)
-        for index, (_, is_labels) in enumerate(counted):
-            yield _Microbatch(shares[index].float(), items[index] if is_labels else None)
+        return shares.float()
+
+    def _report_incomplete_step(self, microbatches: int) -> None:
+        if microbatches > 0 and self.accelerator.is_main_process:
+            logger.warning(
+                "step %d: the data of a rank ended before the step was complete, so all ranks end"
+                " the epoch without its %d microbatches",
+                self.state.global_step + 1,
+                microbatches,
+            )
 
     def _report_non_finite(self, loss: Tensor) -> None:
         """Warn about a loss that Transformers leaves out of the log."""
@@ -280,19 +316,38 @@ def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
     """Return the number of items that the loss of a batch averages, and whether they are labels.
 
     Args:
-        batch: A mapping of tensors, or a list of samples.
+        batch: Tensors in mappings, lists or tuples, with one row per sample; or a list of samples.
         shifted: Whether the loss compares the output at each position with the next label.
     """
-    if not isinstance(batch, Mapping):
+    if isinstance(batch, Mapping):
+        labels = batch.get("shift_labels")
+        if labels is None:
+            labels = batch.get("labels")
+            if isinstance(labels, Tensor) and shifted:
+                labels = labels[..., 1:]
+        if isinstance(labels, Tensor):
+            return labels.ne(_IGNORED_LABEL).sum(), True
+    elif isinstance(batch, list) and all(isinstance(sample, Mapping) for sample in batch):
         return len(batch), False
-    labels = batch.get("shift_labels")
-    if labels is None:
-        labels = batch.get("labels")
-        if isinstance(labels, Tensor) and shifted:
-            labels = labels[..., 1:]
-    if isinstance(labels, Tensor):
-        return labels.ne(_IGNORED_LABEL).sum(), True
-    return len(next(iter(batch.values()))), False
+    samples = find_batch_size(batch)
+    if samples is None:
+        raise TrainingError(
+            "a microbatch has no tensor with samples, so the weight of its loss is not known;"
+            " let data_collator return tensors"
+        )
+    return samples, False
+
+
+def _check_version(trainer: object, *names: str) -> None:
+    """Refuse a version of transformers whose trainer lacks what the mixin overrides or reads."""
+    missing = [name for name in names if not hasattr(trainer, name)]
+    if missing:
+        raise ConfigError(
+            "transformers",
+            transformers.__version__,
+            f"its trainer has no {listed(missing)}, which distmp needs; run pip install"
+            " 'distmp[trainers]'",
+        )
 
 
 def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:

@@ -84,7 +84,7 @@ def global_mean(
     """
     _check_tensors(loss_sum, weight)
     _check_reduction(module, microbatches, group, divisor)
-    _warn_about_mean(loss_sum, weight, microbatches)
+    warn_about_mean("global_mean", loss_sum, weight, microbatches)
     found = [*gradient_reductions(module)]
     if microbatches == 1 and any(reduction.accumulates for reduction in found):
         raise ConfigError(
@@ -145,13 +145,23 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
         raise ConfigError("weight", weight, "must be finite, and 0 or more")
 
 
-def _warn_about_mean(loss: Tensor, weight: Tensor | float, microbatches: int) -> None:
-    # The mean of one sample is its sum. The host does not wait for a weight on a device.
+def warn_about_mean(
+    function: str, loss: Tensor, weight: Tensor | float, microbatches: int = 1
+) -> None:
+    """Warn about a mean in the place of a loss sum; called by a function that users call.
+
+    Args:
+        function: Name of this function.
+        loss: The loss, in whose autograd graph a mean is visible.
+        weight: The weight of the microbatches.
+        microbatches: Number of microbatches. The mean of one sample is its sum.
+    """
+    # The host does not wait for a weight on a device.
     if isinstance(weight, Tensor) and (weight.device.type != "cpu" or is_dtensor(weight)):
         return
     if float(weight) > microbatches and _is_mean(loss):
         warnings.warn(
-            f"global_mean divides the loss by its weight, but the loss is a mean already; pass the "
+            f"{function} divides the loss by its weight, but the loss is a mean already; pass the "
             f"sum (reduction='sum', or loss * number of samples) with the weight {float(weight):g}",
             RuntimeWarning,
             stacklevel=3,

@@ -26,7 +26,13 @@ from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
 from distmp.errors import CheckpointError, ConfigError, TrainingError, listed
 from distmp.scaling.calls import CallLog, Decision, difference
-from distmp.scaling.local_gradients import local_gradients, non_finite_names, square_sum, unscale
+from distmp.scaling.local_gradients import (
+    check_norm,
+    local_gradients,
+    non_finite_names,
+    square_sum,
+    unscale,
+)
 from distmp.scaling.loss_scale import LossScale
 from distmp.scaling.rank_group import RankGroup, current_device
 from distmp.scaling.reduced_flags import (
@@ -305,12 +311,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: For an optimizer that was unscaled or stepped in this iteration.
-            ValueError: If a gradient is a DTensor with the placement Partial.
+            ValueError: If a gradient is a DTensor with the placement Partial, or a shard of FSDP1.
             TrainingError: Like `step`.
             ConfigError: Like `step`.
         """
         self._record_call("clip_grad_norm_")
         members = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        for member in members if self._ranks.world_size > 1 else ():
+            check_norm(member)
         if not self._enabled:
             return self._clip_at_once(members, max_norm)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")

@@ -62,6 +62,19 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
+def check_norm(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters of FSDP1: their gradients are plain tensors, but shards.
+
+    Raises:
+        ValueError: If the optimizer has such a parameter.
+    """
+    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters(optimizer)):
+        raise ValueError(
+            "cannot compute the norm of gradients that FSDP1 shards; call "
+            "scaler.unscale_(optimizer), and then clip_grad_norm_() of the FSDP module"
+        )
+
+
 def _coalesce(gradient: Tensor) -> Tensor:
     """Sum the values of each index, in FP32 if they have 16 bits."""
     if gradient.dtype.itemsize < 4:

@@ -6,11 +6,13 @@ The Trainer's tests use the package `lightning`, these use `lightning_fabric`.
 from __future__ import annotations
 
 import importlib
+import logging
 import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -229,10 +231,19 @@ def _check_mixed_up_calls() -> None:
     backward(weighted=rank() == 0)
     with pytest.raises(TrainingError, match=r"on 1 rank\(s\) the step has a different number"):
         optimizer.step()
-    for weight, shown in ((0, "0"), (-1 if rank() else 9, "nan")):
-        fabric.backward(plugin.weighted_loss(model(batch(0, rank())).sum(), weight))
-        with pytest.raises(TrainingError, match=f"summed over all ranks, is {shown}; it has to be"):
-            optimizer.step()
+    fabric.backward(plugin.weighted_loss(model(batch(0, rank())).sum(), -1 if rank() else 9))
+    with pytest.raises(TrainingError, match="summed over all ranks, is nan; weights have to be"):
+        optimizer.step()
+    optimizer.zero_grad()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    fabric.backward(plugin.weighted_loss(model(batch(0, rank())).sum(), 0))
+    with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+        optimizer.step()
+    assert "is 0, so its gradient is zero" in warning.call_args.args[0]
+    assert all(map(torch.equal, before, model.parameters()))
+    with pytest.warns(RuntimeWarning, match="weighted_loss divides the loss by its weight, but"):
+        plugin.weighted_loss(model(batch(0, rank())).mean(), 4)
+    plugin._weights.begin_step()
     backward(weighted=True)
     with pytest.raises(ConfigError, match="is the second optimizer"):
         fabric.setup_optimizers(sgd(model.parameters())).step()
@@ -333,6 +344,16 @@ def test_weights_on_a_gpu() -> None:
     optimizer.step()
     wanted, _ = reference([[batch(0, 0, 1), batch(1, 0, 5)]])
     assert_weights(_Holder(model.cpu()), wanted, 1e-5)
+
+
+@ranks(1)
+def test_a_lightning_without_the_hook_before_clipping_is_one_message() -> None:
+    plugin = MixedPrecision("fp32", package="pytorch_lightning")
+    with (
+        mock.patch.object(type(plugin), "_base", object),
+        pytest.raises(ConfigError, match="have no _after_closure, where distmp unscales gradients"),
+    ):
+        plugin.connect(nn.Linear(2, 2), [], [])
 
 
 def test_deepspeed_is_refused() -> None:

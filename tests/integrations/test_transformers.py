@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,7 +125,61 @@ def test_gradients_are_those_of_the_global_mean(tmp_path: Path) -> None:
     assert alone.world_size == 1
     with pytest.raises(ConfigError, match="each of the 2 ranks would train a model alone"):
         Trainer(llama(), alone)
+    _check_data_without_length(tmp_path, samples=[10, 6])
     _check_sharded(tmp_path)
+
+
+def _check_data_without_length(path: Path, samples: list[int]) -> None:
+    """What does not fill a step on every rank is left out of this epoch, and of the next one.
+
+    Args:
+        path: Folder of the trainer.
+        samples: Number of samples of each rank; a microbatch has 2, and a step 2 microbatches.
+    """
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            of_rank = samples[dist.get_rank()]
+            return (Sentences(20)[10 * dist.get_rank() + index] for index in range(of_rank))
+
+    def errors(trainer: type[Any]) -> list[float]:
+        class Streaming(trainer):  # type: ignore[misc]
+            def get_train_dataloader(self) -> Any:  # each rank reads its own data
+                return torch.utils.data.DataLoader(Stream(), self.args.per_device_train_batch_size)
+
+        changes = {"max_steps": 5, "learning_rate": 0.0}
+        made = recording(Streaming)(
+            model=llama(), args=arguments(path, **changes), train_dataset=Stream()
+        )
+        made.train()
+        logged = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        found = []
+        for (batches, grads), loss in zip([s for s in made.steps if s[1]], logged, strict=True):
+            wanted, gradient = reference(made.before, batches_of_all_ranks(batches), next_tokens)
+            found.append(max(largest_error(grads, gradient), abs(loss - wanted) / wanted))
+        return found
+
+    with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+        ours = errors(Trainer)
+    assert len(ours) == 5
+    assert max(ours) < 1e-6
+    if len(samples) == 1:  # Transformers begins an epoch with the gradients that are left
+        assert [error > 0.9 for error in errors(transformers.Trainer)] == [
+            False,
+            False,
+            True,
+            False,
+            True,
+        ]
+    messages = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    per_epoch = min(samples) // 4
+    assert len(messages) == (0 if dist.get_rank() else (5 - 1) // per_epoch)
+    left_out = 3 if len(samples) == 2 else 1  # rank 0 has two, the rank that ends has one
+    for text in messages:
+        assert f"all ranks end the epoch without its {left_out} microbatches" in text
 
 
 def _check_sharded(path: Path) -> None:
@@ -265,6 +319,7 @@ def test_one_rank_trains_as_transformers_does_or_refuses(tmp_path: Path) -> None
             made.train()
 
     _check_labels(tmp_path)
+    _check_data_without_length(tmp_path, samples=[10])
     _check_refusals(tmp_path)
 
 
@@ -328,6 +383,33 @@ def test_without_transformers_the_message_says_what_to_install() -> None:
     assert "run pip install 'distmp[trainers]'" in done.stderr
 
 
+def test_another_version_of_transformers_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    with pytest.raises(ConfigError, match="its trainer has no loss_is_scaled_for_ga, which"):
+        Trainer()
+
+
 def test_rules_for_short_runs_grow_earlier() -> None:
     assert LossScaleConfig.for_short_runs() == LossScaleConfig(growth_interval=400)
     assert LossScaleConfig.for_short_runs(growth_interval=50, init=4.0).growth_interval == 50
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ({"pairs": {"left": torch.ones(5, 2), "right": torch.ones(5)}}, 5),
+        ((torch.ones(3, 2), torch.ones(3)), 3),
+        ({"return_loss": True, "pixels": torch.ones(4, 2)}, 4),
+        ([{"prompt": "a"}, {"prompt": "b"}], 2),
+    ],
+)
+def test_a_batch_without_labels_counts_its_samples(batch: Any, samples: int) -> None:
+    from distmp.integrations.transformers import _count
+
+    assert _count(batch, shifted=False) == (samples, False)
+    with pytest.raises(TrainingError, match="let data_collator return tensors"):
+        _count({"text": "a"}, shifted=False)

@@ -106,6 +106,16 @@ def test_two_ranks_train_on_the_mean_of_all_tokens(tmp_path: Path) -> None:
     # float16 has 3 more bits of mantissa.
     assert 100 * mismatch["fp32"] < mismatch["fp16"] < mismatch["bf16-autocast"] / 2
 
+    class Supervising(RolloutMismatchMixin, SFTTrainer):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ConfigError, match="has no _get_per_token_logps_and_entropies, "):
+        Supervising(
+            model=language_model(),
+            args=arguments(tmp_path, SFTConfig, bf16=False),
+            train_dataset=sentences(4),
+            processing_class=tokenizer(),
+        )
     with pytest.raises(ConfigError, match="is a mean of the means of microbatches"):
         grpo(tmp_path, Reinforced, changes={"loss_type": "bnpo"})
 

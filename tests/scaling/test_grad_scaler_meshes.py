@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterable
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distmp import DistributedGradScaler
@@ -139,6 +140,35 @@ def test_the_norm_over_mixed_meshes_counts_each_value_once() -> None:
             step = (old - full(parameter.detach())).double()
             torch.testing.assert_close(step, gradient * 0.25, rtol=1e-3, atol=1e-7)
         model.zero_grad()
+
+
+@ranks(2)
+def test_a_norm_that_tensors_of_one_rank_do_not_tell_is_refused() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 8)
+    plain = nn.Linear(8, 4, bias=False)
+    plain(inputs).square().sum().backward()
+    expected = plain.weight.grad.norm().item()
+    for use_orig_params in (True, False):
+        model = FullyShardedDataParallel(
+            copy.deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = DistributedGradScaler("cpu", init_scale=INIT_SCALE)
+        scaler.scale(model(inputs).square().sum()).backward()
+        with pytest.raises(ValueError, match="gradients that FSDP1 shards; call"):
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.unscale_(optimizer)
+        assert model.clip_grad_norm_(1.0).item() == pytest.approx(expected, rel=1e-5)
+        scaler.step(optimizer)
+        scaler.update()
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+    weight.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    scaler = DistributedGradScaler("cpu", enabled=False)
+    with pytest.raises(ValueError, match="Partial DTensor gradient; redistribute it first"):
+        scaler.clip_grad_norm_(torch.optim.SGD([weight]), 1.0)
 
 
 def adamw(parameters: Iterable[Tensor], *, fused: bool) -> torch.optim.Optimizer:

@@ -26,6 +26,7 @@ from distmp.integrations.lightning.packages import (
     unwrapped,
 )
 from distmp.integrations.lightning.weights import StepWeights
+from distmp.parallel.global_mean import warn_about_mean
 from distmp.precision import PolicyLike
 from distmp.precision.keep import floating_point_cast
 from distmp.precision.switches import product_switches
@@ -127,16 +128,20 @@ class MixedPrecision:
         device, to read the sum of weights.
 
         Args:
-            loss_sum: 0-dim sum of the losses of the samples or tokens of this microbatch.
+            loss_sum: 0-dim sum of the losses of the samples or tokens of this microbatch. A loss
+                that autograd has computed as a mean causes a warning.
             weight: Number of these samples or tokens, 0 or more.
 
         Returns:
-            The loss for backward, 0-dim; its value is the mean loss of this microbatch.
+            The loss for backward, 0-dim; its value is the mean loss of this microbatch. If the
+            weight of all microbatches and ranks is 0, the gradients are 0.
 
         Raises:
             ConfigError: If `loss_sum` is not a 0-dim tensor.
         """
-        return self._weights.loss(loss_sum, weight)
+        loss = self._weights.loss(loss_sum, weight)
+        warn_about_mean("weighted_loss", loss_sum, weight)
+        return loss
 
     def leave_conversion_to_strategy(self) -> None:
         """Let `MasterWeightsStrategy` convert the model, until `teardown`."""
@@ -203,6 +208,13 @@ class MixedPrecision:
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Prepare for the Trainer, which calls this before it trains or evaluates."""
+        if not hasattr(self._base, "_after_closure"):
+            raise ConfigError(
+                "package",
+                self._package,
+                "its precision plugins have no _after_closure, where distmp unscales gradients;"
+                " run pip install 'distmp[trainers]' for a version that distmp is tested with",
+            )
         self._in_trainer = True
         self._unchecked = []
         self._weights, self._unscaled = StepWeights(), {}  # each `fit` has new optimizers

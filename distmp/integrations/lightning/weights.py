@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.local_gradients import local_gradients
 from distmp.scaling.rank_group import RankGroup
+
+logger = logging.getLogger("distmp")
 
 
 class StepWeights:
@@ -72,7 +75,7 @@ class StepWeights:
         Raises:
             ConfigError: If the weights of a step belong to several optimizers.
             TrainingError: On all ranks, if a backward of any rank had no weight, or the weight of
-                all ranks is not positive and finite.
+                any rank is negative or not finite.
         """
         if self._unit is None:
             return
@@ -95,12 +98,17 @@ class StepWeights:
                 f"weighted_loss than of backward (here: {losses} and {backwards}); use "
                 "weighted_loss for every microbatch of every rank, also for an empty one"
             )
-        if not (math.isfinite(weight) and weight > 0):
+        if not math.isfinite(weight):
             raise TrainingError(
-                f"the weight of the step, summed over all ranks, is {weight:g}; it has to be "
-                "positive and finite, and no weight negative: check what weighted_loss gets"
+                f"the weight of the step, summed over all ranks, is {weight:g}; weights have to be "
+                "finite, and 0 or more: check what weighted_loss gets"
             )
-        factor = self._unit * divided_by * self._ranks.world_size / weight
+        if weight == 0:
+            logger.warning(
+                "the weight of the step, summed over all ranks, is 0, so its gradient is zero; "
+                "check the data, and what weighted_loss gets"
+            )
+        factor = self._unit * divided_by * self._ranks.world_size / (weight or math.inf)
         for gradient in local_gradients(optimizer):
             gradient.tensor.mul_(factor)
 
