@@ -243,6 +243,8 @@ def _check_mixed_up_calls() -> None:
     assert all(map(torch.equal, before, model.parameters()))
     with pytest.warns(RuntimeWarning, match="weighted_loss divides the loss by its weight, but"):
         plugin.weighted_loss(model(batch(0, rank())).mean(), 4)
+    with pytest.warns(RuntimeWarning, match="weighted_loss is divided before backward"):
+        fabric.backward(plugin.weighted_loss(model(batch(0, rank())).sum(), 4) / 2)
     plugin._weights.begin_step()
     backward(weighted=True)
     with pytest.raises(ConfigError, match="is the second optimizer"):

@@ -192,7 +192,9 @@ class MixedPrecision:
                 "device", self.device, f"the loss is on {tensor.device.type}; pass its device type"
             )
         self._backwards += 1
-        self._weights.count_backward()
+        # Lightning's automatic optimization divides by `accumulate_grad_batches`.
+        automatic = self._in_trainer and model.automatic_optimization
+        self._weights.count_backward(tensor, divisions=1 if automatic else 0)
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         if self._in_trainer:

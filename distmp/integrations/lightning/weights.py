@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -60,9 +61,28 @@ class StepWeights:
         self._losses += 1
         return _WithGradientOf.apply(loss_sum / self._unit, mean)
 
-    def count_backward(self) -> None:
-        """Count the backward of a microbatch."""
+    def count_backward(self, loss: Tensor, divisions: int) -> None:
+        """Count the backward of a microbatch; warn if its loss is divided once more.
+
+        Args:
+            loss: The loss on which backward is called.
+            divisions: How often the framework divides the result of `weighted_loss`.
+        """
         self._backwards += 1
+        node = loss.grad_fn
+        while node is not None and node.name() == "DivBackward0":
+            node, divisions = node.next_functions[0][0], divisions - 1
+        if (
+            divisions < 0
+            and node is not None
+            and node.name() == f"{_WithGradientOf.__name__}Backward"
+        ):
+            warnings.warn(
+                "the result of weighted_loss is divided before backward, so gradients are too"
+                " small; weighted_loss divides by the weight of all microbatches itself",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def divide(self, optimizer: torch.optim.Optimizer, divided_by: int) -> None:
