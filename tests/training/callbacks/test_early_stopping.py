@@ -126,6 +126,37 @@ def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
 
 
 @ranks(1)
+def test_two_rollbacks_past_the_best_checkpoint_keep_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = [3.0, 2.0, 1.0, *[2.5] * 8]
+    run = trainer(
+        tmp_path / "run",
+        losses,
+        steps=16,
+        checkpoint={"every": 5, "keep": 2},
+        divergence={"on_spike": "rollback"},
+        early_stopping={"patience": 9},
+    )
+    spikes = [8, 8]
+
+    def action(numbers: Any, _: Any) -> SpikeAction | None:
+        """Take back step 8 twice: to step 6, whose validation is the best, and to step 5."""
+        if numbers.applied_total not in spikes:
+            return None
+        spikes.pop()
+        losses[2] = 1.0 if spikes else 2.5
+        return SpikeAction("a spike", "rollback")
+
+    monkeypatch.setattr("distmp.training.trainer.action_for", action)
+    assert messages(run) == [
+        f"best held-out loss 2 at step 4: {run.directory.checkpoints / 'step-000004'}"
+    ]
+    assert run.progress.rollbacks == 2
+    assert checkpoints(run)[0] == "step-000004"
+
+
+@ranks(1)
 def test_data_without_held_out_samples_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path / "run")
     run.components = run.components._replace(
@@ -196,10 +227,15 @@ def test_the_counts_are_those_of_the_definition(
 
 def test_retention_keeps_the_best_checkpoint_and_no_other_one_more() -> None:
     sizes = dict.fromkeys(range(1, 8), 10)
-    assert Retention(last=2, best=3).surplus(sizes) == [1, 2, 4, 5]
-    assert Retention(last=2, best=7).surplus(sizes) == [1, 2, 3, 4, 5]
-    assert Retention(last=2, best=9).surplus(sizes) == [1, 2, 3, 4, 5]
-    assert Retention(last=4, best=3, max_bytes=30).surplus(sizes) == [1, 2, 4, 5]
+    for last, best, max_bytes, expected in (
+        (2, {7: 3}, None, [1, 2, 4, 5]),
+        (2, {6: 3, 7: 3}, None, [1, 2, 4, 5]),
+        (2, {6: 3, 7: 7}, None, [1, 2, 4, 5]),  # a rollback to 6 needs 3
+        (2, {5: 3, 6: 6, 7: 6}, None, [1, 2, 3, 4, 5]),
+        (2, {7: 9}, None, [1, 2, 3, 4, 5]),
+        (4, {7: 3}, 30, [1, 2, 4, 5]),
+    ):
+        assert Retention(last, max_bytes=max_bytes).surplus(sizes, (), best) == expected
 
 
 PATIENCE, EVERY = "--early-stopping.patience=2", "--validation.every=5"
