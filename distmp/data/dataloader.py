@@ -12,7 +12,19 @@ from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
+
+_ARGUMENTS = ("collate_fn", "workers", "seed", "shuffle", "first_sample")
+# What to do about arguments of torch's data loader.
+_INSTEAD_OF = {
+    "num_workers": "use workers",
+    "drop_last": "leave it out: all steps are full, and no sample is dropped",
+    "sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
+    "batch_sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
+    "generator": "use seed, the same on every rank",
+    "worker_init_fn": "leave it out: random numbers follow seed and the position of the sample",
+    "pin_memory": "leave it out: memory is pinned if the device is a GPU",
+}
 
 
 class DataLoader:
@@ -71,7 +83,11 @@ class DataLoader:
         seed: int = 0,
         shuffle: bool | None = None,
         first_sample: int = 0,
+        **unknown: Any,
     ) -> None:
+        for name, value in unknown.items():
+            problem = _INSTEAD_OF.get(name) or nearest(name, _ARGUMENTS)
+            raise ConfigError(name, _shown(value), f"is not an argument; {problem}")
         check_dataset("dataset", dataset, workers)
         self._world = world_of_process()
         if microbatch_size is None:
@@ -236,6 +252,8 @@ class DataLoader:
         Raises:
             ConfigError: If the state is of another order of samples, or of other data.
         """
+        if not isinstance(state, Mapping):
+            raise ConfigError("state", type(state).__name__, "pass what state_dict() returned")
         _check_count("samples", state.get("samples"))
         own = self.state_dict()
         for name in ("size", "seed", "shuffle"):

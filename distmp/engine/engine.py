@@ -156,6 +156,7 @@ class Engine:
         loss_scale: The loss scale.
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
+        loads: Number of checkpoints that `load` has loaded.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
@@ -249,6 +250,7 @@ class Engine:
         self._is_checked = False
         self._previous: StepOutcome | None = None
         self._saves: Saves | None = None
+        self.loads = 0
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -1048,6 +1050,7 @@ class Engine:
             if checkpoint is None:
                 return {"step": int(self._counts[:2].sum())}
             load_checkpoint(self, checkpoint)
+            self.loads += 1
             return loaded_numbers(checkpoint)
 
     def export(

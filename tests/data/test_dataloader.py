@@ -323,6 +323,10 @@ def stream_by_node() -> Any:
         (range(9), {"batch_size": 4.0}, "batch_size = 4.0: must be an integer"),
         (range(9), {"seed": None}, "seed = None: must be an integer"),
         (range(9), {"collate_fn": 3}, "is not a function"),
+        (range(9), {"num_workers": 2}, "num_workers = 2: is not an argument; use workers"),
+        (range(9), {"drop_last": True}, "drop_last = True: .*no sample is dropped"),
+        (range(9), {"generator": CPU}, "generator = 'device': .*use seed"),
+        (range(9), {"suffle": True}, "suffle = True: .*did you mean 'shuffle'"),
     ],
 )
 def test_wrong_use_is_one_message(dataset: Any, options: dict[str, Any], message: str) -> None:
@@ -342,6 +346,8 @@ def test_a_state_of_other_data_is_refused() -> None:
             loader.load_state_dict(state)
     with pytest.raises(ConfigError, match="samples = None"):
         DataLoader(range(10), 4, 2).load_state_dict({})
+    with pytest.raises(ConfigError, match="state = 'NoneType': pass what state_dict"):
+        DataLoader(range(10), 4, 2).load_state_dict(None)  # type: ignore[arg-type]
 
 
 def test_attributes_that_an_iteration_would_not_notice_cannot_be_assigned() -> None:
