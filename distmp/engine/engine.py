@@ -30,6 +30,7 @@ from distmp.distributed.compare_ranks import (
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.own_time import StepClock
 from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_phase
+from distmp.distributed.stopping import until_stop_requested
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.calls import EngineCalls
@@ -817,6 +818,9 @@ class Engine:
 
         Returns:
             The mean over the global weight; NaN if that is 0.
+
+        Raises:
+            ConfigError: If no rank has a microbatch.
         """
         return self.evaluate_metrics(microbatches, {}).loss
 
@@ -836,7 +840,8 @@ class Engine:
                 microbatch and its weight, like that of a loss.
 
         Raises:
-            ConfigError: If a metric returns something else, or there is no output.
+            ConfigError: If a metric returns something else, there is no output, or no rank has a
+                microbatch.
         """
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
@@ -854,7 +859,9 @@ class Engine:
                     if counts:
                         sums.add(batch, loss_sum, weight, outputs)
                     outputs.clear()
-            return sums.result(self.world.group)
+            # A stop ends the batches of a run's validation, perhaps before the first one.
+            ended = isinstance(microbatches, until_stop_requested) and microbatches.ended_early
+            return sums.result(self.world.group, may_be_empty=ended)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:
         """Gather values per sample from all ranks, for a metric; every rank has to call it.

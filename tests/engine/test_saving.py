@@ -138,6 +138,8 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
         engine.save(tmp_path, {"state": {1}} if rank else {})  # raised on rank 0, too
     with pytest.raises(ConfigError, match=r"folder = .*0 on rank 0; .*1 on rank 1: differs betw"):
         engine.save(tmp_path / str(rank))
+    with pytest.raises(ConfigError, match="wait = True on rank 0; False on rank 1: differs betw"):
+        engine.save(tmp_path, wait=not rank)
     with pytest.raises(ConfigError, match=r"keep = 0: use 1 or more checkpoints"):
         engine.save(tmp_path, keep=0)
     assert not [*tmp_path.iterdir()]
