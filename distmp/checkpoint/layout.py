@@ -23,6 +23,15 @@ def final_path(directory: Location, step: int) -> Location:
     return directory / folder_name(step)
 
 
+def has_checkpoint(directory: Location, step: int) -> bool:
+    """Return whether the checkpoint of `step` is there; True if the directory cannot be read."""
+    try:
+        return step in _by_step(storage(directory))
+    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+        logger.warning("cannot list the checkpoints in %s: %s", directory, error)
+        return True
+
+
 def discard(directory: Location, step: int) -> None:
     """Remove the files of a failed save of `step`; log it if that fails."""
     place = storage(directory)
@@ -46,7 +55,7 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
     """
     place = storage(directory)
     try:
-        # Before `clean`, and the latest last: until then it is the newest if this process is killed.
+        # Before `clean`, and the latest one last: it stays the newest if this process is killed.
         for path in [path for s, path in _by_step(place).items() if s > step]:
             aside = place.set_aside(path)
             logger.warning(

@@ -1044,7 +1044,7 @@ class Engine:
             trainer's run, its numbers.
 
         Raises:
-            ConfigError: If there is no checkpoint.
+            ConfigError: If there is no checkpoint, or ranks name different folders.
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
@@ -1053,6 +1053,7 @@ class Engine:
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
+            check_same(self.world.group, self.device, {"folder": str(folder)})
             checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
             if checkpoint is None:
                 return {"step": int(self._counts[:2].sum())}
@@ -1080,6 +1081,7 @@ class Engine:
 
         Raises:
             CheckpointError: On all ranks, if the folder cannot be written, or holds other files.
+            ConfigError: If `state` lacks a weight, or has an unknown one.
         """
         from distmp.export.running import save_weights
 

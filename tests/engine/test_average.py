@@ -160,7 +160,9 @@ def test_weights_that_are_replaced_or_trained_behind_the_average_are_an_error(
     average.update()
     engine.load(tmp_path)
     for use in (average.update, average.as_weights().__enter__):
-        with pytest.raises(TrainingError, match=r"^engine.load has replaced .* average.restart\(\)"):
+        with pytest.raises(
+            TrainingError, match=r"^engine.load has replaced .* average.restart\(\)"
+        ):
             use()
     average.restart()
     average.update()
@@ -168,7 +170,7 @@ def test_weights_that_are_replaced_or_trained_behind_the_average_are_an_error(
     engine.load(tmp_path)
     average.load(average.values)
     average.update()
-    with pytest.raises(TrainingError, match="^steps were taken inside"), average.as_weights():
+    with pytest.raises(TrainingError, match=r"^steps were taken inside"), average.as_weights():
         engine.step(microbatches(1, ONE_RANK[0], 0))
 
 

@@ -94,6 +94,14 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
     assert messages(first) == [
         f"best held-out loss 1.5 at step 6: {first.directory.checkpoints / 'step-000006'}"
     ]
+    path = first.directory.checkpoints / "step-000010"
+    other = trainer(tmp_path / "other", resume=str(path))
+    assert messages(other) == [
+        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}; one is "
+        "in the run that this one continues",
+        "finished after step 12: loss has not improved on 1.5 at step 6 for 3 validations "
+        "(early_stopping.patience)",
+    ]
     resumed = trainer(tmp_path / "run", resume="auto")
     assert messages(resumed)[1].startswith("finished after step 12: ")
 
