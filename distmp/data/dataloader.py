@@ -7,7 +7,7 @@ from typing import Any
 
 from distmp.data.checks import check_dataset
 from distmp.data.evaluation import evaluation_batches
-from distmp.data.loading import Collate, is_stream, steps
+from distmp.data.loading import Collate, check_same_data, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
@@ -204,9 +204,7 @@ class DataLoader:
         world = self._world
         return steps(
             self.dataset,
-            Division(
-                self.samples, self.batch_size, self.microbatch_size, world.rank, world.world_size
-            ),
+            self._division(self.samples),
             seed=self.seed,
             shuffle=self.shuffle,
             workers=self.workers,
@@ -216,13 +214,30 @@ class DataLoader:
             setting="dataset",
         )
 
+    def _division(self, first_sample: int) -> Division:
+        rank, world_size = self._world.rank, self._world.world_size
+        return Division(first_sample, self.batch_size, self.microbatch_size, rank, world_size)
+
     def once(self) -> Iterator[Any]:
         """Yield microbatches in which each sample occurs exactly once over all ranks.
 
         This is for `Engine.evaluate` and `Engine.evaluate_metrics`; it does not change the
-        position. All ranks get the same number of microbatches. If the last ones are missing on
-        some ranks, these get one as `ForwardOnly`, which the engine does not count.
+        position. Every rank has to call it. All ranks get the same number of microbatches. If the
+        last ones are missing on some ranks, these get one as `ForwardOnly`, which the engine does
+        not count.
+
+        Raises:
+            ConfigError: If ranks have different map-style data sets.
         """
+        if self._world.group is not None and not is_stream(self.dataset):
+            RollCall(self._world).wait_for_all("DataLoader.once()")
+            check_same_data(
+                self.dataset,
+                self._division(0),
+                seed=self.seed,
+                group=self._world.group,
+                setting="dataset",
+            )
         return evaluation_batches(
             self.dataset,
             samples=None,

@@ -406,6 +406,10 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
     for dataset in (list(shares[rank]), OfRank(*shares), list(range(20 + rank))):
         with pytest.raises(ConfigError, match=r"on rank 0; .* on rank 1: ranks read different"):
             next(iter(DataLoader(dataset, 4, 2)))
+    for dataset in (list(shares[rank]), list(range(20 + rank))):
+        with pytest.raises(ConfigError, match=r"on rank 0; .* on rank 1: ranks read different"):
+            DataLoader(dataset, 4, 2).once()
+    assert len([*DataLoader(Unseeded(), 4, 2).once()]) == 2
     # Samples may differ between ranks if they differ between two reads on a rank.
     assert len(next(iter(DataLoader(Unseeded(), 4, 2)))) == 1
     with pytest.raises(ConfigError, match=r"in steps of 4 on rank 0; .* in steps of 8 on rank 1"):
