@@ -80,6 +80,11 @@ def resume(engines: dict[str, distmp.Engine], folder: str) -> int:
     return common
 
 
+def save(engines: dict[str, distmp.Engine], folder: str) -> None:
+    for name, engine in engines.items():
+        engine.save(f"{folder}/{name}")
+
+
 @torch.no_grad()
 def mean_radius(generator: distmp.Engine, random: torch.Generator) -> float:
     """Return the mean distance of generated points from the center, over all ranks."""
@@ -94,14 +99,15 @@ def train(steps: int, folder: str, policy: str = "bf16-autocast") -> float:
     generator, discriminator = build(policy)
     engines = {"generator": generator, "discriminator": discriminator}
     start = resume(engines, folder)
+    if start == 0:  # a step that both have, if the process ends between the two saves below
+        save(engines, folder)
     # Draw different points on each rank, and after a restart.
     random = torch.Generator().manual_seed(1000 * start + generator.world.rank)
     for _ in range(start, steps):
         noise = torch.randn(BATCH, NOISE, generator=random)
         discriminator.check(discriminator.step([(points(random), noise)]))
         generator.check(generator.step([torch.randn(BATCH, NOISE, generator=random)]))
-    for name, engine in engines.items():
-        engine.save(f"{folder}/{name}")
+    save(engines, folder)
     return mean_radius(generator, random)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from distmp.checkpoint import manifest
 from distmp.checkpoint.location import Location
+from distmp.checkpoint.manifest import State
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import Storage, folder_name, storage
 from distmp.errors import CheckpointError
@@ -19,6 +21,15 @@ logger = logging.getLogger("distmp")
 def final_path(directory: Location, step: int) -> Location:
     """Return the path of the checkpoint of `step`; an object store may append a suffix."""
     return directory / folder_name(step)
+
+
+def has_checkpoint(directory: Location, step: int) -> bool:
+    """Return whether the checkpoint of `step` is there; True if the directory cannot be read."""
+    try:
+        return step in _by_step(storage(directory))
+    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+        logger.warning("cannot list the checkpoints in %s: %s", directory, error)
+        return True
 
 
 def discard(directory: Location, step: int) -> None:
@@ -44,10 +55,8 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
     """
     place = storage(directory)
     try:
-        place.clean()
-        by_step = {e.step: e.path for e in reversed(place.entries()) if e.finished}
-        for later in [s for s in by_step if s > step]:
-            path = by_step.pop(later)
+        # Before `clean`, and the latest one last: it stays the newest if this process is killed.
+        for path in [path for s, path in _by_step(place).items() if s > step]:
             aside = place.set_aside(path)
             logger.warning(
                 "the run continued from an earlier step and saved step %d: the later checkpoint %s "
@@ -56,8 +65,12 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
                 path,
                 aside,
             )
+        place.clean()
+        by_step = _by_step(place)
         sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in by_step.items()}
-        surplus = retention.surplus(sizes, _possibly_unhealthy(by_step))
+        states = _states(by_step)
+        best = {s: state.best for s, state in states.items() if state.best is not None}
+        surplus = retention.surplus(sizes, _possibly_unhealthy(states), best)
         for old in surplus:
             place.remove(by_step[old])
         kept = sum(size for s, size in sizes.items() if s not in surplus)
@@ -75,6 +88,11 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
         )
 
 
+def _by_step(place: Storage[Any]) -> dict[int, Location]:
+    """Return the finished checkpoints by step, in ascending order."""
+    return {e.step: e.path for e in reversed(place.entries()) if e.finished}
+
+
 def _tidy_abandoned(place: Storage[Any], retention: Retention, kept_bytes: int) -> None:
     for number, entry in enumerate(place.abandoned()):
         if retention.max_bytes is not None:
@@ -84,7 +102,16 @@ def _tidy_abandoned(place: Storage[Any], retention: Retention, kept_bytes: int) 
             place.remove(entry.path)
 
 
-def _possibly_unhealthy(by_step: Mapping[int, Location]) -> set[int]:
+def _states(by_step: Mapping[int, Location]) -> dict[int, State]:
+    """Return the content of `state.json` by step; damage is found before a checkpoint is loaded."""
+    states = {}
+    for step, path in by_step.items():
+        with contextlib.suppress(CheckpointError):
+            states[step] = manifest.read(path)
+    return states
+
+
+def _possibly_unhealthy(states: Mapping[int, State]) -> set[int]:
     """Return the steps of the unhealthy checkpoints and of those that may turn out to be.
 
     The latter were saved after a skipped step, and no later one shows an update of their weights:
@@ -92,11 +119,8 @@ def _possibly_unhealthy(by_step: Mapping[int, Location]) -> set[int]:
     """
     unhealthy = set()
     updated_at = 0
-    for step in sorted(by_step, reverse=True):
-        try:
-            state = manifest.read(by_step[step])
-        except CheckpointError:  # damaged: it is found before the checkpoint is loaded
-            continue
+    for step in sorted(states, reverse=True):
+        state = states[step]
         unproven = state.health.skipped_in_a_row > 0 and updated_at <= step
         if state.health.problem is not None or unproven:
             unhealthy.add(step)

@@ -79,6 +79,7 @@ class State:
             checksums.
         crc32: CRC-32 of the content; 0 in a checkpoint without checksums.
         health: Whether a run should continue from this state.
+        best: Step of the best checkpoint when this one was saved; None for none.
     """
 
     step: int
@@ -86,6 +87,7 @@ class State:
     files: dict[str, FileSum] | None
     crc32: int
     health: Health = HEALTHY
+    best: int | None = None
 
     @property
     def updated_at(self) -> int:
@@ -94,7 +96,11 @@ class State:
 
 
 def encode(
-    step: int, numbers: dict[str, Any], files: dict[str, FileSum], health: Health = HEALTHY
+    step: int,
+    numbers: dict[str, Any],
+    files: dict[str, FileSum],
+    health: Health = HEALTHY,
+    best: int | None = None,
 ) -> bytes:
     """Return the bytes of `state.json`.
 
@@ -103,6 +109,7 @@ def encode(
         numbers: Values that JSON can represent.
         files: Size and checksum of the other files, by name.
         health: Whether a run should continue from this state.
+        best: Step of the best checkpoint so far; None for none.
 
     Raises:
         TypeError: If `numbers` holds a value that JSON cannot represent.
@@ -115,6 +122,8 @@ def encode(
         state["unhealthy"] = health.problem
     if health.skipped_in_a_row:
         state["skipped_in_a_row"] = health.skipped_in_a_row
+    if best is not None:
+        state["best"] = best
     # The sum covers what will be read: JSON converts other keys to strings.
     state["crc32"] = f"{_content_sum(json.loads(json.dumps(state))):08x}"
     return json.dumps(state, indent=2).encode() + b"\n"
@@ -228,7 +237,8 @@ def _decode(state: dict[str, Any]) -> State:
     }
     skipped = check_number("its skipped steps", state.get("skipped_in_a_row", 0))
     health = Health(state.get("unhealthy"), skipped)
-    return State(state["step"], state["numbers"], files, written, health)
+    best = None if "best" not in state else check_number("its best step", state["best"])
+    return State(state["step"], state["numbers"], files, written, health, best)
 
 
 def check_name(name: str) -> str:

@@ -21,7 +21,9 @@ class Retention:
         max_bytes: Total size in bytes above which checkpoints are removed: first an unhealthy one,
             then the oldest; never the latest healthy one, and none that is kept permanently. None:
             no limit.
-        best: Step of a checkpoint that is kept in addition; None for none.
+        best: Step of the best checkpoint so far, which `state.json` of the new one names; None for
+            none. It is kept for as long as one of the latest checkpoints names it: a rollback to
+            that one needs it again.
     """
 
     last: int = 2
@@ -29,17 +31,25 @@ class Retention:
     max_bytes: int | None = None
     best: int | None = None
 
-    def surplus(self, sizes: Mapping[int, int], unhealthy: Collection[int] = ()) -> list[int]:
+    def surplus(
+        self,
+        sizes: Mapping[int, int],
+        unhealthy: Collection[int] = (),
+        best: Mapping[int, int] | None = None,
+    ) -> list[int]:
         """Return the steps of the checkpoints to remove, in this order.
 
         Args:
             sizes: Size of each checkpoint in bytes, by step.
             unhealthy: Steps of the unhealthy checkpoints.
+            best: Step of the best checkpoint that a checkpoint names, by step.
         """
         steps = sorted(sizes)
         healthy = [step for step in steps if step not in unhealthy]
-        permanent = self._permanent(healthy) | {step for step in steps if step == self.best}
-        wanted = {*steps[-1:], *healthy[-self.last :], *permanent}
+        latest = {*steps[-1:], *healthy[-self.last :]}
+        named = {best[step] for step in latest if step in best} if best else set()
+        permanent = self._permanent(healthy) | named.intersection(steps)
+        wanted = latest | permanent
         removed = [step for step in steps if step not in wanted]
         if self.max_bytes is None:
             return removed

@@ -107,7 +107,7 @@ def save(
 
     def finish() -> str:
         permit()
-        state = manifest.encode(step, numbers, files, health)
+        state = manifest.encode(step, numbers, files, health, retention.best)
         final = _finish(directory, writing, state, files)
         tidy(directory, step, retention)
         _report_mark(final, health.problem)

@@ -81,7 +81,7 @@ class CheckpointWriter:
     Attributes:
         saved_step: Step of the latest complete checkpoint of this run; None if there is none.
         stalled_seconds: Time that training has waited for saves so far, in seconds.
-        best_step: Step of a checkpoint to keep regardless of later saves; None for none.
+        best_step: Step of the best checkpoint so far, see `Retention`; None for none.
     """
 
     def __init__(

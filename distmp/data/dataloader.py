@@ -7,12 +7,24 @@ from typing import Any
 
 from distmp.data.checks import check_dataset
 from distmp.data.evaluation import evaluation_batches
-from distmp.data.loading import Collate, is_stream, steps
+from distmp.data.loading import Collate, check_same_data, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
+
+_ARGUMENTS = ("collate_fn", "workers", "seed", "shuffle", "first_sample")
+# What to do about arguments of torch's data loader.
+_INSTEAD_OF = {
+    "num_workers": "use workers",
+    "drop_last": "leave it out: all steps are full, and no sample is dropped",
+    "sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
+    "batch_sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
+    "generator": "use seed, the same on every rank",
+    "worker_init_fn": "leave it out: random numbers follow seed and the position of the sample",
+    "pin_memory": "leave it out: memory is pinned if the device is a GPU",
+}
 
 
 class DataLoader:
@@ -71,7 +83,11 @@ class DataLoader:
         seed: int = 0,
         shuffle: bool | None = None,
         first_sample: int = 0,
+        **unknown: Any,
     ) -> None:
+        for name, value in unknown.items():
+            problem = _INSTEAD_OF.get(name) or nearest(name, _ARGUMENTS)
+            raise ConfigError(name, _shown(value), f"is not an argument; {problem}")
         check_dataset("dataset", dataset, workers)
         self._world = world_of_process()
         if microbatch_size is None:
@@ -188,9 +204,7 @@ class DataLoader:
         world = self._world
         return steps(
             self.dataset,
-            Division(
-                self.samples, self.batch_size, self.microbatch_size, world.rank, world.world_size
-            ),
+            self._division(self.samples),
             seed=self.seed,
             shuffle=self.shuffle,
             workers=self.workers,
@@ -200,13 +214,30 @@ class DataLoader:
             setting="dataset",
         )
 
+    def _division(self, first_sample: int) -> Division:
+        rank, world_size = self._world.rank, self._world.world_size
+        return Division(first_sample, self.batch_size, self.microbatch_size, rank, world_size)
+
     def once(self) -> Iterator[Any]:
         """Yield microbatches in which each sample occurs exactly once over all ranks.
 
         This is for `Engine.evaluate` and `Engine.evaluate_metrics`; it does not change the
-        position. All ranks get the same number of microbatches. If the last ones are missing on
-        some ranks, these get one as `ForwardOnly`, which the engine does not count.
+        position. Every rank has to call it. All ranks get the same number of microbatches. If the
+        last ones are missing on some ranks, these get one as `ForwardOnly`, which the engine does
+        not count.
+
+        Raises:
+            ConfigError: If ranks have different map-style datasets.
         """
+        if self._world.group is not None and not is_stream(self.dataset):
+            RollCall(self._world).wait_for_all("DataLoader.once()")
+            check_same_data(
+                self.dataset,
+                self._division(0),
+                seed=self.seed,
+                group=self._world.group,
+                setting="dataset",
+            )
         return evaluation_batches(
             self.dataset,
             samples=None,
@@ -236,6 +267,8 @@ class DataLoader:
         Raises:
             ConfigError: If the state is of another order of samples, or of other data.
         """
+        if not isinstance(state, Mapping):
+            raise ConfigError("state", type(state).__name__, "pass what state_dict() returned")
         _check_count("samples", state.get("samples"))
         own = self.state_dict()
         for name in ("size", "seed", "shuffle"):

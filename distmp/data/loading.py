@@ -141,6 +141,20 @@ def steps(
     return _grouped(loader, sampler, seeded, same)
 
 
+def check_same_data(
+    dataset: Any, division: Division, *, seed: int, group: dist.ProcessGroup | None, setting: str
+) -> None:
+    """Compare the length and a sample of a map-style dataset between ranks. Collective.
+
+    Raises:
+        ConfigError: On every rank, if ranks have different datasets.
+    """
+    same = _SameOnAllRanks(group, setting)
+    if same.needed:
+        sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=False)
+        same.check(_description(sampler, SeededMicrobatches(dataset, seed, _unchanged)))
+
+
 def is_stream(dataset: Any) -> bool:
     """Return whether samples of a dataset have no index, and are read in its own order."""
     if isinstance(dataset, IterableDataset):  # inherits a `__getitem__`

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
+from distmp.errors import TrainingError
 from distmp.utils.dtensor import local_values
 from distmp.utils.flat_shard import FlatShard
 
@@ -39,7 +40,11 @@ class WeightAverage:
         """Include the weights after the last step, unless it was skipped. The host does not wait.
 
         Call it once after each `Engine.step`.
+
+        Raises:
+            TrainingError: If `Engine.load` has replaced the weights since the average began.
         """
+        self._check_not_replaced()
         share = self._share()
         for name, weights in self._engine.weights().items():
             if name not in self.values:  # unfrozen during training
@@ -56,6 +61,7 @@ class WeightAverage:
         for name in self.values.keys() & values.keys():
             if values[name] is not self.values[name]:
                 local(self.values[name]).copy_(local(values[name]))
+        self._loads = self._engine.loads
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -65,19 +71,39 @@ class WeightAverage:
                 local(self.values[name]).copy_(local(weights))
             else:
                 self.values[name] = _copy(weights)
+        self._loads = self._engine.loads
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
         """Give the engine the average as its weights; restore the weights bit for bit on exit.
 
-        Average and weights are swapped tensor by tensor. Every rank has to use it; do not take
-        steps inside. After an exception, the engine keeps the average as its weights.
+        Average and weights are swapped tensor by tensor. Every rank has to use it. After an
+        exception, the engine keeps the average as its weights.
+
+        Raises:
+            TrainingError: At the end, if steps were taken inside, which train the average; and as
+                `update`.
         """
+        self._check_not_replaced()
         kept: dict[str, Tensor] = {}
         self._exchange(kept)
+        counts = self._engine.step_counts.clone()
         # Not in `finally`: the swap is collective, and after an error other ranks may not reach it.
         yield
+        if not torch.equal(self._engine.step_counts, counts):
+            raise TrainingError(
+                "steps were taken inside of average.as_weights(), so they have trained the "
+                "average; take steps outside, and start again from a checkpoint"
+            )
         self._exchange(kept)
+
+    def _check_not_replaced(self) -> None:
+        if self._engine.loads != self._loads:
+            raise TrainingError(
+                "engine.load has replaced the weights since their average began; after it, call "
+                "average.load(values) with the average that you saved, or average.restart() to "
+                "begin with the loaded weights"
+            )
 
     def _share(self) -> Tensor:
         """Return the share of the weights in this update, FP32 0-dim; 0 after a skipped step."""
@@ -95,6 +121,8 @@ class WeightAverage:
             kept: Weights in 16 bits, which cannot hold the average, while they are replaced.
         """
         for name, weights in self._engine.weights().items():
+            if name not in self.values:  # unfrozen after the last update
+                continue
             live, average = local(weights), local(self.values[name])
             before = live.clone()
             if name in kept:

@@ -30,6 +30,7 @@ from distmp.distributed.compare_ranks import (
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.own_time import StepClock
 from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_phase
+from distmp.distributed.stopping import until_stop_requested
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.calls import EngineCalls
@@ -156,6 +157,7 @@ class Engine:
         loss_scale: The loss scale.
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
+        loads: Number of checkpoints that `load` has loaded.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
@@ -249,6 +251,7 @@ class Engine:
         self._is_checked = False
         self._previous: StepOutcome | None = None
         self._saves: Saves | None = None
+        self.loads = 0
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -815,6 +818,9 @@ class Engine:
 
         Returns:
             The mean over the global weight; NaN if that is 0.
+
+        Raises:
+            ConfigError: If no rank has a microbatch.
         """
         return self.evaluate_metrics(microbatches, {}).loss
 
@@ -834,7 +840,8 @@ class Engine:
                 microbatch and its weight, like that of a loss.
 
         Raises:
-            ConfigError: If a metric returns something else, or there is no output.
+            ConfigError: If a metric returns something else, there is no output, or no rank has a
+                microbatch.
         """
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
@@ -852,7 +859,9 @@ class Engine:
                     if counts:
                         sums.add(batch, loss_sum, weight, outputs)
                     outputs.clear()
-            return sums.result(self.world.group)
+            # A stop ends the batches of a run's validation, perhaps before the first one.
+            ended = isinstance(microbatches, until_stop_requested) and microbatches.ended_early
+            return sums.result(self.world.group, may_be_empty=ended)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:
         """Gather values per sample from all ranks, for a metric; every rank has to call it.
@@ -1035,7 +1044,7 @@ class Engine:
             trainer's run, its numbers.
 
         Raises:
-            ConfigError: If there is no checkpoint.
+            ConfigError: If there is no checkpoint, or ranks name different folders.
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
@@ -1044,10 +1053,12 @@ class Engine:
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
+            check_same(self.world.group, self.device, {"folder": str(folder)})
             checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
             if checkpoint is None:
                 return {"step": int(self._counts[:2].sum())}
             load_checkpoint(self, checkpoint)
+            self.loads += 1
             return loaded_numbers(checkpoint)
 
     def export(
@@ -1070,6 +1081,7 @@ class Engine:
 
         Raises:
             CheckpointError: On all ranks, if the folder cannot be written, or holds other files.
+            ConfigError: If `state` lacks a weight, or has an unknown one.
         """
         from distmp.export.running import save_weights
 

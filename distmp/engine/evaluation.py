@@ -41,6 +41,7 @@ class MetricSums:
     def __init__(self, metrics: Mapping[str, MetricFunction], device: torch.device) -> None:
         self._metrics = dict(metrics)
         self._total = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
+        self._microbatches = 0
 
     def add(self, batch: Any, loss_sum: Tensor, weight: Tensor, outputs: list[Any]) -> None:
         """Add a microbatch. If its loss has no weight, its metrics do not count, either.
@@ -51,6 +52,7 @@ class MetricSums:
             weight: Weight of the loss, 0-dim.
             outputs: What the model returned in each of its calls.
         """
+        self._microbatches += 1
         rows = [torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])]
         for name, metric in self._metrics.items():
             rows.append(self._row(name, metric(_output(outputs), batch)))
@@ -61,13 +63,24 @@ class MetricSums:
         # A mean with negative weights would be wrong without looking wrong.
         self._total += torch.where(values[:, 1:] < 0, math.nan, values)
 
-    def result(self, group: dist.ProcessGroup | None) -> Evaluation:
-        """Return the means over all ranks, in one all-reduce; the host waits."""
+    def result(self, group: dist.ProcessGroup | None, *, may_be_empty: bool) -> Evaluation:
+        """Return the means over all ranks, in one all-reduce; the host waits.
+
+        Raises:
+            ConfigError: On all ranks, if there was no microbatch, unless there may be none.
+        """
+        totals = torch.cat([self._total, self._total.new_tensor([[self._microbatches, 0]])])
         if group is not None:
-            dist.all_reduce(self._total, group=group)
-        loss, *metrics = (
-            total / weight if weight else math.nan for total, weight in self._total.tolist()
-        )
+            dist.all_reduce(totals, group=group)
+        *sums, (microbatches, _) = totals.tolist()
+        if not (microbatches or may_be_empty):
+            raise ConfigError(
+                "microbatches",
+                "none on any rank",
+                "there is nothing to evaluate; an iterator gives its batches only once, so pass "
+                "another one each time: loader.once()",
+            )
+        loss, *metrics = (total / weight if weight else math.nan for total, weight in sums)
         return Evaluation(loss, dict(zip(self._metrics, metrics, strict=True)))
 
     def _row(self, name: str, result: Any) -> Tensor:

@@ -119,7 +119,9 @@ class Saves:
             self._world,
         )
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
-        check_same(self._world.group, self._world.device, {"folder": str(folder), **described})
+        # A rank that waits would write in another process group than one that does not.
+        described |= {"folder": str(folder), "keep": repr(keep), "wait": repr(bool(wait))}
+        check_same(self._world.group, self._world.device, described)
         self.finish()
         step, tensors, held, health = StateToSave.of(engine)
         self._writer.redirect(directory, retention)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.world import World
-from distmp.errors import CheckpointError, DistmpError
+from distmp.errors import CheckpointError, ConfigError, DistmpError, listed
 from distmp.export.files import MAX_SHARD_SIZE, write
 from distmp.export.sources import EngineWeights
+from distmp.export.weights import PREFIX
 from distmp.models import huggingface
 from distmp.models.architecture import TRANSFORMER
 from distmp.models.transformer import Transformer
@@ -43,7 +44,7 @@ def save_weights(
 ) -> None:
     """Write the FP32 weights of an engine as safetensors; see `Engine.export`."""
     ranks, writes = engine.world.ranks, engine.world.rank == 0
-    weights = EngineWeights(engine.state_dict() if state is None else state, keep=writes)
+    weights = EngineWeights(_checked(state, engine.state_dict()), keep=writes)
     problem = None
     try:
         write(
@@ -58,6 +59,26 @@ def save_weights(
         problem = str(error)
     if problems := [found for found in ranks.gather(problem) if found is not None]:
         raise CheckpointError(problems[0])
+
+
+def _checked(state: Mapping[str, Tensor] | None, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the state to write; None stands for the engine's own one.
+
+    Raises:
+        ConfigError: If it lacks a weight of the engine, or has another one.
+    """
+    if state is None:
+        return own
+    weights, given = ({name for name in s if name.startswith(PREFIX)} for s in (own, state))
+    for problem, names in (("lacks", weights - given), ("has the unknown", given - weights)):
+        if names:
+            raise ConfigError(
+                "state",
+                f"{len(state)} tensors",
+                f"{problem} {listed(sorted(names))}; pass engine.state_dict() | "
+                "{'model/NAME': tensor, ...}, with the names of the engine's weights",
+            )
+    return state
 
 
 def trained_weights(engine: RunningEngine) -> dict[str, Tensor]:

@@ -191,6 +191,21 @@ def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
     assert lives > 3
 
 
+def test_killed_twice_while_the_run_goes_back(tmp_path: Path) -> None:
+    """The checkpoint that the first crash left without its replacement stays the latest."""
+    for lives in itertools.count():
+        directory = tmp_path / str(lives)
+        for earlier in (1, 4):
+            save(directory, earlier, keep=2, content="old")
+        assert killed_save(directory, 4, 2, "lost", lives=3)
+        assert names(directory) == ["step-000001", "step-000004.replaced", "step-000004.writing"]
+        killed = killed_save(directory, 0, 2, "new", lives)
+        assert found(directory) in ((4, "old"), (0, "new"))
+        if not killed:
+            break
+    assert lives > 3
+
+
 class CrashingSaves(RuleBasedStateMachine):
     """Saves that are killed at any one of their operations on the file system."""
 

@@ -323,6 +323,10 @@ def stream_by_node() -> Any:
         (range(9), {"batch_size": 4.0}, "batch_size = 4.0: must be an integer"),
         (range(9), {"seed": None}, "seed = None: must be an integer"),
         (range(9), {"collate_fn": 3}, "is not a function"),
+        (range(9), {"num_workers": 2}, "num_workers = 2: is not an argument; use workers"),
+        (range(9), {"drop_last": True}, "drop_last = True: .*no sample is dropped"),
+        (range(9), {"generator": CPU}, "generator = 'device': .*use seed"),
+        (range(9), {"suffle": True}, "suffle = True: .*did you mean 'shuffle'"),
     ],
 )
 def test_wrong_use_is_one_message(dataset: Any, options: dict[str, Any], message: str) -> None:
@@ -342,6 +346,8 @@ def test_a_state_of_other_data_is_refused() -> None:
             loader.load_state_dict(state)
     with pytest.raises(ConfigError, match="samples = None"):
         DataLoader(range(10), 4, 2).load_state_dict({})
+    with pytest.raises(ConfigError, match="state = 'NoneType': pass what state_dict"):
+        DataLoader(range(10), 4, 2).load_state_dict(None)  # type: ignore[arg-type]
 
 
 def test_attributes_that_an_iteration_would_not_notice_cannot_be_assigned() -> None:
@@ -400,6 +406,10 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
     for dataset in (list(shares[rank]), OfRank(*shares), list(range(20 + rank))):
         with pytest.raises(ConfigError, match=r"on rank 0; .* on rank 1: ranks read different"):
             next(iter(DataLoader(dataset, 4, 2)))
+    for dataset in (list(shares[rank]), list(range(20 + rank))):
+        with pytest.raises(ConfigError, match=r"on rank 0; .* on rank 1: ranks read different"):
+            DataLoader(dataset, 4, 2).once()
+    assert len([*DataLoader(Unseeded(), 4, 2).once()]) == 2
     # Samples may differ between ranks if they differ between two reads on a rank.
     assert len(next(iter(DataLoader(Unseeded(), 4, 2)))) == 1
     with pytest.raises(ConfigError, match=r"in steps of 4 on rank 0; .* in steps of 8 on rank 1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -35,6 +36,21 @@ def run_example(folder: Path) -> tuple[float, float, list[str]]:
     after = gan.train(400, str(folder))
     saved = [path.name for path in sorted((folder / "generator").iterdir())]
     return before, after, saved
+
+
+def end_between_the_first_saves(folder: Path) -> tuple[float, float]:
+    gan = example()
+    radius = gan.train(3, str(folder))
+    shutil.rmtree(folder / "discriminator" / "step-000003")
+    return radius, gan.train(3, str(folder))
+
+
+def test_the_gan_continues_after_an_end_between_its_first_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    ((before, after),) = run_ranks(end_between_the_first_saves, 1, tmp_path, timeout=60)
+    assert before == after
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -13,9 +13,11 @@ from torch import Tensor
 from distmp.engine import Engine
 from distmp.engine.average import WeightAverage, local
 from distmp.engine.settings import EmaConfig
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
+from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from tests.ranks import ranks
 from tests.reference import (
+    FOUR_RANKS,
     ONE_RANK,
     TWO_RANKS,
     Batch,
@@ -42,6 +44,12 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp, fp16": {"strategy": "fsdp", "policy": "fp16"},
     "fsdp, fp32": {"strategy": "fsdp"},
     "fsdp1, bf16": {"strategy": "fsdp1", "policy": "bf16"},
+    # Shards of one rank, which each of the two ranks replicates.
+    "hsdp, fp16": {
+        "strategy": "hsdp",
+        "policy": "fp16",
+        "parallel": ParallelConfig(ShardingConfig(shard_size=1)),
+    },
 }
 
 
@@ -119,6 +127,51 @@ def test_a_save_in_the_background_has_the_weights_and_not_their_average(tmp_path
     engine.wait_for_save()
     engine.load(tmp_path)
     assert_same_bits(snapshot(engine), saved)
+
+
+@ranks(4, timeout=150)
+def test_the_average_of_replicated_shards_follows_its_recurrence() -> None:
+    sharding = ShardingConfig(shard_size=2, accumulate="hybrid")
+    engine = make_engine(strategy="hsdp", policy="bf16", parallel=ParallelConfig(sharding))
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    expected = {name: value.double() for name, value in weights(engine).items()}
+    for number in range(3):
+        engine.step(microbatches(number, FOUR_RANKS[number], engine.world.rank))
+        average.update()
+        for name, value in weights(engine).items():
+            expected[name] = DECAY * expected[name] + (1 - DECAY) * value.double()
+    values = gathered(average.values)
+    for name, value in values.items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7)
+    before = snapshot(engine)
+    with average.as_weights():
+        assert_same_bits(weights(engine), values)
+    assert_same_bits(snapshot(engine), before)
+
+
+def test_weights_that_are_replaced_or_trained_behind_the_average_are_an_error(
+    tmp_path: Path,
+) -> None:
+    engine = make_engine(strategy="single")
+    engine.step(microbatches(0, ONE_RANK[0], 0))
+    engine.save(tmp_path)
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    engine.load(tmp_path / "none", missing_ok=True)
+    average.update()
+    engine.load(tmp_path)
+    for use in (average.update, average.as_weights().__enter__):
+        with pytest.raises(
+            TrainingError, match=r"^engine.load has replaced .* average.restart\(\)"
+        ):
+            use()
+    average.restart()
+    average.update()
+    assert_same_bits(gathered(average.values), weights(engine))
+    engine.load(tmp_path)
+    average.load(average.values)
+    average.update()
+    with pytest.raises(TrainingError, match=r"^steps were taken inside"), average.as_weights():
+        engine.step(microbatches(1, ONE_RANK[0], 0))
 
 
 @ranks(2)

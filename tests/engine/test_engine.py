@@ -560,7 +560,9 @@ def test_evaluation_is_the_mean_over_all_samples_and_changes_nothing() -> None:
 
 
 def test_evaluation_of_nothing() -> None:
-    assert math.isnan(make_engine().evaluate([]))
+    for nothing in ([], iter(())):
+        with pytest.raises(ConfigError, match=r"none on any rank': there is nothing .*loader.once"):
+            make_engine().evaluate(nothing)
     assert math.isnan(make_engine().evaluate(empty_batches(0)))
 
 

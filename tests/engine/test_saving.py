@@ -138,12 +138,26 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
         engine.save(tmp_path, {"state": {1}} if rank else {})  # raised on rank 0, too
     with pytest.raises(ConfigError, match=r"folder = .*0 on rank 0; .*1 on rank 1: differs betw"):
         engine.save(tmp_path / str(rank))
+    with pytest.raises(ConfigError, match="wait = True on rank 0; False on rank 1: differs betw"):
+        engine.save(tmp_path, wait=not rank)
     with pytest.raises(ConfigError, match=r"keep = 0: use 1 or more checkpoints"):
         engine.save(tmp_path, keep=0)
     assert not [*tmp_path.iterdir()]
     with pytest.raises(ConfigError, match=r"folder = .*missing.* does not exist"):
         engine.load(tmp_path / "missing")
     assert engine.load(tmp_path / "missing", missing_ok=True) == {"step": 0}
+    with pytest.raises(ConfigError, match=r"folder = .*0 on rank 0; .*1 on rank 1: differs betw"):
+        engine.load(tmp_path / str(rank), missing_ok=True)
+    wrong = engine.state_dict() | {"model/module.bias": torch.ones(1)}
+    for state, problem in (
+        (engine.weights(), "lacks model/"),
+        (wrong, "has the unknown model/mod"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"^state = .* tensors': {problem}.*; pass engine.st"
+        ):
+            engine.export(tmp_path / "average", state)
+    assert not (tmp_path / "average").exists()
     (tmp_path / "ckpt.pt").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot save .*ckpt.pt.*File exists"):
         engine.save(tmp_path / "ckpt.pt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from distmp.checkpoint.layout import final_path
+from distmp.checkpoint.layout import final_path, has_checkpoint
 from distmp.errors import ConfigError
 from distmp.training.callbacks.callback import Callback
 
@@ -85,12 +85,19 @@ class EarlyStopping(Callback):
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
         """Print the best value and where its checkpoint is."""
-        if self._best is not None:
-            path = final_path(trainer.directory.checkpoints, self._best_step)
-            trainer.console.message(
-                f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
-                f"{path}"
-            )
+        if self._best is None:
+            return
+        trainer.checkpointing.writer.finish()
+        directory = trainer.directory.checkpoints
+        where = str(final_path(directory, self._best_step))
+        # The last step is saved after this.
+        is_last = self._best_step == trainer.progress.step
+        if trainer.world.rank == 0 and not (is_last or has_checkpoint(directory, self._best_step)):
+            where = f"no checkpoint in {directory}; one is in the run that this one continues"
+        trainer.console.message(
+            f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
+            f"{where}"
+        )
 
     def _improves(self, value: float) -> bool:
         """Return whether a value is better than the best one; NaN never is."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 from distmp.callback_settings import CallbackSetting
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
 from distmp.training.callbacks.callback import Callback
 
 
@@ -20,12 +20,20 @@ def load_callbacks(entries: Sequence[CallbackSetting]) -> list[Callback]:
 
 
 def check_hooks(callbacks: Iterable[Callback]) -> None:
-    """Refuse hooks that do not take the arguments that they are called with.
+    """Refuse hooks that are never called, or do not take the arguments that they are called with.
 
     Raises:
         ConfigError: Naming the first one, such as a hook of an earlier version.
     """
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in callbacks:
+        for name in dir(callback):
+            if name.startswith("on_") and name not in hooks and callable(getattr(callback, name)):
+                raise ConfigError(
+                    "callbacks",
+                    type(callback).__name__,
+                    f"its {name} is not a hook, and is never called; {nearest(name, hooks)}",
+                )
         for name, function in vars(Callback).items():
             hook = getattr(callback, name)
             if name.startswith("_") or getattr(hook, "__func__", None) is function:

@@ -256,6 +256,21 @@ def test_a_hook_with_other_parameters_is_refused_before_the_run(tmp_path: Path) 
     )
 
 
+class Misspelled(Callback):
+    def on_steps_end(self, trainer: Trainer, result: StepResult) -> None:
+        """Is never called."""
+
+
+@ranks(1)
+def test_a_hook_that_does_not_exist_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, SetupError)) as caught:
+        trainer(tmp_path / "run", Misspelled())
+    assert str(caught.value) == (
+        "callbacks = 'Misspelled': its on_steps_end is not a hook, and is never called; did you "
+        "mean 'on_step_end'?"
+    )
+
+
 class Phases(Callback):
     """Notes what a hang report would name."""
 

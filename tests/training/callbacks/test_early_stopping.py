@@ -94,6 +94,14 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
     assert messages(first) == [
         f"best held-out loss 1.5 at step 6: {first.directory.checkpoints / 'step-000006'}"
     ]
+    path = first.directory.checkpoints / "step-000010"
+    other = trainer(tmp_path / "other", resume=str(path))
+    assert messages(other) == [
+        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}; one is "
+        "in the run that this one continues",
+        "finished after step 12: loss has not improved on 1.5 at step 6 for 3 validations "
+        "(early_stopping.patience)",
+    ]
     resumed = trainer(tmp_path / "run", resume="auto")
     assert messages(resumed)[1].startswith("finished after step 12: ")
 
@@ -123,6 +131,37 @@ def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
         f"best held-out loss 2 at step 4: {run.directory.checkpoints / 'step-000004'}"
     ]
     assert checkpoints(run) == ["step-000004", "step-000014"]
+
+
+@ranks(1)
+def test_two_rollbacks_past_the_best_checkpoint_keep_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = [3.0, 2.0, 1.0, *[2.5] * 8]
+    run = trainer(
+        tmp_path / "run",
+        losses,
+        steps=16,
+        checkpoint={"every": 5, "keep": 2},
+        divergence={"on_spike": "rollback"},
+        early_stopping={"patience": 9},
+    )
+    spikes = [8, 8]
+
+    def action(numbers: Any, _: Any) -> SpikeAction | None:
+        """Take back step 8 twice: to step 6, whose validation is the best, and to step 5."""
+        if numbers.applied_total not in spikes:
+            return None
+        spikes.pop()
+        losses[2] = 1.0 if spikes else 2.5
+        return SpikeAction("a spike", "rollback")
+
+    monkeypatch.setattr("distmp.training.trainer.action_for", action)
+    assert messages(run) == [
+        f"best held-out loss 2 at step 4: {run.directory.checkpoints / 'step-000004'}"
+    ]
+    assert run.progress.rollbacks == 2
+    assert checkpoints(run)[0] == "step-000004"
 
 
 @ranks(1)
@@ -196,10 +235,15 @@ def test_the_counts_are_those_of_the_definition(
 
 def test_retention_keeps_the_best_checkpoint_and_no_other_one_more() -> None:
     sizes = dict.fromkeys(range(1, 8), 10)
-    assert Retention(last=2, best=3).surplus(sizes) == [1, 2, 4, 5]
-    assert Retention(last=2, best=7).surplus(sizes) == [1, 2, 3, 4, 5]
-    assert Retention(last=2, best=9).surplus(sizes) == [1, 2, 3, 4, 5]
-    assert Retention(last=4, best=3, max_bytes=30).surplus(sizes) == [1, 2, 4, 5]
+    for last, best, max_bytes, expected in (
+        (2, {7: 3}, None, [1, 2, 4, 5]),
+        (2, {6: 3, 7: 3}, None, [1, 2, 4, 5]),
+        (2, {6: 3, 7: 7}, None, [1, 2, 4, 5]),  # a rollback to 6 needs 3
+        (2, {5: 3, 6: 6, 7: 6}, None, [1, 2, 3, 4, 5]),
+        (2, {7: 9}, None, [1, 2, 3, 4, 5]),
+        (4, {7: 3}, 30, [1, 2, 4, 5]),
+    ):
+        assert Retention(last, max_bytes=max_bytes).surplus(sizes, (), best) == expected
 
 
 PATIENCE, EVERY = "--early-stopping.patience=2", "--validation.every=5"
