@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from distmp.engine.step_checks import LIST_ADVICE
@@ -21,6 +22,8 @@ KEY_ADVICE = "return it from the dataset, or change the loss (model.loss) to rea
 # A string where a tensor is needed, and the arguments of a forward that do not fit.
 _STRING = re.compile(r"not str\b|'str' object has no attribute")
 _FORWARD = re.compile(r"forward\(\) (got an unexpected|missing|takes|got multiple)")
+# A target of `cross_entropy` or `nll_loss` that is no class.
+_TARGET = re.compile(r"Target -?\d+ is out of bounds")
 
 
 @contextmanager
@@ -29,27 +32,48 @@ def explain_batch_errors(batch: Any, model: nn.Module) -> Iterator[None]:
 
     Raises:
         ConfigError: In place of a KeyError for a missing key of the batch, of an IndexError for an
-            id above a vocabulary, of a TypeError for arguments that the model does not take, and of
-            errors for a batch that the loss function takes for a container of another kind.
+            id above a vocabulary or a target that is no class, of a TypeError for arguments that
+            the model does not take, and of errors for a batch that the loss function takes for a
+            container of another kind.
     """
     try:
         yield
     except ConfigError:
         raise
     except IndexError as error:
-        if "out of range in self" not in str(error) and "out of bounds" not in str(error):
-            raise
-        raise ConfigError(
-            "batch",
-            _integer_ranges(batch),
-            f"an id is too large: {error}; the model has embeddings of {_embedding_sizes(model)} "
-            "rows",
-        ) from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = _misread_batch(batch, error, model)
+        problem = _bad_index(error, model)
         if problem is None:
             raise
-        raise ConfigError(*problem) from error
+        raise ConfigError("batch", _integer_ranges(batch), problem) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        misread = _misread_batch(batch, error, model)
+        if misread is None:
+            raise
+        raise ConfigError(*misread) from error
+
+
+def _bad_index(error: IndexError, model: nn.Module) -> str | None:
+    """Return what is wrong with an index of the batch; None for other errors."""
+    text = str(error).removesuffix(".")
+    if _TARGET.match(text):
+        classes = _classes(error)
+        if classes is None:
+            return f"{text}; the model returns fewer classes, or the target is negative"
+        return f"{text}; the model returns {classes} classes: use targets from 0 to {classes - 1}"
+    if "out of range in self" in text:  # of an embedding
+        rows = _embedding_sizes(model)
+        return f"an id is too large: {text}; the model has embeddings of {rows} rows"
+    return f"an index is too large: {text}" if "out of bounds" in text else None
+
+
+def _classes(error: IndexError) -> int | None:
+    """Return the number of classes in the input of torch's loss that raised; None if unknown."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == functional.__name__:
+            scores = frame.f_locals.get("input")
+            if isinstance(scores, Tensor) and scores.ndim:
+                return scores.shape[min(1, scores.ndim - 1)]
+    return None
 
 
 def _misread_batch(batch: Any, error: Exception, model: nn.Module) -> tuple[str, str, str] | None:

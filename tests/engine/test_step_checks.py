@@ -237,6 +237,39 @@ def test_ids_above_the_vocabulary_are_named_in_later_steps() -> None:
         engine.step([words(0, target=11)])
 
 
+def spatial(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    """Compute a loss of logits [batch, classes, 2], as of pixels."""
+    logits = model(batch[0])[..., None].expand(-1, -1, 2)
+    return F.cross_entropy(logits, batch[1][:, None].expand(-1, 2), reduction="sum"), 1
+
+
+def negative_log_likelihood(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    return F.nll_loss(model(batch[0]).log_softmax(-1), batch[1], reduction="sum"), 1
+
+
+def picked(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    return -sum(row[batch[1][0]] for row in model(batch[0]).log_softmax(-1)), 1
+
+
+@pytest.mark.parametrize("target", [12, -3])
+@pytest.mark.parametrize("loss", [summed, spatial, negative_log_likelihood])
+def test_a_target_that_is_no_class_names_the_classes(loss: Any, target: int) -> None:
+    for policy in ("fp32", "bf16"):
+        engine = make(loss, nn.Linear(3, 10), policy=policy)
+        engine.step([pair()])
+        with pytest.raises(ConfigError) as error:
+            engine.step([(X, torch.full((4,), target))])
+        assert str(error.value) == (
+            f"batch = '[1] from {target} to {target}': Target {target} is out of bounds; the model "
+            "returns 10 classes: use targets from 0 to 9"
+        )
+
+
+def test_another_index_that_is_too_large_is_quoted() -> None:
+    with pytest.raises(ConfigError, match="an index is too large: index 12 .* with size 10$"):
+        make(picked, nn.Linear(3, 10)).step([(X, torch.full((4,), 12))])
+
+
 # Likely mistakes
 
 MEAN = "the loss looks like a mean"
