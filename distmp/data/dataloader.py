@@ -267,9 +267,12 @@ class DataLoader:
         Raises:
             ConfigError: If the state is of another order of samples, or of other data.
         """
-        if not isinstance(state, Mapping):
-            raise ConfigError("state", type(state).__name__, "pass what state_dict() returned")
-        _check_count("samples", state.get("samples"))
+        if not isinstance(state, Mapping) or "samples" not in state:
+            found = [*state] if isinstance(state, Mapping) else type(state).__name__
+            raise ConfigError(
+                "state", found, "is not a state of a DataLoader; pass what state_dict() returned"
+            )
+        _check_count("samples", state["samples"])
         own = self.state_dict()
         for name in ("size", "seed", "shuffle"):
             if name in state and state[name] != own[name]:

@@ -1006,7 +1006,8 @@ class Engine:
             Path of the checkpoint.
 
         Raises:
-            ConfigError: If an argument is invalid, or `numbers` differ between ranks.
+            ConfigError: If an argument is invalid, such as a folder that is named like a file
+                (`model.pt`), or `numbers` differ between ranks.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
                 background, could not be written. Earlier checkpoints are unchanged.
         """
@@ -1070,8 +1071,9 @@ class Engine:
     ) -> None:
         """Write the FP32 weights as safetensors; every rank has to call it.
 
-        The folder has the format of `distmp export`. All ranks gather one tensor at a time, and
-        rank 0 writes it. An existing folder of weights is replaced when the new one is complete.
+        The folder has the format of `distmp export`; it has a `config.json` only if the model is
+        one of transformers or distmp's transformer. All ranks gather one tensor at a time, and rank
+        0 writes it. An existing folder of weights is replaced when the new one is complete.
 
         Args:
             folder: The folder to write.
@@ -1081,7 +1083,8 @@ class Engine:
 
         Raises:
             CheckpointError: On all ranks, if the folder cannot be written, or holds other files.
-            ConfigError: If `state` lacks a weight, or has an unknown one.
+            ConfigError: If `state` lacks a weight, or has an unknown one, if `folder` is named like
+                a file (`model.safetensors`), or if `max_shard_size` is not positive.
         """
         from distmp.export.running import save_weights
 

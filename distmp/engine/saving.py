@@ -27,6 +27,7 @@ from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.errors import CheckpointError, ConfigError, SetupError, listed
+from distmp.utils.files import check_folder_name
 
 if TYPE_CHECKING:
     from distmp.engine.engine import Engine
@@ -115,8 +116,7 @@ class Saves:
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
         directory, retention, own = _on_all_ranks(
-            lambda: (locate("folder", str(folder)), _retention(keep), _checked_numbers(numbers)),
-            self._world,
+            lambda: (_directory(folder), _retention(keep), _checked_numbers(numbers)), self._world
         )
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
@@ -185,6 +185,11 @@ def _finish_all() -> None:
     error = getattr(sys, "last_value", None)  # what ends the process, if it is an exception
     while _writing:
         _writing.pop().__exit__(type(error) if error else None, error, None)
+
+
+def _directory(folder: str | Path) -> Location:
+    check_folder_name("folder", folder)
+    return locate("folder", str(folder))
 
 
 def _retention(keep: int | None) -> Retention:

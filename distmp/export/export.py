@@ -20,7 +20,7 @@ from distmp.checkpoint.layout import final_path
 from distmp.checkpoint.manifest import check_number
 from distmp.errors import ConfigError, nearest
 from distmp.export.adapters import AdapterWeights, MergedWeights, updates_of, write_adapter
-from distmp.export.files import MAX_SHARD_SIZE, Weights, write
+from distmp.export.files import MAX_SHARD_SIZE, Weights, check_shard_size, write
 from distmp.export.sources import CheckpointWeights, LlamaWeights, has_average
 from distmp.models import llama
 from distmp.models.architecture import TRANSFORMER, is_hugging_face
@@ -28,6 +28,7 @@ from distmp.models.tokenizer_files import has_tokenizer
 from distmp.models.transformer import TransformerConfig
 from distmp.precision.policy import DTYPE_WORDS
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.files import check_folder_name
 
 logger = logging.getLogger("distmp")
 
@@ -70,11 +71,13 @@ def export(
 
     Raises:
         ConfigError: If there is no checkpoint, no best one or no average in it, the folder is not
-            empty, or `dtype` is unknown.
+            empty or named like a file, or `dtype` or `max_shard_size` is invalid.
         CheckpointError: If the checkpoint cannot be read, or a weight is out of range of `dtype`.
     """
     if dtype not in DTYPE_WORDS:
         raise ConfigError("--dtype", dtype, nearest(dtype, DTYPE_WORDS))
+    check_folder_name("--to", folder)
+    check_shard_size("--max-shard-size", max_shard_size)
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--to", str(folder), "exists already; name a new folder")

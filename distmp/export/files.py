@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from distmp.errors import CheckpointError, listed
+from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.export.safetensors_file import in_file_order, write_file
 from distmp.models import huggingface, tokenizer_files
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
@@ -36,6 +36,16 @@ class Weights(Protocol):
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors on the CPU by name; nothing on ranks that do not write."""
+
+
+def check_shard_size(setting: str, size: object) -> None:
+    """Refuse a maximum size of a file that is no positive number of bytes.
+
+    Raises:
+        ConfigError: With the name of the setting.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(setting, size, "use a positive number of bytes, such as 500 * 10**6")
 
 
 def write(

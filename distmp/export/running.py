@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, ConfigError, DistmpError, listed
-from distmp.export.files import MAX_SHARD_SIZE, write
+from distmp.export.files import MAX_SHARD_SIZE, check_shard_size, write
 from distmp.export.sources import EngineWeights
 from distmp.export.weights import PREFIX
 from distmp.models import huggingface
 from distmp.models.architecture import TRANSFORMER
 from distmp.models.transformer import Transformer
+from distmp.utils.files import check_folder_name
 
 
 class RunningEngine(Protocol):
@@ -43,6 +44,9 @@ def save_weights(
     max_shard_size: int | None = None,
 ) -> None:
     """Write the FP32 weights of an engine as safetensors; see `Engine.export`."""
+    check_folder_name("folder", folder)
+    max_shard_size = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
+    check_shard_size("max_shard_size", max_shard_size)
     ranks, writes = engine.world.ranks, engine.world.rank == 0
     weights = EngineWeights(_checked(state, engine.state_dict()), keep=writes)
     problem = None
@@ -52,7 +56,7 @@ def save_weights(
             weights,
             _description(engine.model),
             torch.float32,
-            max_shard_size or MAX_SHARD_SIZE,
+            max_shard_size,
             writes=writes,
         )
     except DistmpError as error:

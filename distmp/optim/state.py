@@ -111,6 +111,10 @@ def check_state(state: object) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name!r} of the state is a {type(value).__name__}; {expected}")
+    if "engine/counts" not in state:  # those of all versions have it
+        raise CheckpointError(
+            f"the mapping of {len(state)} tensors is not a state of an engine; {expected}"
+        )
 
 
 def check_shapes(state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 from distmp.errors import ConfigError
 
+# Suffixes of files of weights and checkpoints, which the folders of distmp do not have.
+_OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # Longest name of a file in bytes, on Linux.
 _LONGEST_NAME = 255
 # Permissions of files that may contain secrets: only the user can read them.
@@ -44,6 +46,19 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_folder_name(setting: str, folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder for checkpoints or weights whose name ends like that of a file.
+
+    Raises:
+        ConfigError: If it ends with `.pt`, `.safetensors` or similar.
+    """
+    suffix = Path(folder).suffix
+    if suffix.lower() in _OF_FILES:
+        raise ConfigError(
+            setting, str(folder), f"names a folder, not a file; use a name without {suffix!r}"
+        )
 
 
 def check_name(setting: str, path: str | None) -> None:

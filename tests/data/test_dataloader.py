@@ -344,10 +344,20 @@ def test_a_state_of_other_data_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=f"with {name} = .*would repeat some samples"):
             loader.load_state_dict(state)
-    with pytest.raises(ConfigError, match="samples = None"):
-        DataLoader(range(10), 4, 2).load_state_dict({})
-    with pytest.raises(ConfigError, match="state = 'NoneType': pass what state_dict"):
-        DataLoader(range(10), 4, 2).load_state_dict(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, r"^state = \[\]: is not a state of a DataLoader; pass what state_dict\(\) returned$"),
+        ({"step": 3}, r"^state = \['step'\]: is not a state of a DataLoader"),
+        (None, "^state = 'NoneType': is not a state of a DataLoader"),
+        ({"samples": None}, "^samples = None: must be an integer of at least 0"),
+    ],
+)
+def test_what_is_no_state_is_refused(state: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataLoader(range(10), 4, 2).load_state_dict(state)
 
 
 def test_attributes_that_an_iteration_would_not_notice_cannot_be_assigned() -> None:

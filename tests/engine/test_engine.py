@@ -629,6 +629,17 @@ def test_state_lacking_something_is_refused() -> None:
         engine.load_state_dict(state)
 
 
+def test_what_is_no_state_is_refused_without_another_message(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine()
+    for state in ({}, engine.model.state_dict()):
+        message = f"^the mapping of {len(state)} tensors is not a state of an engine; pass what"
+        with pytest.raises(CheckpointError, match=message):
+            engine.load_state_dict(state)
+    assert not caplog.records
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

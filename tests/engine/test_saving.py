@@ -158,9 +158,34 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
         ):
             engine.export(tmp_path / "average", state)
     assert not (tmp_path / "average").exists()
-    (tmp_path / "ckpt.pt").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot save .*ckpt.pt.*File exists"):
-        engine.save(tmp_path / "ckpt.pt")
+    (tmp_path / "ckpt").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot save .*ckpt.*File exists"):
+        engine.save(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".PT"])
+def test_a_folder_that_is_named_like_a_file_is_refused(tmp_path: Path, suffix: str) -> None:
+    engine = make_engine()
+    path = tmp_path / f"model{suffix}"
+    for write in (engine.save, engine.export):
+        for folder in (path, str(path), f"{path}/"):
+            with pytest.raises(ConfigError) as error:
+                write(folder)
+            assert str(error.value) == (
+                f"folder = '{folder}': names a folder, not a file; use a name without {suffix!r}"
+            )
+    with pytest.raises(ConfigError, match="names a folder, not a file"):
+        engine.save(f"memory://{path}")
+    assert not [*tmp_path.iterdir()]
+    engine.save(tmp_path / "v1.2")  # another dot
+
+
+@pytest.mark.parametrize("size", [-5, 0, True, 2.5, "5GB"])
+def test_a_size_of_files_that_is_not_positive_is_refused(tmp_path: Path, size: Any) -> None:
+    message = rf"max_shard_size = {size!r}: use a positive number of bytes, such as 500 \* 10\*\*6"
+    with pytest.raises(ConfigError, match=message):
+        make_engine().export(tmp_path / "weights", max_shard_size=size)
+    assert not [*tmp_path.iterdir()]
 
 
 class Wider(nn.Module):

@@ -224,6 +224,7 @@ REFUSED = {
     "no checkpoint in it": (["empty", "--to", "new"], "contains none"),
     "a folder that is there": (["run", "--to", "run"], "--to = 'run': exists already"),
     "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
+    "named like a file": (["run", "--to", "model.safetensors"], "names a folder, not a file"),
     "no folder": (["run"], "--to"),
     "no average": (["run", "--to", "new", "--ema"], "contains no average of the weights"),
     "no best one": (["run", "--to", "new", "--best"], "has no best validation"),
