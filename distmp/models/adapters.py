@@ -188,9 +188,7 @@ def _tied(model: nn.Module) -> set[int]:
     return {key for key, count in counts.items() if count > 1}
 
 
-def _check_selection(
-    model: nn.Module, settings: LoraSettings, forwards: Mapping[str, Any]
-) -> None:
+def _check_selection(model: nn.Module, settings: LoraSettings, forwards: Mapping[str, Any]) -> None:
     """Refuse names and numbers that select nothing: peft only needs one that selects a layer."""
     adapted = [name for name, _ in _layers(model)]
     problem = f"selects no layer; {_linear_layers(forwards)}"
