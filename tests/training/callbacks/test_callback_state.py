@@ -261,7 +261,7 @@ def test_a_misspelt_hook_is_refused_before_the_run(tmp_path: Path) -> None:
             """Is never called."""
 
     with pytest.raises(
-        (ConfigError, SetupError), match="on_step_ended is not a hook, .*'on_step_end'"
+        (ConfigError, SetupError), match=r"on_step_ended is not a hook, .*'on_step_end'"
     ):
         trainer(tmp_path / "run", Misspelt())
 
