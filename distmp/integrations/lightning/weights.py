@@ -159,13 +159,19 @@ class StepWeights:
         After a backward of this rank, all ranks are assumed to begin together.
 
         Raises:
-            TrainingError: If a rank runs its first backward without a weight.
+            TrainingError: If a rank runs its first backward without a weight, or does not come.
         """
         if self._announced or not (prefix := self._announce("weighted_loss")):
             return
         store = dist.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + dist.default_pg_timeout.total_seconds()
         for rank in range(self._ranks.world_size):
             while not store.check([f"{prefix}{rank}"]):
+                if time.monotonic() > deadline:
+                    raise TrainingError(
+                        f"rank {dist.get_rank()} calls weighted_loss, but rank {rank} has not come "
+                        f"to its first backward within {dist.default_pg_timeout}"
+                    )
                 time.sleep(_POLL_SECONDS)
             if store.get(f"{prefix}{rank}") != b"weighted_loss":
                 raise TrainingError(
