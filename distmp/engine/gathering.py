@@ -67,10 +67,13 @@ def _problem(tensors: list[Any], *, has_samples: bool) -> tuple[str, str, str] |
     """Return why these values cannot be gathered, as the arguments of a `ConfigError`."""
     if not tensors:
         return "values", "{}", "has no tensor to gather"
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
+        name = "samples" if has_samples and index == len(tensors) - 1 else "values"
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            return "values", kind, "is not a tensor; gather tensors with a row for each sample"
+            return name, kind, "is not a tensor; gather tensors with a row for each sample"
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            return name, str(tensor.layout), "is not a dense tensor; use to_dense() or dequantize()"
     if has_samples and (tensors[-1].dim() != 1 or not _is_integer(tensors[-1])):
         text = f"{tuple(tensors[-1].shape)} and {dtype_name(tensors[-1].dtype)}"
         return "samples", text, "must be integers of shape (rows,), the indices of the samples"

@@ -7,9 +7,11 @@ The trainer and `Engine.save` write the same checkpoints: both use `StateToSave`
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -40,6 +42,9 @@ T = TypeVar("T")
 TIMEOUT_SECONDS = 1800.0
 # Key of the caller's numbers in a checkpoint. All other numbers are those of a run.
 OWN_NUMBERS = "own_loop"
+# The engine that saves to a folder, by the folder, and the folders that an engine has loaded from.
+_owners: weakref.WeakValueDictionary[str, Engine] = weakref.WeakValueDictionary()
+_loaded: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
 # Writers with a save in the background, which the end of the process waits for.
 _writing: set[CheckpointWriter] = set()
 
@@ -116,8 +121,10 @@ class Saves:
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
         directory, retention, own = _on_all_ranks(
-            lambda: (_directory(folder), _retention(keep), _checked_numbers(numbers)), self._world
+            lambda: (_own_folder(folder, engine), _retention(keep), _checked_numbers(numbers)),
+            self._world,
         )
+        _owners[str(directory.absolute())] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
         described |= {"folder": str(folder), "keep": repr(keep), "wait": repr(bool(wait))}
@@ -187,9 +194,27 @@ def _finish_all() -> None:
         _writing.pop().__exit__(type(error) if error else None, error, None)
 
 
-def _directory(folder: str | Path) -> Location:
+def _own_folder(folder: str | Path, engine: Engine) -> Location:
+    """Return the folder, unless another engine saves to it. An engine may continue what it loaded.
+
+    Raises:
+        ConfigError: If it is named like a file, or checkpoints of both would replace each other.
+    """
     check_folder_name("folder", folder)
-    return locate("folder", str(folder))
+    directory = locate("folder", str(folder))
+    key = str(directory.absolute())
+    if key in _loaded.get(engine, ()):
+        return directory
+    if _owners.get(key, engine) is not engine:
+        gc.collect()  # the other engine may have been deleted
+    if _owners.get(key, engine) is not engine:
+        raise ConfigError(
+            "folder",
+            str(folder),
+            "another engine of this process saves its checkpoints there, which would be replaced; "
+            "save each engine to its own folder",
+        )
+    return directory
 
 
 def _retention(keep: int | None) -> Retention:
@@ -301,6 +326,7 @@ def load_checkpoint(
             f"{checkpoint} cannot be used: its tensors are of step {taken}, not {step}"
         )
     engine.finish_loading(live)
+    _loaded.setdefault(engine, set()).add(str(checkpoint.path.parent.absolute()))
 
 
 def _check_weights(state: Mapping[str, Tensor], checkpoint: store.StoredCheckpoint) -> None:

@@ -8,6 +8,8 @@ The model keeps its class. peft replaces each selected layer by one that holds i
 from __future__ import annotations
 
 import importlib.util
+import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,6 +77,18 @@ class LoraSettings:
     task_type: Literal["CAUSAL_LM"] | None = None
     """Written to adapter_config.json; null: CAUSAL_LM for a Hugging Face model."""
 
+    def __post_init__(self) -> None:
+        """Refuse values under which adapters would train nothing; peft checks the ranks."""
+        if not 0 <= self.lora_dropout < 1:
+            raise ConfigError(
+                f"{SETTING}.lora_dropout", self.lora_dropout, "use 0 or more, and less than 1"
+            )
+        alphas = {"lora_alpha": self.lora_alpha}
+        alphas |= {f"alpha_pattern.{name}": alpha for name, alpha in self.alpha_pattern.items()}
+        for name, alpha in alphas.items():
+            if not (math.isfinite(alpha) and alpha > 0):
+                raise ConfigError(f"{SETTING}.{name}", alpha, "use a finite number above 0")
+
 
 class Update(NamedTuple):
     """How an adapter changes the weight W of a layer: W + scaling * (B @ A).
@@ -132,13 +146,14 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
         config = peft.LoraConfig(**_as_lists(asdict(settings)) | {"task_type": task})
         with warnings.catch_warnings(record=True) as caught, _without_memory():
             peft.inject_adapter_in_model(config, model)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, re.error) as error:
         first_line = str(error).strip().partition("\n")[0]
         problem = f"refused by peft: {first_line}; {_linear_layers(forwards)}"
         raise ConfigError(SETTING, dict(values), problem) from error
     for warning in caught:
         if "ignored" in str(warning.message):  # a setting that selects nothing
             raise ConfigError(SETTING, dict(values), f"refused: {warning.message}")
+    _check_selection(model, settings, forwards)
     _check_layers(model, values, forwards, tied)
     model.requires_grad_(False)
     record_more(model, lambda: _create(model, settings.init_lora_weights), seed, stored_name)
@@ -171,6 +186,21 @@ def _tied(model: nn.Module) -> set[int]:
     """Return the `id` of each parameter that has several names."""
     counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return {key for key, count in counts.items() if count > 1}
+
+
+def _check_selection(model: nn.Module, settings: LoraSettings, forwards: Mapping[str, Any]) -> None:
+    """Refuse names and numbers that select nothing: peft only needs one that selects a layer."""
+    adapted = [name for name, _ in _layers(model)]
+    problem = f"selects no layer; {_linear_layers(forwards)}"
+    for setting, names in (("target_modules", adapted), ("exclude_modules", [*forwards])):
+        value = getattr(settings, setting)
+        for entry in value if isinstance(value, tuple) else ():
+            if not any(f".{name}".endswith(f".{entry}") for name in names):
+                raise ConfigError(f"{SETTING}.{setting}", entry, problem)
+    blocks = settings.layers_to_transform
+    for number in blocks if isinstance(blocks, tuple) else ():
+        if not any(str(number) in name.split(".") for name in adapted):
+            raise ConfigError(f"{SETTING}.layers_to_transform", number, "selects no layer")
 
 
 def _check_layers(

@@ -114,7 +114,12 @@ class CallbackStates:
         return _difference(checkpoint, live.keys() - stored.keys(), stored.keys() - self._callbacks)
 
     def _states(self) -> dict[str, State]:
-        return {name: callback.state_dict() for name, callback in self._callbacks.items()}
+        states = {name: callback.state_dict() for name, callback in self._callbacks.items()}
+        for name, state in states.items():
+            if not isinstance(state, dict):
+                kind = type(state).__name__
+                raise ConfigError(f"state_dict() of callback {name}", kind, "return a dict")
+        return states
 
 
 def _named(callbacks: Sequence[Callback]) -> Iterator[tuple[str, Callback]]:

@@ -16,7 +16,7 @@ from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks
-from tests.reference import gathered, snapshot
+from tests.reference import gathered, make_engine, snapshot
 
 NOISE, INPUTS, WIDTH, BATCH = 3, 2, 8, 4
 # Engines of either kind, and the largest error of a weight after five steps.
@@ -202,6 +202,21 @@ def _mixed_up(call: str, folder: Path) -> str:
     with pytest.raises((ConfigError, TrainingError)) as error:
         {"step": lambda: engine.step(data), "save": lambda: engine.save(folder)}[call]()
     return str(error.value)
+
+
+@ranks(2)
+def test_engines_do_not_replace_the_checkpoints_of_each_other(tmp_path: Path) -> None:
+    first, second = make_engine(strategy="ddp"), make_engine(strategy="ddp")
+    path = first.save(tmp_path)
+    with pytest.raises(ConfigError, match="another engine of this process saves its checkpoints"):
+        second.save(tmp_path)
+    second.load(path)
+    first.save(tmp_path)  # another engine may read
+    second.save(tmp_path)  # and continue
+    with pytest.raises(ConfigError, match="save each engine to its own folder"):
+        first.save(tmp_path)
+    del second
+    first.save(tmp_path)
 
 
 def test_ranks_that_call_different_engines_are_told(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -214,6 +215,18 @@ class _Holder:
         self.net = net
 
 
+@ranks(2)
+def test_a_first_backward_without_weight_does_not_hang_other_ranks() -> None:
+    weights = StepWeights()
+    losses = torch.ones(4, requires_grad=True)
+    if rank() == 1:
+        weights.count_backward(losses.sum(), divisions=0)
+    else:
+        with pytest.raises(TrainingError, match="rank 1 runs its first backward without it; use"):
+            weights.loss(losses.sum(), 4)
+    dist.barrier()
+
+
 def _check_mixed_up_calls() -> None:
     """Errors are raised on all ranks, also if one rank makes the mistake."""
     plugin = MixedPrecision("bf16-mixed")
@@ -341,7 +354,7 @@ def test_weights_on_a_gpu() -> None:
     for index, size in enumerate((1, 5)):
         losses = per_sample(model, batch(index, 0, size).cuda())
         weights.loss(losses.sum(), torch.tensor(size, device="cuda")).backward()
-        weights.count_backward()
+        weights.count_backward(losses.sum(), divisions=0)
     weights.divide(optimizer, 1)
     optimizer.step()
     wanted, _ = reference([[batch(0, 0, 1), batch(1, 0, 5)]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -297,6 +298,10 @@ def test_the_transformer_of_distmp_and_models_of_users(tmp_path: Path) -> None:
     assert not users[0].lora_B["default"].weight.any()
     with pytest.raises(ConfigError, match="the model has adapters already"):
         adapters.add_adapters(users, {"target_modules": "2"}, seed=1)
+    inner = Transformer(TransformerConfig(32, 8, 2, 16, 2, 24, tied_head=False))
+    lora_of_blocks = {"target_modules": ["down"], "layers_to_transform": [0, 2]}
+    with pytest.raises(ConfigError, match=r"peft\.layers_to_transform = 2: selects no layer"):
+        adapters.add_adapters(nn.ModuleDict({"inner": inner}), lora_of_blocks, seed=1)
 
 
 class ReadsWeight(nn.Module):
@@ -346,6 +351,21 @@ def test_adapters_that_train_nothing_useful_are_reported(
         ({"target_modules": ["embedding"]}, r"embedding is a TokenEmbedding; leave it out"),
         ({"rank_pattern": {"up": 4}, "target_modules": ["down"]}, r"did not match any .* ignored"),
         ({"r": 0, "target_modules": ["down"]}, r"refused by peft: .*`r`"),
+        ({"target_modules": "("}, r"refused by peft: .*unterminated subpattern"),
+        (
+            {"target_modules": ["down", "dwon"]},
+            r"peft\.target_modules = 'dwon': selects no layer; the model has .* layers down,",
+        ),
+        (
+            {"target_modules": ["down"], "exclude_modules": ["missing"]},
+            r"peft\.exclude_modules = 'missing': selects no layer",
+        ),
+        ({"target_modules": ["down"], "lora_alpha": 0}, r"peft\.lora_alpha = 0\.0: use a finite"),
+        (
+            {"target_modules": ["down"], "alpha_pattern": {"down": math.nan}},
+            r"peft\.alpha_pattern\.down = nan: use a finite",
+        ),
+        ({"target_modules": ["down"], "lora_dropout": 1}, r"peft\.lora_dropout = 1\.0: use 0 or"),
     ],
 )
 def test_settings_that_would_train_something_else(values: dict[str, Any], problem: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import time
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError, TrainingError
@@ -14,6 +17,10 @@ from distmp.scaling.local_gradients import local_gradients
 from distmp.scaling.rank_group import RankGroup
 
 logger = logging.getLogger("distmp")
+
+_POLL_SECONDS = 0.005
+# Numbers of the objects that have trained over several ranks, the same on all ranks.
+_numbers = itertools.count()
 
 
 class StepWeights:
@@ -30,6 +37,7 @@ class StepWeights:
         # large as those of a mean loss and fit into 16 bits. The same on all ranks.
         self._unit: float | None = None
         self._optimizer: int | None = None
+        self._announced = False
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -56,6 +64,7 @@ class StepWeights:
         if not (torch.is_grad_enabled() and loss_sum.requires_grad):
             return mean
         if self._unit is None:
+            self._check_first_use()
             self._unit = _power_of_two(self._mean(amount))
         self._weight = self._weight + amount
         self._losses += 1
@@ -69,6 +78,8 @@ class StepWeights:
             divisions: How often the framework divides the result of `weighted_loss`.
         """
         self._backwards += 1
+        if not self._announced:
+            self._announce("backward")
         node = loss.grad_fn
         while node is not None and node.name() == "DivBackward0":
             node, divisions = node.next_functions[0][0], divisions - 1
@@ -131,6 +142,43 @@ class StepWeights:
         factor = self._unit * divided_by * self._ranks.world_size / (weight or math.inf)
         for gradient in local_gradients(optimizer):
             gradient.tensor.mul_(factor)
+
+    def _announce(self, use: str) -> str:
+        """Tell other ranks, without waiting, what this rank calls first; return the key's start."""
+        self._announced = True
+        if self._ranks.world_size == 1:
+            return ""
+        prefix = f"distmp/weighted_loss {next(_numbers)}/"
+        dist.distributed_c10d._get_default_store().set(f"{prefix}{dist.get_rank()}", use)
+        return prefix
+
+    def _check_first_use(self) -> None:
+        """Wait until all ranks have called `loss` before their first backward.
+
+        Otherwise the all-reduce of this rank would be matched with that of a backward, and hang.
+        After a backward of this rank, all ranks are assumed to begin together.
+
+        Raises:
+            TrainingError: If a rank runs its first backward without a weight, or does not come.
+        """
+        if self._announced or not (prefix := self._announce("weighted_loss")):
+            return
+        store = dist.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + dist.default_pg_timeout.total_seconds()
+        for rank in range(self._ranks.world_size):
+            while not store.check([f"{prefix}{rank}"]):
+                if time.monotonic() > deadline:
+                    raise TrainingError(
+                        f"rank {dist.get_rank()} calls weighted_loss, but rank {rank} has not come "
+                        f"to its first backward within {dist.default_pg_timeout}"
+                    )
+                time.sleep(_POLL_SECONDS)
+            if store.get(f"{prefix}{rank}") != b"weighted_loss":
+                raise TrainingError(
+                    f"rank {dist.get_rank()} calls weighted_loss, but rank {rank} runs its first "
+                    "backward without it; use weighted_loss for every microbatch of every rank, "
+                    "also for an empty one"
+                )
 
     def _mean(self, amount: Tensor) -> float:
         """Return the mean over ranks."""

@@ -20,20 +20,13 @@ def load_callbacks(entries: Sequence[CallbackSetting]) -> list[Callback]:
 
 
 def check_hooks(callbacks: Iterable[Callback]) -> None:
-    """Refuse hooks that are never called, or do not take the arguments that they are called with.
+    """Refuse hooks that do not exist, or do not take the arguments that they are called with.
 
     Raises:
         ConfigError: Naming the first one, such as a hook of an earlier version.
     """
-    hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in callbacks:
-        for name in dir(callback):
-            if name.startswith("on_") and name not in hooks and callable(getattr(callback, name)):
-                raise ConfigError(
-                    "callbacks",
-                    type(callback).__name__,
-                    f"its {name} is not a hook, and is never called; {nearest(name, hooks)}",
-                )
+        _check_names(callback)
         for name, function in vars(Callback).items():
             hook = getattr(callback, name)
             if name.startswith("_") or getattr(hook, "__func__", None) is function:
@@ -52,6 +45,18 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
                     type(callback).__name__,
                     f"its {name} has other parameters; define {name}(self, {listed})",
                 ) from None
+
+
+def _check_names(callback: Callback) -> None:
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in hooks:
+            raise ConfigError(
+                "callbacks",
+                type(callback).__name__,
+                f"its {name} is not a hook, so it would never be called: {nearest(name, hooks)}; "
+                "give a method of your own another name",
+            )
 
 
 def _load(entry: CallbackSetting) -> Callback:

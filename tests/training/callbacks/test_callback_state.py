@@ -256,19 +256,27 @@ def test_a_hook_with_other_parameters_is_refused_before_the_run(tmp_path: Path) 
     )
 
 
-class Misspelled(Callback):
-    def on_steps_end(self, trainer: Trainer, result: StepResult) -> None:
-        """Is never called."""
+@ranks(1)
+def test_a_misspelt_hook_is_refused_before_the_run(tmp_path: Path) -> None:
+    class Misspelt(Callback):
+        def on_step_ended(self, trainer: Trainer, result: StepResult) -> None:
+            """Is never called."""
+
+    with pytest.raises(
+        (ConfigError, SetupError), match=r"on_step_ended is not a hook, .*'on_step_end'"
+    ):
+        trainer(tmp_path / "run", Misspelt())
 
 
 @ranks(1)
-def test_a_hook_that_does_not_exist_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_a_state_that_is_no_dict_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+    class Empty(Callback):
+        def state_dict(self) -> Any:
+            return None
+
     with pytest.raises((ConfigError, SetupError)) as caught:
-        trainer(tmp_path / "run", Misspelled())
-    assert str(caught.value) == (
-        "callbacks = 'Misspelled': its on_steps_end is not a hook, and is never called; did you "
-        "mean 'on_step_end'?"
-    )
+        trainer(tmp_path / "run", Empty()).run(StopSignals())
+    assert str(caught.value) == "state_dict() of callback Empty = 'NoneType': return a dict"
 
 
 class Phases(Callback):
