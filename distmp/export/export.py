@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from distmp.checkpoint import store
-from distmp.checkpoint.layout import final_path
+from distmp.checkpoint.layout import final_path, has_checkpoint
 from distmp.checkpoint.manifest import check_number
 from distmp.errors import ConfigError, nearest
 from distmp.export.adapters import AdapterWeights, MergedWeights, updates_of, write_adapter
@@ -134,12 +134,21 @@ def _as_llama(
 def _best(checkpoint: store.StoredCheckpoint) -> store.StoredCheckpoint:
     """Return the best checkpoint of the run that wrote `checkpoint`, verified."""
     states = checkpoint.numbers.get("callbacks", {})
-    step = states.get("EarlyStopping", {}).get("best_step") if isinstance(states, dict) else None
+    stopping = states.get("EarlyStopping", {}) if isinstance(states, dict) else {}
+    step = stopping.get("best_step")
     if not step:
         raise ConfigError(
             "--best", str(checkpoint), "has no best validation; train with early_stopping.patience"
         )
     path = final_path(checkpoint.path.parent, check_number("its best step", step))
+    if not has_checkpoint(path.parent, step):
+        # That of the run before, if this one continues another one.
+        stored = stopping.get("best_checkpoint") or "in the run that this one continues"
+        raise ConfigError(
+            "--best",
+            str(checkpoint),
+            f"its best checkpoint, of step {step}, is not in {path.parent}: export {stored}",
+        )
     found = store.resolve(str(path), path.parent, setting="--best")
     assert found is not None
     return found

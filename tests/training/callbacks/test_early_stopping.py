@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from distmp.callback_settings import EarlyStoppingConfig
 from distmp.checkpoint.retention import Retention
@@ -18,15 +19,18 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
+from distmp.export.export import export
 from distmp.telemetry import Console
 from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.spikes import SpikeAction
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
+from tests.reference import assert_same_bits
 from tests.training.test_resume import configuration
 
 # Losses of the validations after steps 2, 4, 6, ...
 LOSSES = (3.0, 2.0, 1.5, 1.6, 1.45, 1.7, math.nan, 1.0, 1.0, 1.0)
+WEIGHTS = "model.safetensors"
 VALUES: dict[str, Any] = {
     "steps": 40,
     "validation": {"every": 2, "samples": 4},
@@ -95,15 +99,26 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
         f"best held-out loss 1.5 at step 6: {first.directory.checkpoints / 'step-000006'}"
     ]
     path = first.directory.checkpoints / "step-000010"
+    best = path.with_name("step-000006")
     other = trainer(tmp_path / "other", resume=str(path))
     assert messages(other) == [
-        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}; one is "
-        "in the run that this one continues",
+        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}; it is "
+        f"{best}",
         "finished after step 12: loss has not improved on 1.5 at step 6 for 3 validations "
         "(early_stopping.patience)",
     ]
+    with pytest.raises(ConfigError) as error:
+        export(other.directory.path, tmp_path / "weights", best=True)
+    assert str(error.value) == (
+        f"--best = '{other.directory.checkpoints / 'step-000012'}': its best checkpoint, of step 6, "
+        f"is not in {other.directory.checkpoints}: export {best}"
+    )
+    export(best, tmp_path / "weights")
     resumed = trainer(tmp_path / "run", resume="auto")
     assert messages(resumed)[1].startswith("finished after step 12: ")
+    export(resumed.directory.path, tmp_path / "again", best=True)
+    expected, found = (load_file(tmp_path / name / WEIGHTS) for name in ("weights", "again"))
+    assert_same_bits(found, expected)
 
 
 @ranks(1)
@@ -181,7 +196,8 @@ class Watched:
         self.config = config
         self.progress = self
         self.checkpointing = self
-        self.components = self.datasets = self.validation = self
+        self.components = self.datasets = self.validation = self.directory = self
+        self.checkpoints = Path("unused")
         self.step = 0
         self.kept = 0
         self.reason: str | None = None
