@@ -76,7 +76,11 @@ class Difference(NamedTuple):
         )
 
 
-def check(engine: Engine, on_difference: Literal["stop", "repair"] = "stop") -> Difference | None:
+def check(
+    engine: Engine,
+    on_difference: Literal["stop", "repair"] = "stop",
+    average: Mapping[str, Tensor] | None = None,
+) -> Difference | None:
     """Compare the replicated tensors of an engine between ranks; every rank has to call it.
 
     Compares weights, 16-bit parameters, optimizer state, loss scale and step counts. Shards and
@@ -86,6 +90,7 @@ def check(engine: Engine, on_difference: Literal["stop", "repair"] = "stop") -> 
     Args:
         engine: An engine, between two steps.
         on_difference: "stop" raises; "repair" copies rank 0's values to all ranks and logs it.
+        average: The `values` of a `WeightAverage`, to compare and repair them, too.
 
     Returns:
         The difference that was repaired, or None.
@@ -98,6 +103,9 @@ def check(engine: Engine, on_difference: Literal["stop", "repair"] = "stop") -> 
         return None
     state = engine.state_dict()
     tensors = _replicated_tensors(engine.module, state)
+    for name, value in (average or {}).items():
+        if (local := _local(value)) is not None:
+            tensors[f"ema/{name}"] = local
     difference = compare(tensors, world.group, world.device)
     if difference is None:
         return None
@@ -275,6 +283,7 @@ def _describe(name: str) -> str:
         "module": "16-bit parameter",
         "optimizer": "optimizer state",
         "engine": "the engine's",
+        "ema": "the average (EMA) of",
     }
     return f"{titles[section]} {rest!r}" if section in titles else repr(name)
 

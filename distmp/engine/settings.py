@@ -77,8 +77,8 @@ class RankConsistencyConfig:
     """
 
     every: int = 0
-    """Number of steps between two comparisons of weights, optimizer state and loss scale; 0
-    disables them."""
+    """Number of steps between two comparisons of weights, their average (`ema`), optimizer state
+    and loss scale; 0 disables them."""
 
     on_difference: Literal["stop", "repair"] = "stop"
     """Reaction to a difference: "stop" ends the run, "repair" continues with the values of

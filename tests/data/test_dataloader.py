@@ -346,6 +346,17 @@ def test_a_state_of_other_data_is_refused() -> None:
             loader.load_state_dict(state)
 
 
+def test_a_limit_of_steps_that_comes_first_draws_none_that_is_not_used() -> None:
+    for limited, samples in (
+        (lambda loader: zip(range(2), loader, strict=False), 8),
+        (lambda loader: islice(loader, 2), 8),
+        (lambda loader: zip(loader, range(2), strict=False), 12),  # as docs/engine.md says
+    ):
+        loader = DataLoader(range(20), 4)
+        assert len([*limited(loader)]) == 2
+        assert loader.state_dict()["samples"] == samples
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [

@@ -20,6 +20,7 @@ from distmp.engine import Engine, rank_consistency
 from distmp.engine.rank_consistency import ROW, ROWS_PER_BLOCK, compare, digests
 from distmp.errors import ConfigError, TrainingError
 from distmp.telemetry import Console
+from distmp.training.callbacks import Callback, PendingStep
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.reference import (
@@ -435,6 +436,14 @@ def _corrupt_after(trainer: Trainer, step: int) -> None:
     trainer.engine.step = stepped  # type: ignore[method-assign, assignment]
 
 
+class AverageBreaker(Callback):
+    """Changes the average of rank 1 after the second step."""
+
+    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+        if trainer.world.rank == 1 and step.step == 2:
+            trainer.states.tensors()["callbacks/Ema/norm.weight"][0] += 0.5
+
+
 @ranks(2)
 def _train_and_break(directory: str) -> None:
     stopping = _trainer(directory, "--rank-consistency.every=2")
@@ -450,6 +459,24 @@ def _train_and_break(directory: str) -> None:
     _train(repairing)
     _train(untouched)
     assert_same_bits(snapshot(repairing.engine), snapshot(untouched.engine))
+    # The average of the steps before a comparison contains the weights that were corrupt.
+    averaged = ["--ema.decay=0.5"]
+    repairing = _trainer(
+        directory,
+        "--rank-consistency.every=3",
+        "--rank-consistency.on-difference=repair",
+        *averaged,
+    )
+    _corrupt_after(repairing, 1)
+    _train(repairing)
+    assert compare(repairing.states.tensors(), group(), CPU) is None
+    stopping = _trainer(directory, "--rank-consistency.every=3", *averaged)
+    stopping.callbacks.append(AverageBreaker())
+    with pytest.raises(
+        TrainingError, match=r"^ranks differ: the average \(EMA\) of '.*' of rank 1"
+    ):
+        _train(stopping)
+    assert stopping.progress.step == 3
     blind = _trainer(directory)
     _corrupt_after(blind, 1)
     _train(blind)

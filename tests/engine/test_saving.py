@@ -355,6 +355,8 @@ def test_the_exported_weights_are_the_fp32_ones(tmp_path: Path) -> None:
     engine = make_engine(policy="bf16")
     train(engine, 1, ONE_RANK)
     engine.export(tmp_path / "weights")
+    # Not even config.json, which describes models that distmp or transformers builds.
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
     assert_same_bits(load_file(tmp_path / "weights" / "model.safetensors"), weights(engine))
     train(engine, 1, ONE_RANK)
     engine.export(tmp_path / "weights")  # replaces them

@@ -266,7 +266,7 @@ def test_a_target_that_is_no_class_names_the_classes(loss: Any, target: int) -> 
 
 
 def test_another_index_that_is_too_large_is_quoted() -> None:
-    with pytest.raises(ConfigError, match="an index is too large: index 12 .* with size 10$"):
+    with pytest.raises(ConfigError, match=r"an index is too large: index 12 .* with size 10$"):
         make(picked, nn.Linear(3, 10)).step([(X, torch.full((4,), 12))])
 
 

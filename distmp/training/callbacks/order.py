@@ -45,7 +45,7 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         TimeLimit(run),
         *([LayerGradNorms(every)] if every else []),
         StepLogger(run),
-        RankConsistency(),
+        RankConsistency(ema),
         AdapterCheck(),
         *([] if ema is None else [ema]),
         Validation(config.validation, ema),

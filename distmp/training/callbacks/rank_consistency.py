@@ -9,16 +9,25 @@ from distmp.engine import rank_consistency
 from distmp.training.callbacks.callback import Callback, PendingStep
 
 if TYPE_CHECKING:
+    from distmp.training.callbacks.ema import Ema
     from distmp.training.trainer import Trainer
 
 
 class RankConsistency(Callback):
-    """Stops or repairs a run whose ranks differ."""
+    """Stops or repairs a run whose ranks differ.
+
+    Args:
+        ema: Averages the weights; None if the run has no average.
+    """
+
+    def __init__(self, ema: Ema | None) -> None:
+        self._ema = ema
 
     def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
-        """Compare weights, optimizer state and loss scale of all ranks, if it is due."""
+        """Compare weights, average, optimizer state and loss scale of all ranks, if it is due."""
         settings = trainer.config.rank_consistency
         if settings.every and step.step % settings.every == 0:
             current_phase.enter(COMPARISON)
             with trainer.timer.paused():
-                rank_consistency.check(trainer.engine, settings.on_difference)
+                average = None if self._ema is None else self._ema.average.values
+                rank_consistency.check(trainer.engine, settings.on_difference, average)

@@ -110,8 +110,8 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         export(other.directory.path, tmp_path / "weights", best=True)
     assert str(error.value) == (
-        f"--best = '{other.directory.checkpoints / 'step-000012'}': its best checkpoint, of step 6, "
-        f"is not in {other.directory.checkpoints}: export {best}"
+        f"--best = '{other.directory.checkpoints / 'step-000012'}': its best checkpoint, of "
+        f"step 6, is not in {other.directory.checkpoints}: export {best}"
     )
     export(best, tmp_path / "weights")
     resumed = trainer(tmp_path / "run", resume="auto")
