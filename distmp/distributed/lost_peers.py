@@ -11,11 +11,12 @@ from distmp.errors import DistmpError, LostPeerError
 
 
 @contextlib.contextmanager
-def explain_lost_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
+def explain_lost_peers(group: dist.ProcessGroup | None, call: str = "") -> Iterator[None]:
     """Replace the error of a collective that failed because another rank has ended.
 
     Args:
         group: The ranks; None for a single process.
+        call: What every rank has to call here, for the message; "" if unknown.
 
     Raises:
         LostPeerError: In place of the error of the collective.
@@ -26,15 +27,25 @@ def explain_lost_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
         if isinstance(error, DistmpError) or not is_lost_connection(error):
             raise
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        raise lost_peer_error(rank, size) from error
+        raise lost_peer_error(rank, size, call=call) from error
 
 
-def lost_peer_error(rank: int, world_size: int, lost: int | None = None) -> LostPeerError:
-    """Return the error of a rank that stops because another rank, `lost` if known, has ended."""
+def lost_peer_error(
+    rank: int, world_size: int, lost: int | None = None, call: str = ""
+) -> LostPeerError:
+    """Return the error of a rank that stops because another rank has ended.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        lost: The rank that has ended, if known.
+        call: The call in which this rank waits for the other; "" if unknown.
+    """
     number = "" if lost is None else f", {lost},"
+    left_out = f"; if it has no error, that rank lacks {call}, which every rank has to call"
     return LostPeerError(
         f"rank {rank} of {world_size} stops because another rank has ended; the output of that "
-        f"rank{number} has the cause"
+        f"rank{number} has the cause{left_out if call else ''}"
     )
 
 

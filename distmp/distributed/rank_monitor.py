@@ -9,6 +9,7 @@ of the store per second.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -47,6 +48,8 @@ END_SECONDS = 10.0
 EXCHANGE_SECONDS = 60.0
 # Maximum length of the error message that a rank stores for the others when it ends.
 MAX_ERROR_CHARACTERS = 200
+# How a process ends that reports no error; `sys.exit` is not known to it.
+ENDED = "has ended"
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -155,6 +158,8 @@ class RankMonitor:
         """Start the thread that answers queries."""
         # Unlike atexit, this also runs at the end of processes of `multiprocessing`.
         self._finalizer = Finalize(None, self._on_exit, exitpriority=0)
+        # Runs before the process group is destroyed, which was registered before.
+        atexit.register(self._finalizer)
         self._store.set(f"process/{self._rank}", json.dumps([_pid_namespace(), os.getpid()]))
         self._thread.start()
 
@@ -212,6 +217,17 @@ class RankMonitor:
             for rank, status in statuses.items()
             if status is None or status.decisions.get(decision.group, 0) < decision.number
         }
+
+    def ended_without_error(self) -> dict[int, RankStatus]:
+        """Return the ranks whose process has reported a normal end."""
+        ended: dict[int, RankStatus] = {}
+        with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
+            for rank in range(dist.get_world_size()):
+                if self._store.check([f"ended/{rank}"]):
+                    status = RankStatus(**json.loads(self._store.get(f"ended/{rank}")))
+                    if status.ended == ENDED:
+                        ended[rank] = status
+        return ended
 
     def has_exited(self, rank: int) -> bool:
         """Return whether the process of another rank has ended; False for other machines."""
@@ -337,11 +353,11 @@ class RankMonitor:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if not self._group_exists() or not (error or _store_outlives_ranks()) or is_orphan():
             return
-        line, ended = "", "has ended"
+        line, ended = "", ENDED
         if error is not None:
             reason = next(iter(str(error).splitlines()), "")
             line = user_line_of_error(error)
-            ended = f"has ended with {type(error).__name__} ({reason[:MAX_ERROR_CHARACTERS]})"
+            ended = f"{ENDED} with {type(error).__name__} ({reason[:MAX_ERROR_CHARACTERS]})"
         status = self._status(line, ended)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"ended/{self._rank}", json.dumps(asdict(status)))

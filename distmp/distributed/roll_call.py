@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from distmp.distributed import rank_monitor
 from distmp.distributed.lost_peers import lost_peer_error
 from distmp.distributed.rank_monitor import RankMonitor, RankStatus
 from distmp.distributed.world import World
-from distmp.errors import DistmpError, TrainingError
+from distmp.errors import DistmpError, TrainingError, rank_names
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -89,6 +90,18 @@ class RollCall:
                 raise error
         _last_keys[monitor] = (counter, f"{counter}/all")
 
+    def error_of_ended_ranks(self) -> TrainingError | None:
+        """Return the error of a collective that other ranks left out because they have ended.
+
+        Returns:
+            None if no rank has ended, or those that have ended report an error of their own.
+        """
+        monitor = self._monitor()
+        ended = {} if monitor is None else monitor.ended_without_error()
+        if monitor is None or not ended:
+            return None
+        return self._other_call_error(monitor, ended)
+
     def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:
         """Wait until a call that failed on this rank is known to have failed on every rank.
 
@@ -129,17 +142,29 @@ class RollCall:
             if status is not None and _cannot_arrive(status, monitor)
         }
         if in_other_call:
-            return TrainingError(
-                f"rank {self._world.rank} waits in {monitor.engine_call}, which every rank has to "
-                f"call, and {rank_monitor.describe_ranks(in_other_call)}; make the same calls in "
-                "the same order on every rank"
-            )
+            return self._other_call_error(monitor, in_other_call)
         silent = [rank for rank, status in statuses.items() if status is None]
         self._unanswered = {rank: self._unanswered.get(rank, 0) + 1 for rank in silent}
         lost = [rank for rank, queries in self._unanswered.items() if queries >= MAX_UNANSWERED]
         if lost := lost or [rank for rank in silent if monitor.has_exited(rank)]:
-            return lost_peer_error(self._world.rank, self._world.world_size, lost[0])
+            return lost_peer_error(
+                self._world.rank, self._world.world_size, lost[0], monitor.engine_call
+            )
         return None
+
+    def _other_call_error(
+        self, monitor: RankMonitor, others: Mapping[int, RankStatus]
+    ) -> TrainingError:
+        message = (
+            f"rank {self._world.rank} waits in {monitor.engine_call}, which every rank has to "
+            f"call, and {rank_monitor.describe_ranks(others)}; make the same calls in the same "
+            "order on every rank"
+        )
+        # `sys.exit("...")` looks like a normal end.
+        ended = [rank for rank, status in others.items() if status.ended == rank_monitor.ENDED]
+        if ended:
+            message += f", or see the output of {rank_names(ended)} if it ended with an error"
+        return TrainingError(message)
 
 
 def _cannot_arrive(other: RankStatus, own: RankMonitor) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
-from distmp.errors import TrainingError
+from distmp.errors import LostPeerError, TrainingError
 from distmp.precision.builders import autocast_off
 
 _numbers = itertools.count(1)
@@ -62,7 +62,10 @@ class EngineCalls:
             )
         self._current = name
         try:
-            with explain_lost_peers(self._world.group), autocast_off(self._world.device):
+            with (
+                explain_lost_peers(self._world.group, f"engine.{name}()"),
+                autocast_off(self._world.device),
+            ):
                 if self._failure is not None:
                     self._roll_call.check_failed_everywhere(self._failures, self._failure)
                     self._failure = None
@@ -74,6 +77,11 @@ class EngineCalls:
         except BaseException as error:
             self._failure = error
             self._failures += 1
+            if isinstance(error, LostPeerError):
+                # A rank that has ended normally has no other message that would be the cause.
+                cause = self._roll_call.error_of_ended_ranks()
+                if cause is not None:
+                    raise cause from error.__cause__
             raise
         finally:
             self._current = ""

@@ -44,6 +44,7 @@ from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step_checks import (
     IS_EMPTY,
     FirstStepChecks,
+    ModeCheck,
     check_evaluated,
     check_gradients_enabled,
     check_loss,
@@ -55,7 +56,7 @@ from distmp.engine.step_checks import (
     count_microbatches,
     explain_backward_errors,
 )
-from distmp.errors import ConfigError, TrainingError, rank_names, ranks_by_value
+from distmp.errors import ConfigError, TrainingError, attribute, rank_names, ranks_by_value
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import METRIC_UPDATES
 from distmp.optim.state import check_state, prepare_for_device_skip
@@ -111,6 +112,22 @@ logger = logging.getLogger("distmp")
 STEPS_KEPT = 2
 
 T = TypeVar("T")
+
+# What to use in place of attributes that users expect.
+_INSTEAD_OF = {
+    "backward": "leave it out: engine.step runs the backward pass of the loss function's result",
+    "zero_grad": "leave it out: engine.step clears the gradients",
+    "clip_grad_norm_": "use Engine(..., max_norm=1.0), or assign engine.max_norm",
+    "parameters": "use engine.model.parameters(), or engine.weights() for the FP32 weights",
+    "named_parameters": "use engine.model.named_parameters(), or engine.weights()",
+    "train": "use engine.model.train(); engine.evaluate sets and restores the mode itself",
+    "eval": "use engine.model.eval(); engine.evaluate sets and restores the mode itself",
+    "training": "use engine.model.training",
+    "forward": "use engine.module(...)",
+    "to": "use Engine(..., device=...)",
+    "save_checkpoint": "use engine.save(folder)",
+    "load_checkpoint": "use engine.load(folder)",
+}
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -246,6 +263,7 @@ class Engine:
         )
         checks = config.first_step_checks
         self._first_step_checks = FirstStepChecks(self.world, self.module) if checks else None
+        self._mode_check = ModeCheck(self.model) if checks else None
         self._has_gradients = False
         # Whether the caller has called `check`.
         self._is_checked = False
@@ -345,6 +363,7 @@ class Engine:
             source = MicrobatchSource(microbatches, number, keep=self.config.attribution)
             if not (source.is_sequence or source.advance()):
                 raise ConfigError("microbatches", [], IS_EMPTY)
+            self._check_mode()
             if self._first_step_checks is not None:
                 outcome = self._check_and_take_first_step(self._first_step_checks, source, stop)
                 self._first_step_checks = None
@@ -352,6 +371,12 @@ class Engine:
                 outcome = self._take_step(source, stop)
         self._check_previous_step(outcome)
         return outcome
+
+    def _check_mode(self) -> None:
+        """Warn once if the model is trained in evaluation mode."""
+        if self._mode_check is not None and (warning := self._mode_check.warning()):
+            self._mode_check = None
+            self._warn(warning, stacklevel=4)
 
     def _take_step(self, source: MicrobatchSource, stop: bool) -> StepOutcome:
         self._calls.counts["engine.step"] += 1
@@ -1108,6 +1133,12 @@ class Engine:
             "partial sums of microbatches": strategy.partial_sums(),
             "FP32 gradients": strategy.gradient_memory(),
         }
+
+    if not TYPE_CHECKING:  # mypy would accept any name
+
+        def __getattr__(self, name):
+            """Name the replacement of what models and optimizers of other libraries have."""
+            attribute(self, name, _INSTEAD_OF)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks and process groups stay with the original.

@@ -293,6 +293,41 @@ def check_stop(stop: object) -> None:
         raise ConfigError("stop", stop, "must be True or False")
 
 
+class ModeCheck:
+    """Finds training in evaluation mode, which changes dropout and BatchNorm without an error.
+
+    Args:
+        model: The model that is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._is_first = True
+
+    def warning(self) -> str:
+        """Return a warning for the step that begins; "" if there is none.
+
+        The first step looks for trained parameters in any module in evaluation mode; a module
+        without submodules, such as a frozen BatchNorm, may be. Later steps look at the root only.
+        """
+        modules = self._model.named_modules() if self._is_first else [("", self._model)]
+        self._is_first = False
+        for name, module in modules:
+            may_train = not name or any(True for _ in module.children())
+            if not module.training and may_train and _is_trained(module):
+                part = f"the module {name!r}" if name else "the model"
+                return (
+                    f"{part} is trained in evaluation mode (as from_pretrained and eval() leave "
+                    "it): without dropout, and with the running statistics of BatchNorm; call "
+                    "engine.model.train(), or ignore this warning if it is intended"
+                )
+        return ""
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 class FirstStepChecks:
     """Checks of the first step, in which the host may wait to read values.
 

@@ -30,6 +30,25 @@ _ALIASES = {"fp32_modules": "keep_fp32"}
 _DTYPES = DTYPE_WORDS | {dtype_name(dtype): dtype for dtype in DTYPE_WORDS.values()}
 _SWITCHES = {"true": True, "false": False}
 
+# Policies for the names that Lightning uses.
+LIGHTNING_POLICIES = {
+    "16-mixed": "fp16-autocast",
+    "bf16-mixed": "bf16-autocast",
+    "32-true": "fp32",
+}
+_BF16 = "use 'bf16' (16-bit parameters, FP32 master weights) or 'bf16-autocast' (FP32 parameters)"
+_FP16 = "use 'fp16' (16-bit parameters, FP32 master weights) or 'fp16-autocast' (FP32 parameters)"
+# What to use for other names of Lightning, accelerate, Transformers and torch.
+_OTHER_NAMES = {
+    "16-true": f"weights in float16 lose small updates; {_FP16}",
+    "bf16-true": "use 'bf16-pure', which means the same and loses small updates, or 'bf16', which "
+    "has FP32 master weights",
+    **dict.fromkeys(("16", "float16", "half"), _FP16),
+    "bfloat16": _BF16,
+    **dict.fromkeys(("32", "float32", "float", "full", "no"), "use 'fp32'"),
+    **dict.fromkeys(("mixed", "amp", "autocast"), "use 'bf16-autocast' or 'fp16-autocast'"),
+}
+
 
 def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
     """Return the policy that a preset's name, a line of text or a mapping describes.
@@ -54,11 +73,9 @@ def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
         return _build(_split(description), default_name=description.strip())
     if isinstance(description, Mapping) and description:
         return _build(dict(description), default_name=None)
-    raise ConfigError(
-        SETTING,
-        description,
-        "use the name of a preset, 'key=value,...', or a mapping of these keys",
-    )
+    problem = "use the name of a preset, a text such as 'bf16,reduce=bf16', or a mapping"
+    other = _other_name(description)
+    raise ConfigError(SETTING, description, f"{problem}; here, {other}" if other else problem)
 
 
 def as_text(described: PrecisionPolicy) -> str:
@@ -143,8 +160,18 @@ def _preset(name: Any) -> PrecisionPolicy:
             "change something in it",
         )
     if not isinstance(name, str) or name not in PRESETS:
-        raise ConfigError(SETTING, name, nearest(str(name), [*PRESETS, "auto"]))
+        raise ConfigError(
+            SETTING, name, _other_name(name) or nearest(str(name), [*PRESETS, "auto"])
+        )
     return PRESETS[name]
+
+
+def _other_name(name: Any) -> str:
+    """Return what to use for a name of another library or a dtype of torch; "" if unknown."""
+    name = str(name).removeprefix("torch.")
+    if name in LIGHTNING_POLICIES:
+        return f"use {LIGHTNING_POLICIES[name]!r}, which means the same"
+    return _OTHER_NAMES.get(name, "")
 
 
 def _value(key: str, value: Any) -> Any:

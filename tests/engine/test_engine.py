@@ -936,3 +936,44 @@ def test_the_memory_of_a_step_does_not_grow_with_its_microbatches() -> None:
             engine.step([microbatch] * count)
         peaks[count] = live.peak
     assert peaks[64] - peaks[4] < microbatch.nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("zero_grad", "leave it out: engine.step clears the gradients"),
+        ("backward", "leave it out: engine.step runs the backward pass"),
+        ("parameters", r"use engine\.model\.parameters\(\)"),
+        ("train", r"use engine\.model\.train\(\)"),
+        ("eval", r"use engine\.model\.eval\(\)"),
+    ],
+)
+def test_names_of_models_and_optimizers_have_a_replacement(name: str, advice: str) -> None:
+    engine = make_engine()
+    assert not hasattr(engine, name)
+    with pytest.raises(AttributeError, match=f"^Engine has no attribute '{name}'; {advice}"):
+        getattr(engine, name)
+    with pytest.raises(AttributeError, match=r"^'Engine' object has no attribute 'stepp'"):
+        engine.stepp  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("scheduler", object(), "scheduler = 'object': is not an argument; use schedule, a funct"),
+        ("lr_scheduler", None, "lr_scheduler = None: is not an argument; use schedule, a funct"),
+        ("grad_clip", 1.0, r"grad_clip = 1\.0: is not an argument; use max_norm"),
+        ("max_grad_norm", 1.0, "use max_norm"),
+        ("clip_grad_norm", 1.0, "use max_norm"),
+        ("mixed_precision", "bf16", "mixed_precision = 'bf16': .* use policy"),
+        ("gradient_accumulation_steps", 4, "pass that many microbatches to each engine.step"),
+        ("stratgy", "ddp", "did you mean 'strategy'"),
+        ("devic", "cpu", "did you mean 'device'"),
+        ("zzz", 1, "choose one of .* config, device, .* schedule, shard_optimizer, strategy$"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_its_replacement(
+    name: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**{name: value})

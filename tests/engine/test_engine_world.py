@@ -40,12 +40,22 @@ engine = distmp.Engine(
 )
 for step in range(3):
     outcome = engine.step([torch.randn(4, 3), torch.randn(1, 3)])
-    if sys.argv[-1] == "fail" and engine.world.rank == 1:
+    if sys.argv[2:] == ["fail"] and engine.world.rank == 1:
         raise SystemExit("rank 1 has a reason")
 weight = [value.full_tensor() if hasattr(value, "full_tensor") else value
           for value in engine.module.parameters()][0]
 text = f"{engine.strategy} {outcome.numbers.weight:g} {weight.sum().item()!r} {engine.world.device}"
 os.write(1, f"{text}\\n".encode())
+if sys.argv[2:] and engine.world.rank == int(sys.argv[3]):
+    batch = [torch.randn(4, 3)]
+    calls = {
+        "step": lambda: engine.step(batch),
+        "save": lambda: engine.save("checkpoints"),
+        "export": lambda: engine.export("weights"),
+        "gather": lambda: engine.gather(batch[0]),
+        "evaluate": lambda: engine.evaluate(batch),
+    }
+    calls[sys.argv[2]]()
 """
 
 
@@ -87,8 +97,24 @@ def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str, tmp_p
     assert 1 in result.exit_codes.values(), result
     assert "rank 1 has a reason" in result.stderr
     # The other rank prints its message unless torchrun ends it before.
-    if "TrainingError" in result.stderr:
+    if "LostPeerError" in result.stderr:
         assert "rank 0 of 2 stops because another rank has ended" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "rank"), [("save", 0), ("evaluate", 1), ("gather", 0), ("export", 0), ("step", 0)]
+)
+def test_a_rank_that_ends_before_a_call_of_the_others_is_named(
+    script: str, call: str, rank: int
+) -> None:
+    """Rank 0 saves alone at the end of the script: the other rank prints no cause."""
+    result = run(torchrun(script, "ddp", call, str(rank)), cwd=Path(script).parent)
+    assert (
+        f"TrainingError: rank {rank} waits in engine.{call}(), which every rank has to call, and "
+        f"rank {1 - rank} has ended; the last call of its engine was engine.step(); make the same "
+        f"calls in the same order on every rank, or see the output of rank {1 - rank} if"
+    ) in result.stderr
+    assert "LostPeerError" not in result.stderr
 
 
 @pytest.fixture

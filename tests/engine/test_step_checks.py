@@ -359,6 +359,79 @@ def test_microbatches_that_are_tensors_are_not_warned_of(
     assert not recwarn
 
 
+class Classifier(nn.Module):
+    """A new head on an encoder, like that of `from_pretrained`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.head(self.encoder(inputs))
+
+
+def frozen_norm() -> nn.Module:
+    model = Classifier()
+    model.encoder[1].eval()
+    return model
+
+
+def frozen_encoder() -> nn.Module:
+    model = Classifier()
+    model.encoder.eval().requires_grad_(False)
+    return model
+
+
+def untrained_encoder() -> nn.Module:
+    model = Classifier()
+    model.encoder.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        (Classifier, None),
+        (frozen_norm, None),
+        (frozen_encoder, None),
+        (lambda: Classifier().eval(), "the model is trained in evaluation mode"),
+        (lambda: nn.Linear(3, 2).eval(), "the model is trained in evaluation mode"),
+        (untrained_encoder, "the module 'encoder' is trained in evaluation mode"),
+    ],
+)
+def test_training_in_evaluation_mode_is_warned_of_once(
+    model: Callable[[], nn.Module], part: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    engine = make(model=model())
+    modes = [module.training for module in engine.module.modules()]
+    for _ in range(3):
+        engine.step([pair(6)])
+        engine.evaluate([pair(6)])
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(messages) == (part is not None)
+    assert all(part is not None and message.startswith(part) for message in messages)
+    assert [module.training for module in engine.module.modules()] == modes
+
+
+def test_a_model_that_is_left_in_evaluation_mode_is_warned_of_once(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    engine = make(model=Classifier())
+    engine.step([pair(6)])
+    engine.evaluate([pair(6)])
+    engine.step([pair(6)])
+    assert not recwarn
+    engine.module.eval()
+    for _ in range(3):
+        engine.step([pair(6)])
+    assert len(recwarn) == 1
+    assert recwarn[0].filename == __file__
+    quiet = make(model=Classifier().eval(), first_step_checks=False)
+    quiet.step([pair(6)])
+    assert len(recwarn) == 1
+
+
 def test_a_loss_that_refuses_equal_samples_is_not_checked(
     recwarn: pytest.WarningsRecorder,
 ) -> None:

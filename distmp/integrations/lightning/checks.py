@@ -13,15 +13,13 @@ from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, storage_dtypes
+from distmp.precision.notation import LIGHTNING_POLICIES
 from distmp.precision.policy import dtype_word
 from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.dtypes import dtype_name
 
 logger = logging.getLogger("distmp")
-
-# Policies for the names that Lightning uses.
-POLICIES = {"16-mixed": "fp16-autocast", "bf16-mixed": "bf16-autocast", "32-true": "fp32"}
 
 
 def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
@@ -30,7 +28,7 @@ def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
     Raises:
         ConfigError: If no strategy of Lightning implements it.
     """
-    name = POLICIES.get(requested, requested) if isinstance(requested, str) else requested
+    name = LIGHTNING_POLICIES.get(requested, requested) if isinstance(requested, str) else requested
     resolution = resolve(name, device)
     if name == "auto" and resolution.policy.has_masters:
         resolution = Resolution(policy(f"{resolution.policy.name}-autocast"), resolution.reason)
