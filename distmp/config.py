@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from distmp.callback_settings import EarlyStoppingConfig, parse_callbacks
 from distmp.checkpoint.settings import CheckpointConfig
+from distmp.data.file_formats import check_token_paths
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
 from distmp.engine.settings import DivergenceConfig, EmaConfig, RankConsistencyConfig
@@ -345,7 +346,9 @@ class RunConfig:
         self.profile.check(self.steps)
 
     def check_names(self) -> None:
-        """Look up the policy, metrics, callbacks, optimizer and schedule, which imports torch.
+        """Look up what settings name: files of token ids, functions, the policy, and others.
+
+        It imports torch.
 
         Commands call it after they have read all settings, so that their help and most of their
         errors do not wait for torch.
@@ -355,6 +358,11 @@ class RunConfig:
         """
         from distmp.models.metrics import find_metric
 
+        check_token_paths(self.data)
+        # Without options there is nothing to compare: the ranks import the module.
+        for section in (self.data, self.model):
+            if section.is_import_path and section.options:
+                section.function()
         self.precision.check_names()
         for name, path in self.validation.metrics.items():
             find_metric(name, path)
