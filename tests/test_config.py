@@ -111,7 +111,7 @@ def test_advice_names_settings_and_is_not_for_settings() -> None:
 
 
 def test_advice_in_a_file() -> None:
-    with pytest.raises(ConfigError, match="epochs = 3: unknown setting; .* set steps to"):
+    with pytest.raises(ConfigError, match=r"epochs = 3: unknown setting; .* set steps to"):
         from_mapping(RunConfig, {"epochs": 3})
 
 
