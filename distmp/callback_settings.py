@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.settings import EMA_PREFIX
-from distmp.utils.imports import load_object
+from distmp.utils.imports import check_arguments, load_object
 
 _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME: VALUE}}"
 # Metrics whose best value is the smallest one.
@@ -47,16 +47,13 @@ class CallbackSetting(NamedTuple):
                 self.path,
                 "is not a distmp.training.callbacks.Callback; inherit from it",
             )
-        try:
-            inspect.signature(found).bind(**self.options)
-        except TypeError as error:
-            raise ConfigError(
-                "callbacks",
-                self.path,
-                f"cannot be called with the options {self.options} ({error}); {_NOTATION}",
-            ) from None
-        except ValueError:  # a callable in C has no signature
-            pass
+        check_arguments(
+            "callbacks",
+            self.path,
+            found,
+            self.options,
+            f"cannot be called with the options {self.options} ({{reason}}); {_NOTATION}",
+        )
         return found
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from distmp.callback_settings import EarlyStoppingConfig, parse_callbacks
 from distmp.checkpoint.settings import CheckpointConfig
+from distmp.data.file_formats import check_token_paths
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
 from distmp.engine.settings import DivergenceConfig, EmaConfig, RankConsistencyConfig
@@ -43,6 +44,67 @@ if TYPE_CHECKING:
 # Far above every real run, and within the types that hold these values.
 _MAX_STEPS = 10**12
 _MAX_TIMEOUT_MINUTES = 14 * 24 * 60
+
+_ACCUMULATION = (
+    "follows from other settings: each rank runs batch.global_batch_size / (batch.microbatch_size "
+    "x ranks) microbatches per step"
+)
+_EPOCHS = (
+    "a run is as long as its number of steps; set steps to epochs x samples / "
+    "batch.global_batch_size"
+)
+_BATCH = (
+    "set batch.global_batch_size, the samples of a step over all ranks, and batch.microbatch_size, "
+    "those of one forward on a rank"
+)
+_RANKS = "the launcher starts the ranks; run `distmp launch --nproc-per-node N -- OPTIONS`"
+_POLICY = "set precision.policy, for example to bf16"
+# What to do instead of settings that people know from other tools, and of values for sections.
+_ADVICE = {
+    "batch": _BATCH,
+    "batch_size": _BATCH,
+    "per_device_train_batch_size": _BATCH,
+    "epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "max_epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
+    "accumulate_grad_batches": _ACCUMULATION,
+    "grad_accum": _ACCUMULATION,
+    "grad_accum_steps": _ACCUMULATION,
+    "grad_accumulation_steps": _ACCUMULATION,
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "precision": _POLICY,
+    "bf16": _POLICY,
+    "fp16": _POLICY,
+    "dtype": _POLICY,
+    "mixed_precision": _POLICY,
+    "learning_rate": "set optim.lr",
+    "optimizer": "set optim.name",
+    "scheduler": "set schedule.name",
+    "lr_scheduler": "set schedule.name",
+    "model": "set model.name, or model.size for another size of distmp's transformer",
+    "data": "set data.source and data.path",
+    "dataset": "set data.source and data.path",
+    "block_size": "set data.sequence_length",
+    "max_length": "set data.sequence_length",
+    "seq_len": "set data.sequence_length",
+    "output_dir": "set run_dir",
+    "eval_every": "set validation.every",
+    "eval_steps": "set validation.every",
+    "save_every": "set checkpoint.every",
+    "save_steps": "set checkpoint.every",
+    "devices": _RANKS,
+    "gpus": _RANKS,
+    "nproc_per_node": _RANKS,
+    "lora": "set model.peft",
+    "wandb": "set log.trackers",
+    "ema": "set ema.decay; 0 disables it",
+    "early_stopping": "set early_stopping.patience; 0 disables it",
+    "rank_consistency": "set rank_consistency.every; 0 disables it",
+    "sample": "set sample.length; 0 disables it",
+    "validation": "set validation.every and validation.samples; data.held_out = 0 disables it",
+}
+_WORDS_FOR_AUTO = ("true", "yes", "on", "1", "last", "latest")
 
 Config = TypeVar("Config", bound="RunConfig")
 
@@ -180,6 +242,9 @@ class SampleConfig:
 class RunConfig:
     """All settings of a training run."""
 
+    advice: ClassVar[Mapping[str, str]] = _ADVICE
+    """What to do, by names that are no settings and by sections, see `from_mapping`."""
+
     run_dir: str = field(default="runs/default", metadata=HARMLESS)
     """Folder for the resolved configuration, step records, curves and checkpoints."""
 
@@ -297,6 +362,10 @@ class RunConfig:
             )
         if self.resume == "":
             raise ConfigError("resume", "", "give 'auto', the path of a checkpoint, or null")
+        if (self.resume or "").lower() in _WORDS_FOR_AUTO and not Path(self.resume or "").exists():
+            raise ConfigError(
+                "resume", self.resume, "write 'auto' for the latest checkpoint of the run"
+            )
 
     def _check_time(self) -> None:
         if not 0 < self.timeout_minutes <= _MAX_TIMEOUT_MINUTES:
@@ -345,7 +414,9 @@ class RunConfig:
         self.profile.check(self.steps)
 
     def check_names(self) -> None:
-        """Look up the policy, metrics, callbacks, optimizer and schedule, which imports torch.
+        """Look up what settings name: files of token ids, functions, the policy, and others.
+
+        It imports torch.
 
         Commands call it after they have read all settings, so that their help and most of their
         errors do not wait for torch.
@@ -355,6 +426,11 @@ class RunConfig:
         """
         from distmp.models.metrics import find_metric
 
+        check_token_paths(self.data)
+        # Without options there is nothing to compare: the ranks import the module.
+        for section in (self.data, self.model):
+            if section.is_import_path and section.options:
+                section.function()
         self.precision.check_names()
         for name, path in self.validation.metrics.items():
             find_metric(name, path)

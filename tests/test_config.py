@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import build
 from distmp.training.setup import build_engine, prepare
-from distmp.utils.settings import from_mapping, read_yaml, write_yaml
+from distmp.utils.settings import from_mapping, leaf_names, read_yaml, write_yaml
+from distmp.utils.settings.convert import setting_names
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -76,6 +78,14 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--optim.options", "{a: %s}" % (3000 * "[" + 3000 * "]")], "optim.options = '{a: [[["),
         (["--checkpoint.path", "s3://***@bucket"], "is hidden in files that distmp writes"),
         (["--resume", ""], "resume"),
+        (["--resume", "true"], "resume = 'true': write 'auto' for the latest checkpoint"),
+        (["--batch-size", "4"], "batch_size = '4': unknown setting; set batch.global_batch_size"),
+        (["--batch", "4"], "batch = '4': is a section; set batch.global_batch_size"),
+        (["--epochs", "3"], "epochs = '3': unknown setting; a run is as long as its number of st"),
+        (["--bf16"], "bf16 = '': unknown setting; set precision.policy"),
+        (["--precision", "bf16"], "precision = 'bf16': is a section; set precision.policy"),
+        (["--ema", "None"], "ema = 'None': is a section; set ema.decay; 0 disables it"),
+        (["--schedule", "cosine"], "is a section; set schedule.name, schedule.warmup_steps"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(arguments: list[str], message: str) -> None:
@@ -83,6 +93,26 @@ def test_what_cannot_run_is_refused_by_name(arguments: list[str], message: str) 
         load(arguments)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_advice_names_settings_and_is_not_for_settings() -> None:
+    """Advice for the name of a setting would never be printed."""
+    leaves, names = {*leaf_names(RunConfig)}, {*setting_names(RunConfig)}
+    assert leaves.isdisjoint(RunConfig.advice)
+    for text in RunConfig.advice.values():
+        written = re.findall(r"\b[a-z_]+\.[a-z_]+\b|(?<=set )[a-z_.]*[a-z_]", text)
+        assert written or text.startswith("the launcher")
+        assert {*written} <= names, text
+    disabled = [name for name, text in RunConfig.advice.items() if "0 disables it" in text]
+    for section in disabled:
+        setting = re.search(r"[a-z_]+\.[a-z_]+(?=( = 0|; 0))", RunConfig.advice[section])
+        assert setting is not None
+        load([f"--{setting.group().replace('_', '-')}", "0"])
+
+
+def test_advice_in_a_file() -> None:
+    with pytest.raises(ConfigError, match=r"epochs = 3: unknown setting; .* set steps to"):
+        from_mapping(RunConfig, {"epochs": 3})
 
 
 @pytest.mark.parametrize(

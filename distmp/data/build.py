@@ -17,7 +17,6 @@ from distmp.data.streams import length_of
 from distmp.data.text import TextFile, TextFolder, list_text_files
 from distmp.data.windows import W, Windows
 from distmp.errors import ConfigError
-from distmp.utils.imports import load_object
 
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
@@ -209,9 +208,7 @@ def _refuse_short(setting: str, path: str, tokens: int, window: int) -> None:
 
 
 def _build_from_callable(config: DataConfig) -> Datasets:
-    function = load_object("data.source", config.source)
-    if not callable(function):
-        raise ConfigError("data.source", config.source, "is not callable; name a function")
+    function = config.function()
     train = _call(config, function, "train")
     if train is None:
         raise ConfigError("data.source", config.source, "returned None for split='train'")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distmp.data.file_formats import refuse_other_formats
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import NAME as METADATA
 from distmp.data.token_metadata import UNFINISHED_SUFFIX, TokenMetadata, metadata_of
@@ -33,6 +34,7 @@ def open_tokens(
     length = config.sequence_length
     if metadata is None:
         _refuse_unknown_folder(setting, path)
+        refuse_other_formats(path, config.known_token_dtype, setting)
         size = config.token_vocabulary_size
         return TokenFiles([path], config.known_token_dtype, size, length, setting), None
     _compare_settings(config, path, metadata)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distmp.errors import ConfigError, nearest
 from distmp.utils.files import check_name
+from distmp.utils.imports import check_arguments, load_callable
 from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
@@ -113,11 +115,32 @@ class DataConfig:
         """Type of the ids in a token file without metadata."""
         return self.token_dtype or "uint16"
 
+    def function(self) -> Callable[..., Any]:
+        """Import and return the function of an import path.
+
+        Raises:
+            ConfigError: If it does not exist, is not callable, or does not take the arguments that
+                it is called with.
+        """
+        found = load_callable("data.source", self.source)
+        check_arguments(
+            "data.source",
+            self.source,
+            found,
+            {"split": "train", "sequence_length": self.sequence_length, **self.options},
+            "cannot be called with split, sequence_length and data.options = "
+            f"{self.options} ({{reason}}); change data.options or the function",
+        )
+        return found
+
     def _check_source(self) -> None:
         if not self.is_import_path and self.source not in _SOURCES:
             hint = nearest(self.source, _SOURCES)
             raise ConfigError(
-                "data.source", self.source, f"{hint}, or write an import path 'module:callable'"
+                "data.source",
+                self.source,
+                f"{hint}, or write an import path 'module:callable'; `distmp data tokenize` turns"
+                " JSON Lines, parquet and text into tokens",
             )
         if self.source == "tokens" and self.path is None:
             raise ConfigError("data.path", None, "name the file or folder of token ids")

@@ -22,6 +22,7 @@ from distmp.errors import ConfigError, nearest
 from distmp.export.adapters import AdapterWeights, MergedWeights, updates_of, write_adapter
 from distmp.export.files import MAX_SHARD_SIZE, Weights, check_shard_size, write
 from distmp.export.sources import CheckpointWeights, LlamaWeights, has_average
+from distmp.export.weights import PREFIX
 from distmp.models import llama
 from distmp.models.architecture import TRANSFORMER, is_hugging_face
 from distmp.models.tokenizer_files import has_tokenizer
@@ -91,6 +92,8 @@ def export(
     if adapter is not None and not merge and layout == "transformers":
         raise ConfigError("--format", layout, "adapters have names of their own; add --merge")
     # What is merged is read in FP32, and rounded once.
+    if merge:
+        _warn_about_rounded_base(checkpoint, DTYPE_WORDS[dtype])
     read = CheckpointWeights(checkpoint, torch.float32 if merge else DTYPE_WORDS[dtype], ema=ema)
     tokenizer = _tokenizer(checkpoint)
     if adapter is not None and not merge:
@@ -105,6 +108,23 @@ def export(
         write(target, written, described, DTYPE_WORDS[dtype], max_shard_size, tokenizer=tokenizer)
     read.report_nan()
     return sum(tensor.numel() for tensor in written.specs.values())
+
+
+def _warn_about_rounded_base(checkpoint: store.StoredCheckpoint, dtype: torch.dtype) -> None:
+    """Log if frozen weights were rounded before the export, to another dtype than its own."""
+    held = {
+        stored
+        for name, (_, stored) in checkpoint.tensors.items()
+        if name.startswith(PREFIX) and stored in (torch.bfloat16, torch.float16)
+    }
+    for rounded in held - {dtype}:
+        logger.warning(
+            "%s: the run held its frozen weights in %s, so the merged ones are exact to that only; "
+            "for more, export without --merge, and merge the adapters into the FP32 weights by "
+            "peft's merge_and_unload",
+            checkpoint,
+            dtype_name(rounded),
+        )
 
 
 def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:

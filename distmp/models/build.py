@@ -12,7 +12,7 @@ from distmp.models import huggingface
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig
-from distmp.utils.imports import load_object
+from distmp.utils.imports import load_callable
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """loss(model, batch) -> (loss sum, weight), both 0-dim tensors."""
@@ -47,7 +47,7 @@ def build_loss(config: ModelConfig) -> Loss:
     """
     if config.loss == "next_token":
         return next_token_loss
-    return _load_callable("model.loss", config.loss)
+    return load_callable("model.loss", config.loss)
 
 
 def _transformer_config(
@@ -78,7 +78,7 @@ def _transformer_config(
 
 
 def _build_from_callable(config: ModelConfig) -> nn.Module:
-    model = _load_callable("model.name", config.name)(**config.options)
+    model = config.function()(**config.options)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             "model.name",
@@ -86,11 +86,3 @@ def _build_from_callable(config: ModelConfig) -> nn.Module:
             f"returned a {type(model).__name__}; return a torch.nn.Module",
         )
     return model
-
-
-def _load_callable(setting: str, path: str) -> Callable[..., Any]:
-    loaded = load_object(setting, path)
-    if not callable(loaded):
-        raise ConfigError(setting, path, f"is a {type(loaded).__name__}; name a callable")
-    function: Callable[..., Any] = loaded
-    return function

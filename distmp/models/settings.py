@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
 from distmp.utils.files import check_name
+from distmp.utils.imports import check_arguments, load_callable
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
 
 if TYPE_CHECKING:
@@ -165,6 +167,23 @@ class ModelConfig:
     def is_import_path(self) -> bool:
         """Whether the model is built by a callable of the user."""
         return ":" in self.name and not self.is_hugging_face
+
+    def function(self) -> Callable[..., Any]:
+        """Import and return the function of an import path.
+
+        Raises:
+            ConfigError: If it does not exist, is not callable, or does not take the options.
+        """
+        found = load_callable("model.name", self.name)
+        check_arguments(
+            "model.name",
+            self.name,
+            found,
+            self.options,
+            f"cannot be called with model.options = {self.options} ({{reason}}); change "
+            "model.options or the function",
+        )
+        return found
 
     @property
     def dimensions(self) -> Size:

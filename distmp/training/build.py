@@ -132,6 +132,9 @@ def _build_run(
     _record_start(config, world, console, directory, checkpoint)
     progress = Progress()
     if checkpoint is not None:
+        if stored_progress(checkpoint).step >= config.steps:
+            # `steps` would change the learning rates of later steps, and there are none.
+            changes.consequential.pop("steps", None)
         progress = _continue_from(checkpoint, engine, world, console, changes)
     if (attempt := restarts.describe_attempt(progress.step)) is not None:
         console.message(attempt)

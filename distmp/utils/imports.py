@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from distmp.errors import ConfigError
 
@@ -41,3 +43,48 @@ def load_object(setting: str, path: str) -> Any:
             raise ConfigError(setting, path, f"module {module_name!r} has no {attribute!r}")
         loaded = getattr(loaded, part)
     return loaded
+
+
+def load_callable(setting: str, path: str) -> Callable[..., Any]:
+    """Import `module:attribute`, which has to be callable.
+
+    Args:
+        setting: Name of the setting with the path, for the error message.
+        path: See `load_object`.
+
+    Raises:
+        ConfigError: If it does not exist or is not callable.
+    """
+    loaded = load_object(setting, path)
+    if not callable(loaded):
+        raise ConfigError(setting, path, f"is a {type(loaded).__name__}; name a callable")
+    return cast("Callable[..., Any]", loaded)
+
+
+def check_arguments(
+    setting: str,
+    value: object,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    problem: str,
+) -> None:
+    """Refuse keyword arguments that a function or class does not take, without calling it.
+
+    Args:
+        setting: Name of the setting, for the error message.
+        value: Its value.
+        function: The function or class.
+        arguments: The keyword arguments.
+        problem: What is wrong, and what to do, for the message; "{reason}" in it is replaced.
+
+    Raises:
+        ConfigError: If an argument is unknown, or one is missing.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a callable in C has no signature
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(setting, value, problem.replace("{reason}", str(error))) from None

@@ -30,7 +30,7 @@ def preset_purpose(name: str) -> str:
 
 
 def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
-    """Return the path of the file that `preset:NAME` names; any other path is returned unchanged.
+    """Return the path of the file that `preset:NAME` names; other paths are returned unchanged.
 
     Args:
         setting: Name of the setting, for the message.
@@ -38,11 +38,17 @@ def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
         suffix: Suffix of the file of the preset.
 
     Raises:
-        ConfigError: If there is no such preset.
+        ConfigError: If there is no such preset, or a path that does not exist has the name of one.
     """
+    known = preset_names(suffix)
     if not path.startswith(PREFIX):
+        name = Path(path).name.removesuffix(suffix)
+        if name in known and not Path(path).expanduser().exists():
+            raise ConfigError(
+                setting, path, f"there is no such file; did you mean '{PREFIX}{name}'?"
+            )
         return path
-    name, known = path.removeprefix(PREFIX), preset_names(suffix)
+    name = path.removeprefix(PREFIX)
     if name not in known:
         raise ConfigError(setting, path, f"there is no such preset; {nearest(name, known)}")
     return str(preset_folder() / f"{name}{suffix}")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distmp.config import load
 from distmp.data.build import build_datasets, is_held_out
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata, metadata_of
@@ -300,7 +301,7 @@ def test_callable_gets_split_length_and_options() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("HERE", {}, "is not callable"),
+        ("HERE", {}, "is a str; name a callable"),
         (
             "iterator",
             {},
@@ -316,6 +317,28 @@ def test_callable_of_the_wrong_kind_is_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         build_datasets(DataConfig(source=f"{HERE}:{source}", options=options))
     assert caught.value.setting == "data.source"
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("iterator", {"folder": "x"}, "got an unexpected keyword argument 'folder'"),
+        ("Squares", {"count": 3}, "got an unexpected keyword argument 'split'"),
+    ],
+)
+def test_options_that_the_function_does_not_take_are_refused_before_ranks_start(
+    source: str, options: dict[str, Any], message: str
+) -> None:
+    problem = (
+        f"data.source = '{HERE}:{source}': cannot be called with split, sequence_length and "
+        f"data.options = {options} ({message}); change data.options or the function"
+    )
+    with pytest.raises(ConfigError) as caught:
+        build_datasets(DataConfig(source=f"{HERE}:{source}", options=options))
+    assert str(caught.value) == problem
+    with pytest.raises(ConfigError) as at_the_start:
+        load([f"--data.source={HERE}:{source}", "--data.options", str(options)])
+    assert str(at_the_start.value) == problem
 
 
 def test_a_tokenized_folder_knows_the_end_of_its_documents(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distmp.config import load
 from distmp.errors import ConfigError
 from distmp.models.build import build_loss, build_model
 from distmp.models.loss import next_token_loss
@@ -144,6 +145,26 @@ def test_callable_of_the_wrong_kind_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build_model(ModelConfig(name=f"{HERE}:{name}"), 257, 16)
     assert caught.value.setting == "model.name"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 7, "hieght": 7}, "got an unexpected keyword argument 'hieght'"),
+        ({}, "missing a required argument: 'width'"),
+    ],
+)
+def test_options_that_the_function_does_not_take_are_refused_before_ranks_start(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be called with model\.options") as caught:
+        build_model(ModelConfig(name=f"{HERE}:linear", options=options), 257, 16)
+    assert f"model.name = '{HERE}:linear': " in str(caught.value)
+    assert f"({message}" in str(caught.value)
+    if options:
+        with pytest.raises(ConfigError) as at_the_start:
+            load([f"--model.name={HERE}:linear", "--model.options", str(options)])
+        assert str(at_the_start.value) == str(caught.value)
 
 
 def test_losses() -> None:

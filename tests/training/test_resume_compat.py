@@ -2,14 +2,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from distmp.config import RunConfig
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
 from distmp.errors import ConfigError
+from distmp.telemetry import Console
 from distmp.training.resume_compat import RUN_PROPERTIES, Changes, all_rules, compare
+from distmp.training.trainer import Trainer
 from distmp.utils.resume_rules import HARMLESS, consequential, resume_rules
 from distmp.utils.settings import leaf_names
+from tests.training.test_resume import configuration, train
 
 
 def test_every_setting_has_a_rule_and_no_rule_is_of_something_else() -> None:
@@ -103,3 +109,18 @@ def test_harmless_changes_are_logged_and_the_others_are_warnings(
         ("WARNING", "changed: optim.lr: 1 -> 2"),
         ("WARNING", "changed: seed: 1 -> 2"),
     ]
+
+
+def test_fewer_steps_than_the_checkpoint_has_change_no_learning_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(configuration(tmp_path, steps=4))
+    for steps, expected in ((4, []), (3, []), (5, ["changed: steps: 4 -> 5"])):
+        caplog.clear()
+        config = configuration(tmp_path, steps=steps, resume="auto")
+        run = Trainer(config, World.current("cpu"), Console(config.log))
+        assert run.run(StopSignals())
+        warnings = [record.getMessage().split(" (")[0] for record in caplog.records]
+        assert [line for line in warnings if line.startswith("changed: steps")] == expected
+        left = "nothing is left to train: the checkpoint is of step 4"
+        assert (left in capsys.readouterr().out) == (steps <= 4)

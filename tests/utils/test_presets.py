@@ -61,5 +61,17 @@ def test_an_unknown_preset_of_a_model() -> None:
         huggingface.locate("hf:preset:lama-tiny")
 
 
+@pytest.mark.parametrize("path", ["quickstart", "configs/quickstart.yaml", "quickstart.yaml"])
+def test_the_name_of_a_preset_without_its_prefix(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"'{path}': .* did you mean 'preset:quickstart'"):
+        load(["--config", path])
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text("seed: 7")
+    assert load(["--config", path]).seed == 7
+
+
 def test_other_paths_are_unchanged() -> None:
     assert located("--config", "x/preset:quickstart") == "x/preset:quickstart"

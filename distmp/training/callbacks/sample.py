@@ -53,6 +53,8 @@ class TextSample(Callback):
         if self._codec is None:
             return
         current_phase.enter("generating a sample")
+        # Each token takes a forward, so this may take long.
+        trainer.console.message(f"generating {config.sample.length:,} tokens of text{when}")
         try:
             # Every rank generates the same text: the forward of a sharded model needs all ranks.
             tokens = generate(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from distmp.data.evaluation import evaluation_batches
+from distmp.data.evaluation import ForwardOnly, evaluation_batches
+from distmp.data.loading import Batch, is_stream
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.evaluation import Evaluation
 from distmp.models.metrics import find_metric
@@ -17,6 +20,8 @@ from distmp.training.weight_unit import loss_unit
 if TYPE_CHECKING:
     from distmp.config import ValidationConfig
     from distmp.training.trainer import Trainer
+
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 class Validation(Callback):
@@ -46,10 +51,11 @@ class Validation(Callback):
 
     def _validate(self, trainer: Trainer, *, last: bool) -> None:
         settings = self._settings
+        samples = settings.final_samples if last else settings.samples
+        if last:
+            self._announce(trainer, samples)
         with trainer.timer.paused():
-            found = self._evaluate_both(
-                trainer, settings.final_samples if last else settings.samples
-            )
+            found = self._evaluate_both(trainer, samples)
         if found is None:
             return
         if last:
@@ -57,6 +63,17 @@ class Validation(Callback):
             for name, value in found.metrics.items():
                 trainer.console.message(f"held-out {name} {value:.4f}")
         trainer.report_validation(found.loss, found.metrics)
+
+    def _announce(self, trainer: Trainer, samples: int | None) -> None:
+        """Print what the final validation computes: it may take longer than many steps."""
+        dataset = trainer.components.datasets.validation
+        if dataset is None:
+            return
+        count = _count(dataset, samples)
+        average = "" if self._ema is None else ", with the weights and with their average"
+        trainer.console.message(
+            f"validating on {'all' if count is None else f'{count:,}'} held-out samples{average}"
+        )
 
     def _evaluate_both(self, trainer: Trainer, samples: int | None) -> Evaluation | None:
         """Evaluate the weights, and then their average, whose metrics get a prefix."""
@@ -81,12 +98,16 @@ class Validation(Callback):
         if dataset is None:
             return None
         batches = until_stop_requested(
-            evaluation_batches(
-                dataset,
-                samples=samples,
-                microbatch_size=trainer.config.batch.microbatch_size,
-                rank=trainer.world.rank,
-                world_size=trainer.world.world_size,
+            _reported(
+                trainer,
+                evaluation_batches(
+                    dataset,
+                    samples=samples,
+                    microbatch_size=trainer.config.batch.microbatch_size,
+                    rank=trainer.world.rank,
+                    world_size=trainer.world.world_size,
+                ),
+                _count(dataset, samples),
             ),
             trainer.is_asked_to_stop,
             trainer.world.group,
@@ -103,6 +124,27 @@ class Validation(Callback):
             name: _perplexity(found.loss) if path == PERPLEXITY else found.metrics[name]
             for name, path in self._settings.metrics.items()
         }
+
+
+def _count(dataset: Any, samples: int | None) -> int | None:
+    """Return the number of samples of a validation, or its maximum; None: a whole stream."""
+    if is_stream(dataset):
+        return samples
+    return len(dataset) if samples is None else min(samples, len(dataset))
+
+
+def _reported(
+    trainer: Trainer, batches: Iterator[Batch | ForwardOnly], count: int | None
+) -> Iterator[Batch | ForwardOnly]:
+    """Yield the microbatches of a validation; print its progress if it takes long."""
+    of_all = "" if count is None else f" of {count:,}"
+    samples = trainer.config.batch.microbatch_size * trainer.world.world_size
+    printed = time.monotonic()
+    for number, batch in enumerate(batches):
+        if time.monotonic() - printed >= _SECONDS_BETWEEN_LINES:
+            printed = time.monotonic()
+            trainer.console.message(f"validated {number * samples:,}{of_all} held-out samples")
+        yield batch
 
 
 def _perplexity(loss: float) -> float:

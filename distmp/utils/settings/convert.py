@@ -44,6 +44,8 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], section: str = "") -> 
     is called with the values of the section, and returns whether the dictionary accepts an option.
     If a user sets an option outside of the dictionary, the error names the correct setting.
 
+    `cls` may define `advice`: what to do, by names that are no settings of it and by sections.
+
     Args:
         cls: Dataclass whose fields are int, float, str, bool, None, Literal, tuple, dict, Any,
             dataclasses of these, or unions of these; every field has a default.
@@ -146,7 +148,7 @@ def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> An
             setting = join(where, name)
         if name not in fields:
             option = option_setting(cls, values, setting)
-            problem = unknown_setting(setting, known) if option is None else did_you_mean(option)
+            problem = did_you_mean(option) if option else unknown_setting(cls, setting, known)
             raise ConfigError(setting, value, problem)
         arguments[name] = _convert(fields[name], value, setting, known)
     return cls(**arguments)
@@ -177,9 +179,17 @@ def did_you_mean(setting: str) -> str:
     return f"unknown setting; did you mean {setting!r}?"
 
 
-def unknown_setting(setting: str, known: frozenset[str]) -> str:
-    """Return the message for an unknown setting, with the most likely alternative."""
+def unknown_setting(cls: type[Any], setting: str, known: frozenset[str]) -> str:
+    """Return the message for an unknown setting, with the most likely alternative.
+
+    Args:
+        cls: Dataclass that holds the setting, or one above it.
+        setting: Dotted name.
+        known: Names of all settings and sections.
+    """
     section, _, name = setting.rpartition(".")
+    if advice := advice_of(cls).get(setting):
+        return f"unknown setting; {advice}"
     if setting in known:
         return f"unknown name; write {name!r} as a line below the section {section!r}"
     same_name = [full for full in known if full.rpartition(".")[2] == name]
@@ -193,6 +203,12 @@ def unknown_setting(setting: str, known: frozenset[str]) -> str:
         if close := difflib.get_close_matches(name, full_names, n=1):
             return did_you_mean(full_names[close[0]])
     return f"unknown setting; {nearest(name, siblings or known)}"
+
+
+def advice_of(cls: type[Any]) -> Mapping[str, str]:
+    """Return what to do, by names that are no settings of `cls` and by sections."""
+    advice: Mapping[str, str] = getattr(cls, "advice", {})
+    return advice
 
 
 def _convert(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:

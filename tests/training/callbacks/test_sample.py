@@ -74,7 +74,7 @@ def samples(folder: Path, run_dir: str, *arguments: str) -> tuple[list[str], dic
     lines: list[str] = []
     run.console.message = lines.append  # type: ignore[method-assign]
     assert run.run(StopSignals())
-    return [line for line in lines if "sample" in line.split("\n")[0]], snapshot(run.engine)
+    return [line for line in lines if "sample of" in line.split("\n")[0]], snapshot(run.engine)
 
 
 def test_samples_of_a_tokenizer_under_every_strategy_change_no_bit(tokens: Path) -> None:

@@ -487,7 +487,7 @@ def test_an_override_says_what_the_file_says(run: Run) -> None:
             ["--data.path", "memory", "--data.shuffle", "3"],
             "data.shuffle = '3': unknown setting; did you mean 'optim.schedule'?",
         ),
-        (["--optim", "3"], "optim = '3': is a section"),
+        (["--optim", "3"], "optim = '3': is a section; set optim.lr, optim."),
         (["--optim.fused", "true", "true"], "command line = 'true': belongs to no option"),
         (["--optim.fused", "yes"], "command line = 'yes': belongs to no option"),
         (["extra"], "command line = 'extra': belongs to no option"),

@@ -1,0 +1,85 @@
+"""Recognizes files that hold text or have a header, which would be read as wrong token ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from distmp.data.settings import DataConfig
+from distmp.data.token_metadata import metadata_of
+from distmp.errors import ConfigError
+
+_TOKENIZE = "run `distmp data tokenize`, and set {setting} to the folder that it writes"
+# First bytes of a file: what it is, and what to do. They are long enough that token ids do not
+# begin with them by chance.
+_HEADERS = {
+    b"PAR1": ("a parquet file", _TOKENIZE),
+    b"\x1f\x8b\x08": ("a gzip file", f"decompress it, {_TOKENIZE}"),
+    b"PK\x03\x04": ("a zip file", "write ids without a header, such as by numpy's `tofile`"),
+    b"\x93NUMPY": ("a numpy file with a header", "write its ids by `tofile` instead of `save`"),
+}
+_TEXT_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".csv", ".tsv", ".html", ".xml", ".yaml", ".py")
+_READ_BYTES = 2**16
+_CONTROL_CHARACTERS = frozenset(map(chr, [*range(32), 127])) - frozenset("\t\n\v\f\r\b\x1b")
+
+
+def check_token_paths(config: DataConfig) -> None:
+    """Refuse text as token ids before a run starts, where the files exist on this machine.
+
+    Raises:
+        ConfigError: With the name of the setting, and the command that makes token ids of text.
+    """
+    if config.source != "tokens":
+        return
+    for setting, name in (
+        ("data.path", config.path),
+        ("data.validation_path", config.validation_path),
+    ):
+        path = Path(name or "").expanduser()
+        if path.is_file() and metadata_of(path, setting) is None:
+            refuse_other_formats(path, config.known_token_dtype, setting)
+
+
+def refuse_other_formats(path: Path, dtype: str, setting: str) -> None:
+    """Refuse a file that holds text, or that has a header.
+
+    Files that cannot be read are left to others.
+
+    Args:
+        path: The file.
+        dtype: numpy name of the type of an id. Text may be ids of uint8.
+        setting: Name of the setting that holds the path, for error messages.
+
+    Raises:
+        ConfigError: With what the file is, and what to do.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            begin = file.read(_READ_BYTES)
+    except OSError:
+        return
+    for header, (kind, advice) in _HEADERS.items():
+        if begin.startswith(header):
+            _refuse(path, setting, f"is {kind}, not token ids", advice)
+    if np.dtype(dtype).itemsize > 1 and (path.suffix in _TEXT_SUFFIXES or _is_text(begin)):
+        _refuse(path, setting, "is text, not token ids", _TOKENIZE)
+
+
+def _refuse(path: Path, setting: str, problem: str, advice: str) -> None:
+    raise ConfigError(setting, str(path), f"{problem}; {advice.format(setting=setting)}")
+
+
+def _is_text(begin: bytes) -> bool:
+    """Return whether the first bytes of a file are text in UTF-8.
+
+    A file of ids practically never is: both bytes of each 16-bit id would have to be printable or
+    white space, and text has no byte of 0, which wider ids have.
+    """
+    try:
+        text = begin.decode()
+    except UnicodeDecodeError as error:
+        if len(begin) < _READ_BYTES or error.start < _READ_BYTES - 3:
+            return False
+        text = begin[: error.start].decode()  # the end is a part of a character
+    return bool(text) and _CONTROL_CHARACTERS.isdisjoint(text)
