@@ -4,7 +4,7 @@
 # make test-fast   the tests that decide most changes, in about a minute
 # make nightly random runs of the engine against a float64 oracle, random misuse, odd inputs, random
 #              sequences of overflows, and seeded bugs of CUDA code
-# make soak    the tests that kill and cut off runs for minutes, then random faults on two and three
+# make soak    the tests that take minutes, such as kills and restarts, then random faults on two and three
 #              simulated hosts (SECONDS=240)
 # make lint    formatting, lint, types and layers
 # make dist    build sdist and wheel into dist/, check and test them

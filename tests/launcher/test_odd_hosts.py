@@ -58,6 +58,7 @@ def test_hosts_with_other_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> 
     assert [*runs.iterdir(), *(own / "runs").iterdir()] == []
 
 
+@pytest.mark.soak
 def test_a_slow_link_between_hosts_with_names_of_debian(hosts: TwoHosts, tmp_path: Path) -> None:
     """200 ms and 5% loss, and the first host has its name for itself and another default route."""
     hosts.relay("--delay=0.1", "--loss=0.05")

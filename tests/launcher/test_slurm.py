@@ -77,6 +77,7 @@ def train_alone(arguments: list[str]) -> None:
     assert main(arguments) == 0
 
 
+@pytest.mark.soak
 def test_a_signalled_job_requeues_itself_and_ends_as_if_never_stopped(
     cluster: Cluster, tmp_path: Path
 ) -> None:

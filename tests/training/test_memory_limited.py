@@ -86,6 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_from_random_weights_to_an_export(tmp_path: Path) -> None:
     """A run starts, is killed, continues on another number of ranks, and is exported."""
     data = corpus(tmp_path / "corpus")

@@ -332,7 +332,7 @@ RUNS = st.builds(
 
 @pytest.mark.slow
 @given(run=RUNS)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 def test_written_file_gives_an_equal_object(
     run: Run, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
