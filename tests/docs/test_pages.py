@@ -18,7 +18,14 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 MOST_WORDS = 1200
 # Longer for a reason: a table of all checks, an example of each kind of data, and tables of all
 # policies, keys and remedies.
-LONGER = {"checks": 1300, "extension-checks": 1300, "own-data": 1400, "precision": 1350}
+LONGER = {
+    "checks": 1300,
+    "extension-checks": 1300,
+    "loop-checks": 1300,
+    "model-checks": 1300,
+    "own-data": 1400,
+    "precision": 1350,
+}
 
 
 def words(page: str) -> int:

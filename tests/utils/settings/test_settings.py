@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
@@ -338,6 +338,7 @@ def test_written_file_gives_an_equal_object(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     write_yaml(run, path)
+    assume("***" not in path.read_text())  # a word that names a secret, so the next one is hidden
     # repr distinguishes 1, 1.0 and True, which are equal.
     assert repr(from_mapping(Run, read_yaml(path))) == repr(run)
 
