@@ -128,15 +128,19 @@ def losses(script: Script, repository: Path, ranks: int, form: str) -> list[floa
 def _run(ranks: int, folder: Path, arguments: tuple[str, ...]) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "huggingface")}
-    return subprocess.run(
-        [sys.executable, *(launcher if ranks > 1 else []), "script.py", *arguments],
-        cwd=folder,
-        env={**os.environ, **offline, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=TIMEOUT_SECONDS,
-    ).stdout
+    command = [sys.executable, *(launcher if ranks > 1 else []), "script.py", *arguments]
+    environment = {**os.environ, **offline, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # unlike a kill, torchrun ends its ranks
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output
 
 
 def _prepare_nanogpt(folder: Path, repository: Path) -> None:
