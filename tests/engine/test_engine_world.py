@@ -102,7 +102,12 @@ def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("call", "rank"), [("save", 0), ("evaluate", 1), ("gather", 0), ("export", 0), ("step", 0)]
+    ("call", "rank"),
+    [
+        ("save", 0),
+        ("evaluate", 1),
+        *(pytest.param(call, 0, marks=pytest.mark.soak) for call in ("gather", "export", "step")),
+    ],
 )
 def test_a_rank_that_ends_before_a_call_of_the_others_is_named(
     script: str, call: str, rank: int

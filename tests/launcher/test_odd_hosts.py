@@ -86,6 +86,7 @@ def test_a_slow_link_between_hosts_with_names_of_debian(hosts: TwoHosts, tmp_pat
     assert not re.search(r"^\[?[WE]\d{4}", first_output + second_output, flags=re.MULTILINE)
 
 
+@pytest.mark.soak
 def test_an_mtu_black_hole_is_named(hosts: TwoHosts) -> None:
     hosts.relay("--largest=1000")
     words = [*RENDEZVOUS, "--", "--steps=2"]

@@ -53,6 +53,7 @@ def wait_for_steps(folder: Path, number: int, agent: Agent) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.soak
 def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path) -> None:
     words = [
         *rendezvous_at("one:29400"),

@@ -87,6 +87,7 @@ def test_an_exception_ends_all_ranks_and_is_reported_once(tmp_path: Path) -> Non
             assert done[number].exit_codes[rank] == 1, name
 
 
+@pytest.mark.soak
 def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
     jobs = [job(fault, WATCHED, *arguments) for fault, arguments, _, _ in HANGING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)

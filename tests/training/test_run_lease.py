@@ -110,6 +110,7 @@ def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "lease-000002.json").exists()
 
 
+@pytest.mark.soak
 def test_no_wait_after_a_killed_launcher(tmp_path: Path) -> None:
     """Its ranks save and end, and the next job waits for them; the result is that of one job."""
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=150"]
