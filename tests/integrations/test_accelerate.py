@@ -108,6 +108,27 @@ def test_two_optimizers_of_one_backward_see_one_scale() -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3)
 
 
+def _train_with_reference(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, reference: nn.Module
+) -> Tensor:
+    """Take two steps, and let plain torch train `reference` on the batches of both ranks.
+
+    Returns:
+        The last output of the model.
+    """
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for step in range(2):
+        output = model(batch(step, accelerator.process_index))
+        accelerator.backward(output.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        both = reference(torch.cat([batch(step, rank) for rank in range(2)]))
+        both.square().mean().backward()
+        plain.step()
+    return output
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
 def test_fsdp_computes_as_the_policy_says(version: int) -> None:
@@ -134,16 +155,7 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
             model = accelerator.prepare(module)
             optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
         reference = make_model().bfloat16().float()
-        plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
-        for step in range(2):
-            output = model(batch(step, accelerator.process_index))
-            accelerator.backward(output.square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            plain.zero_grad()
-            both = reference(torch.cat([batch(step, rank) for rank in range(2)]))
-            both.square().mean().backward()
-            plain.step()
+        output = _train_with_reference(accelerator, model, optimizer, reference)
         assert output.dtype == torch.float32
         assert seen[:2] == [parameter, computed], name
         stored = torch.bfloat16 if "pure" in name else torch.float32
@@ -169,15 +181,7 @@ def test_fsdp2_keeps_frozen_weights_in_16_bits() -> None:
         base = module[0].weight.clone()
         adam = torch.optim.AdamW(module.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(module, adam)
-        plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
-        for step in range(2):
-            accelerator.backward(model(batch(step, accelerator.process_index)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            plain.zero_grad()
-            both = reference(torch.cat([batch(step, rank) for rank in range(2)]))
-            both.square().mean().backward()
-            plain.step()
+        _train_with_reference(accelerator, model, optimizer, reference)
         held: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
         for parameter in model.parameters():
             held[parameter.requires_grad].add(parameter.dtype)
