@@ -56,7 +56,9 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
     place = storage(directory)
     try:
         # Before `clean`, and the latest one last: it stays the newest if this process is killed.
-        for path in [path for s, path in _by_step(place).items() if s > step]:
+        # Every folder of a step: an object store keeps those of earlier attempts, too.
+        later = [e.path for e in reversed(place.entries()) if e.finished and e.step > step]
+        for path in later:
             aside = place.set_aside(path)
             logger.warning(
                 "the run continued from an earlier step and saved step %d: the later checkpoint %s "
@@ -103,7 +105,7 @@ def _tidy_abandoned(place: Storage[Any], retention: Retention, kept_bytes: int) 
 
 
 def _states(by_step: Mapping[int, Location]) -> dict[int, State]:
-    """Return the content of `state.json` by step; damage is found before a checkpoint is loaded."""
+    """Return the content of `state.json` by step, without damaged checkpoints."""
     states = {}
     for step, path in by_step.items():
         with contextlib.suppress(CheckpointError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from distmp.checkpoint import store
 from distmp.checkpoint.layout import discard
 from distmp.checkpoint.location import Location, RemotePath, locate
+from distmp.checkpoint.storage import storage
 from distmp.errors import CheckpointError
 from distmp.telemetry import read_records
 from distmp.training.train import main
@@ -78,6 +80,18 @@ def test_later_steps_are_set_aside(directory: Location) -> None:
     save(directory, 30, content=1)
     assert content(listing.latest(directory)) == 3001
     assert content(directory / "step-000030") == 3000
+
+
+def test_all_attempts_of_a_later_step_are_set_aside(directory: Location) -> None:
+    save(directory, 1, 4)
+    with mock.patch.object(type(storage(directory)), "clean"):  # the process was killed before it
+        save(directory, 4, content=1)
+    assert len(names(directory)) == 3
+    save(directory, 2)
+    assert list(listing.checkpoints(directory)) == [1, 2]
+    assert store.usable(directory).checkpoint.path == directory / "step-000002"
+    finished = [entry.step for entry in storage(directory).entries() if entry.finished]
+    assert finished == [2, 1]
 
 
 def test_the_latest_of_those_set_aside_stay(directory: Location) -> None:
