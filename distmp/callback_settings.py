@@ -52,7 +52,8 @@ class CallbackSetting(NamedTuple):
             self.path,
             found,
             self.options,
-            f"cannot be called with the options {self.options} ({{reason}}); {_NOTATION}",
+            f"the options {self.options}",
+            _NOTATION,
         )
         return found
 

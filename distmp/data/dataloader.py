@@ -12,9 +12,9 @@ from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, brief, check_argument_names
 
-_ARGUMENTS = ("collate_fn", "workers", "seed", "shuffle", "first_sample")
+_ARGUMENTS = ("microbatch_size", "collate_fn", "workers", "seed", "shuffle", "first_sample")
 # What to do about arguments of torch's data loader.
 _INSTEAD_OF = {
     "num_workers": "use workers",
@@ -85,9 +85,7 @@ class DataLoader:
         first_sample: int = 0,
         **unknown: Any,
     ) -> None:
-        for name, value in unknown.items():
-            problem = _INSTEAD_OF.get(name) or nearest(name, _ARGUMENTS)
-            raise ConfigError(name, _shown(value), f"is not an argument; {problem}")
+        check_argument_names(unknown, _ARGUMENTS, _INSTEAD_OF)
         check_dataset("dataset", dataset, workers)
         self._world = world_of_process()
         if microbatch_size is None:
@@ -116,7 +114,7 @@ class DataLoader:
         if not name.startswith("_") and "_is_built" in vars(self):
             raise ConfigError(
                 name,
-                _shown(value),
+                brief(value),
                 "cannot be assigned; continue at a position with load_state_dict, and change "
                 "settings with another DataLoader(..., first_sample=loader.samples)",
             )
@@ -302,11 +300,6 @@ def _check_numbers(
         _check_count(name, value)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError("seed", seed, "must be an integer, the same on every rank")
-
-
-def _shown(value: object) -> object:
-    """Return a number as it is, and the type of anything else, such as a dataset."""
-    return value if isinstance(value, int) else type(value).__name__
 
 
 def _check_count(name: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def check_token_paths(config: DataConfig) -> None:
 def refuse_other_formats(path: Path, dtype: str, setting: str) -> None:
     """Refuse a file that holds text, or that has a header.
 
-    Files that cannot be read are left to others.
+    Ignores files that cannot be read.
 
     Args:
         path: The file.
@@ -73,13 +74,13 @@ def _refuse(path: Path, setting: str, problem: str, advice: str) -> None:
 def _is_text(begin: bytes) -> bool:
     """Return whether the first bytes of a file are text in UTF-8.
 
-    A file of ids practically never is: both bytes of each 16-bit id would have to be printable or
+    Token ids almost never are: both bytes of each 16-bit id would have to be printable or
     white space, and text has no byte of 0, which wider ids have.
     """
     try:
-        text = begin.decode()
-    except UnicodeDecodeError as error:
-        if len(begin) < _READ_BYTES or error.start < _READ_BYTES - 3:
-            return False
-        text = begin[: error.start].decode()  # the end is a part of a character
+        # Only the end of the file has to be the end of a character.
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        text = decoder.decode(begin, final=len(begin) < _READ_BYTES)
+    except UnicodeDecodeError:
+        return False
     return bool(text) and _CONTROL_CHARACTERS.isdisjoint(text)

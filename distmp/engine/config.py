@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
 from distmp.engine.settings import DivergenceConfig
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, check_argument_names
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
 from distmp.precision import PolicyLike
 from distmp.scaling.settings import LossScaleConfig
@@ -161,11 +161,8 @@ def with_settings(config: EngineConfig | None, settings: EngineSettings) -> Engi
         ConfigError: For an unknown name, or a value of the wrong type or out of range.
     """
     known = [field.name for field in fields(EngineConfig)]
-    for name, value in settings.items():
-        if name not in known:
-            problem = _INSTEAD_OF.get(name) or nearest(name, [*_OTHER_ARGUMENTS, *known])
-            shown = value if isinstance(value, str | int | float | None) else type(value).__name__
-            raise ConfigError(name, shown, f"is not an argument; {problem}")
+    unknown = {name: value for name, value in settings.items() if name not in known}
+    check_argument_names(unknown, [*_OTHER_ARGUMENTS, *known], _INSTEAD_OF)
     if config is not None and not isinstance(config, EngineConfig):
         raise ConfigError("config", type(config).__name__, "must be an EngineConfig, or None")
     return replace(config or EngineConfig(), **settings)

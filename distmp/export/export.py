@@ -27,7 +27,7 @@ from distmp.models import llama
 from distmp.models.architecture import TRANSFORMER, is_hugging_face
 from distmp.models.tokenizer_files import has_tokenizer
 from distmp.models.transformer import TransformerConfig
-from distmp.precision.policy import DTYPE_WORDS
+from distmp.precision.policy import DTYPE_WORDS, SIXTEEN_BIT
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.files import check_folder_name
 
@@ -63,7 +63,7 @@ def export(
             its names.
         ema: Export the average of the weights (setting `ema`). Frozen weights and buffers have no
             average and are those of the model.
-        best: Export the checkpoint of the best validation, of a run with early stopping.
+        best: Export the checkpoint with the best validation; the run needs early stopping.
         merge: Merge the adapters of `model.peft` into the weights. Otherwise, the adapters of such
             a run are written alone, in peft's format.
 
@@ -91,9 +91,9 @@ def export(
         raise ConfigError("--merge", True, f"{checkpoint} has no adapters; omit the option")
     if adapter is not None and not merge and layout == "transformers":
         raise ConfigError("--format", layout, "adapters have names of their own; add --merge")
-    # What is merged is read in FP32, and rounded once.
     if merge:
         _warn_about_rounded_base(checkpoint, DTYPE_WORDS[dtype])
+    # What is merged is read in FP32, and rounded once.
     read = CheckpointWeights(checkpoint, torch.float32 if merge else DTYPE_WORDS[dtype], ema=ema)
     tokenizer = _tokenizer(checkpoint)
     if adapter is not None and not merge:
@@ -115,7 +115,7 @@ def _warn_about_rounded_base(checkpoint: store.StoredCheckpoint, dtype: torch.dt
     held = {
         stored
         for name, (_, stored) in checkpoint.tensors.items()
-        if name.startswith(PREFIX) and stored in (torch.bfloat16, torch.float16)
+        if name.startswith(PREFIX) and stored in SIXTEEN_BIT
     }
     for rounded in held - {dtype}:
         logger.warning(
@@ -163,7 +163,7 @@ def _best(checkpoint: store.StoredCheckpoint) -> store.StoredCheckpoint:
     path = final_path(checkpoint.path.parent, check_number("its best step", step))
     if not has_checkpoint(path.parent, step):
         # That of the run before, if this one continues another one.
-        stored = stopping.get("best_checkpoint") or "in the run that this one continues"
+        stored = stopping.get("best_checkpoint") or "the one of the run that this run continues"
         raise ConfigError(
             "--best",
             str(checkpoint),

@@ -150,13 +150,13 @@ class TrainerMixin(_TrainerBase):
         with mock.patch.object(self.args, "average_tokens_across_devices", False):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counted = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
-        counts = torch.tensor([int(count) for count, _ in counted], dtype=torch.int64).to(device)
-        numbers = torch.tensor([[len(batches), len(batches) < num_batches]]).to(device)
-        of_ranks = self.accelerator.gather(torch.cat([counts.sum()[None, None], numbers], dim=1))
-        total, microbatches, ended = of_ranks.sum(0)
-        if ended > 0:
+        values = [int(count) for count, _ in counted]
+        counts = torch.tensor(values, dtype=torch.int64).to(device)
+        own = torch.tensor([[sum(values), len(batches), len(batches) < num_batches]]).to(device)
+        total, microbatches, ended = self.accelerator.gather(own).sum(0).tolist()  # the only wait
+        if ended:
             self._ended_iterator = epoch_iterator
-            self._report_incomplete_step(int(microbatches))
+            self._report_incomplete_step(microbatches)
             return [], None
         weights = self._weights(counts, total)
         items = counts.clamp(min=1)
@@ -214,7 +214,7 @@ class TrainerMixin(_TrainerBase):
     def _normalizes_itself(self) -> bool:
         return bool(self.loss_is_scaled_for_ga)
 
-    def _weights(self, counts: Tensor, total: Tensor) -> Tensor:
+    def _weights(self, counts: Tensor, total: int) -> Tensor:
         """Return the weights of microbatches: their share of all labels, times the number of ranks.
 
         DDP and FSDP divide the sum of gradients by the number of ranks.
@@ -226,7 +226,7 @@ class TrainerMixin(_TrainerBase):
                 self.state.global_step + 1,
                 _IGNORED_LABEL,
             )
-        shares = counts.double() * self.accelerator.num_processes / total.clamp(min=1)
+        shares = counts.double() * self.accelerator.num_processes / max(total, 1)
         return shares.float()
 
     def _report_incomplete_step(self, microbatches: int) -> None:

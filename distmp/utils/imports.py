@@ -66,7 +66,8 @@ def check_arguments(
     value: object,
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
-    problem: str,
+    called_with: str,
+    advice: str,
 ) -> None:
     """Refuse keyword arguments that a function or class does not take, without calling it.
 
@@ -75,7 +76,8 @@ def check_arguments(
         value: Its value.
         function: The function or class.
         arguments: The keyword arguments.
-        problem: What is wrong, and what to do, for the message; "{reason}" in it is replaced.
+        called_with: What the arguments are, for the message.
+        advice: What to do, for the message.
 
     Raises:
         ConfigError: If an argument is unknown, or one is missing.
@@ -87,4 +89,5 @@ def check_arguments(
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(setting, value, problem.replace("{reason}", str(error))) from None
+        problem = f"cannot be called with {called_with} ({error}); {advice}"
+        raise ConfigError(setting, value, problem) from None

@@ -40,15 +40,14 @@ def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
     Raises:
         ConfigError: If there is no such preset, or a path that does not exist has the name of one.
     """
-    known = preset_names(suffix)
     if not path.startswith(PREFIX):
         name = Path(path).name.removesuffix(suffix)
-        if name in known and not Path(path).expanduser().exists():
+        if not Path(path).expanduser().exists() and name in preset_names(suffix):
             raise ConfigError(
                 setting, path, f"there is no such file; did you mean '{PREFIX}{name}'?"
             )
         return path
-    name = path.removeprefix(PREFIX)
+    name, known = path.removeprefix(PREFIX), preset_names(suffix)
     if name not in known:
         raise ConfigError(setting, path, f"there is no such preset; {nearest(name, known)}")
     return str(preset_folder() / f"{name}{suffix}")
