@@ -52,8 +52,7 @@ class CallbackSetting(NamedTuple):
             self.path,
             found,
             self.options,
-            f"the options {self.options}",
-            _NOTATION,
+            f"cannot be called with the options {self.options} ({{reason}}); {_NOTATION}",
         )
         return found
 

@@ -362,10 +362,9 @@ class RunConfig:
             )
         if self.resume == "":
             raise ConfigError("resume", "", "give 'auto', the path of a checkpoint, or null")
-        if (self.resume or "").lower() in _WORDS_FOR_AUTO and not Path(self.resume or "").exists():
-            raise ConfigError(
-                "resume", self.resume, "write 'auto' for the latest checkpoint of the run"
-            )
+        resume = self.resume or ""
+        if resume.lower() in _WORDS_FOR_AUTO and not Path(resume).exists():
+            raise ConfigError("resume", resume, "write 'auto' for the latest checkpoint of the run")
 
     def _check_time(self) -> None:
         if not 0 < self.timeout_minutes <= _MAX_TIMEOUT_MINUTES:

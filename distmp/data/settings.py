@@ -128,8 +128,8 @@ class DataConfig:
             self.source,
             found,
             {"split": "train", "sequence_length": self.sequence_length, **self.options},
-            f"split, sequence_length and data.options = {self.options}",
-            "change data.options or the function",
+            "cannot be called with split, sequence_length and data.options = "
+            f"{self.options} ({{reason}}); change data.options or the function",
         )
         return found
 

@@ -42,10 +42,10 @@ def lost_peer_error(
         call: The call in which this rank waits for the other; "" if unknown.
     """
     number = "" if lost is None else f", {lost},"
-    left_out = f"; if it has no error, that rank lacks {call}, which every rank has to call"
+    hint = f"; if it has no error, that rank lacks {call}, which every rank has to call"
     return LostPeerError(
         f"rank {rank} of {world_size} stops because another rank has ended; the output of that "
-        f"rank{number} has the cause{left_out if call else ''}"
+        f"rank{number} has the cause{hint if call else ''}"
     )
 
 

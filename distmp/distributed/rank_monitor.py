@@ -223,11 +223,15 @@ class RankMonitor:
         ended: dict[int, RankStatus] = {}
         with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
             for rank in range(dist.get_world_size()):
-                if self._store.check([f"ended/{rank}"]):
-                    status = RankStatus(**json.loads(self._store.get(f"ended/{rank}")))
-                    if status.ended == ENDED:
-                        ended[rank] = status
+                status = self._ended(rank)
+                if status is not None and status.ended == ENDED:
+                    ended[rank] = status
         return ended
+
+    def _ended(self, rank: int) -> RankStatus | None:
+        """Return the status with which a rank has ended; None if it has stored none."""
+        key = f"ended/{rank}"
+        return RankStatus(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def has_exited(self, rank: int) -> bool:
         """Return whether the process of another rank has ended; False for other machines."""
@@ -267,10 +271,7 @@ class RankMonitor:
         answers = self._collect(f"answer/{number}", ranks, ANSWER_SECONDS)
         statuses: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         for rank in ranks:
-            if rank in answers:
-                statuses[rank] = RankStatus(**answers[rank])
-            elif self._store.check([f"ended/{rank}"]):
-                statuses[rank] = RankStatus(**json.loads(self._store.get(f"ended/{rank}")))
+            statuses[rank] = RankStatus(**answers[rank]) if rank in answers else self._ended(rank)
         return statuses
 
     def _collect(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:

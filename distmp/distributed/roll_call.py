@@ -97,8 +97,7 @@ class RollCall:
             None if no rank has ended, or those that have ended report an error of their own.
         """
         monitor = self._monitor()
-        ended = {} if monitor is None else monitor.ended_without_error()
-        if monitor is None or not ended:
+        if monitor is None or not (ended := monitor.ended_without_error()):
             return None
         return self._other_call_error(monitor, ended)
 

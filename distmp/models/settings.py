@@ -180,8 +180,8 @@ class ModelConfig:
             self.name,
             found,
             self.options,
-            f"model.options = {self.options}",
-            "change model.options or the function",
+            f"cannot be called with model.options = {self.options} ({{reason}}); change "
+            "model.options or the function",
         )
         return found
 

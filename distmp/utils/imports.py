@@ -66,8 +66,7 @@ def check_arguments(
     value: object,
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
-    called_with: str,
-    advice: str,
+    problem: str,
 ) -> None:
     """Refuse keyword arguments that a function or class does not take, without calling it.
 
@@ -76,8 +75,7 @@ def check_arguments(
         value: Its value.
         function: The function or class.
         arguments: The keyword arguments.
-        called_with: What the arguments are, for the message.
-        advice: What to do, for the message.
+        problem: What is wrong, and what to do, for the message; "{reason}" in it is replaced.
 
     Raises:
         ConfigError: If an argument is unknown, or one is missing.
@@ -89,5 +87,4 @@ def check_arguments(
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        problem = f"cannot be called with {called_with} ({error}); {advice}"
-        raise ConfigError(setting, value, problem) from None
+        raise ConfigError(setting, value, problem.replace("{reason}", str(error))) from None
