@@ -56,8 +56,8 @@ def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
     Text is a list of `key=value`, separated by commas, that may start with the name of a preset.
     Other keys are as in that preset, or as in `fp32`. The keys are `param`, `compute`,
     `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (or
-    `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32` and `name`; types are
-    `fp32`, `bf16`, `fp16`. A mapping has the same keys, and `preset`.
+    `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32`, `stochastic_rounding` and
+    `name`; types are `fp32`, `bf16`, `fp16`. A mapping has the same keys, and `preset`.
 
     Raises:
         ConfigError: If there is no such preset, key or value ("auto" needs a device, see
@@ -183,7 +183,7 @@ def _value(key: str, value: Any) -> Any:
             problem = nearest(str(value), DTYPE_WORDS)
             raise ConfigError(f"{SETTING}.{key}", value, problem)
         return _DTYPES[value]
-    if key in ("autocast", "cast_inputs", "tf32"):
+    if key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
         return _SWITCHES.get(value, value) if isinstance(value, str) else value
     if key == "keep_fp32":
         return _patterns(value)

@@ -52,6 +52,8 @@ class PrecisionPolicy:
             parameters.
         tf32: Whether FP32 matrix products may round their inputs to TF32 (10 bits of mantissa)
             where the hardware supports it.
+        stochastic_rounding: Whether the optimizer rounds 16-bit weights up or down with a
+            probability that keeps small updates on average. It needs `distmp.optim.AdamW`.
 
     Raises:
         ConfigError: For a value or a combination that cannot run, is contradictory, or would
@@ -75,6 +77,7 @@ class PrecisionPolicy:
     keep_fp32: tuple[str, ...] = ()
     cast_inputs: bool = True
     tf32: bool = False
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -105,7 +108,7 @@ class PrecisionPolicy:
             _check_dtype(key, getattr(self, f"{key}_dtype"))
         if self.buffer_dtype is not None:
             _check_dtype("buffer", self.buffer_dtype)
-        for key in ("autocast", "cast_inputs", "tf32"):
+        for key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "use True or False")
         if not isinstance(self.keep_fp32, tuple):
@@ -119,6 +122,13 @@ class PrecisionPolicy:
     def _check_weights(self) -> None:
         if self.autocast and self.compute_dtype == torch.float32:
             _refuse("autocast", True, "FP32 compute needs no autocast; set it to False")
+        if self.stochastic_rounding and self.param_dtype == torch.float32:
+            _refuse(
+                "stochastic_rounding",
+                True,
+                "rounds 16-bit weights, and this policy has FP32 weights; remove it, or use "
+                "bf16-pure",
+            )
         if self.param_dtype == torch.float32:
             return
         word = dtype_word(self.param_dtype)
