@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 
-# Elements. Every parameter and every shard starts at a multiple of a block of 8-bit optimizer state,
-# and so on a 64-byte boundary, which suits vectorized kernels.
+# Elements. Every parameter and every shard starts at a multiple of the blocks of 8-bit optimizer
+# state, and so on a 64-byte boundary, which suits vectorized kernels.
 ALIGNMENT = 256
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024

@@ -200,7 +200,11 @@ class EngineState:
                     temporary[f"optimizer/{name}/{key}"] = as_stored
         self._not_loaded -= temporary.keys()
         if names:
-            self._warn("the first moments of %s are converted to or from FP8", names)
+            self._warn(
+                "the state has another format of moments than this engine (optim.state); those of "
+                "%s are converted",
+                names,
+            )
         return temporary
 
     def _rates_to_keep(

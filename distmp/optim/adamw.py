@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,41 +179,42 @@ class AdamW(torch.optim.Optimizer):
         return block_size(self._place(parameter).shape) if group["state"] == "fp8" else None
 
     def _update(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
-        if not self.state[parameter]:
-            self.state[parameter].update(self.new_state(parameter, group))
         state = self.state[parameter]
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        skip = None
-        if found_inf is not None:
-            found_inf = found_inf.reshape(()).to(state["step"].device)
-            skip = found_inf != 0
-        state["step"] += 1 if found_inf is None else 1 - skip.float()
-        weights, gradient = local_values(parameter), local_values(parameter.grad)
-        start = self._place(parameter).start
+        if not state:
+            state.update(self.new_state(parameter, group))
+        skip = self._count(state["step"])
         update = _Update(group, state["step"], getattr(self, "grad_scale", None), skip)
-        parts = {key: _flat(local_values(state[key])) for key in state if key != "step"}
-        # A contiguous copy if the memory format is another one; indices are in row-major order.
-        flat, flat_gradient = weights.reshape(-1), gradient.reshape(-1)
-        block = self._block(parameter, group)
-        most = _RANGE.get(weights.device.type, _RANGE_ON_DEVICE)
-        for first in range(0, len(flat), most):
-            part = slice(first, min(first + most, len(flat)))
+        assert parameter.grad is not None
+        weights, gradient = local_values(parameter), local_values(parameter.grad).reshape(-1)
+        # A copy if the memory format is another one: elements are counted in row-major order.
+        flat = weights.reshape(-1)
+        moments = {key: _flat(local_values(state[key])) for key in state if key != "step"}
+        block, start = self._block(parameter, group), self._place(parameter).start
+        for part in _ranges(flat):
             bits = None
-            if self._needs_bits(flat, parts):
+            if self._needs_bits(flat, moments):
+                index = indices(start + part.start, part.stop - part.start, flat.device)
                 bits = random_bits(
-                    indices(start + first, part.stop - first, flat.device),
-                    seed=self._seed,
-                    step=state["step"],
-                    parameter=parameter_id(name),
+                    index, seed=self._seed, step=state["step"], parameter=parameter_id(name)
                 )
-            values = {key: value[_of_blocks(part, block, key)] for key, value in parts.items()}
-            self._update_range(update, flat[part], flat_gradient[part], values, block, bits)
+            values = {key: value[_of_blocks(part, block, key)] for key, value in moments.items()}
+            self._update_range(update, flat[part], gradient[part], values, block, bits)
         if not weights.is_contiguous():
             weights.copy_(flat.view(weights.shape))
 
-    def _needs_bits(self, weights: Tensor, parts: Mapping[str, Tensor]) -> bool:
+    def _count(self, step: Tensor) -> Tensor | None:
+        """Count an update unless it is skipped; return whether it is, on the device, if known."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is None:
+            step += 1
+            return None
+        skip = found_inf.reshape(()).to(step.device) != 0
+        step += (~skip).float()
+        return skip
+
+    def _needs_bits(self, weights: Tensor, moments: Mapping[str, Tensor]) -> bool:
         rounds_weights = self.stochastic_rounding and weights.dtype == torch.bfloat16
-        return rounds_weights or parts["exp_avg_sq"].dtype == torch.bfloat16
+        return rounds_weights or moments["exp_avg_sq"].dtype == torch.bfloat16
 
     def _update_range(
         self,
@@ -313,6 +314,13 @@ _CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
 def _flat(values: Tensor) -> Tensor:
     return values.as_subclass(Tensor).view(-1)
+
+
+def _ranges(values: Tensor) -> Iterator[slice]:
+    """Yield the ranges of elements that are computed at a time."""
+    most = _RANGE.get(values.device.type, _RANGE_ON_DEVICE)
+    for first in range(0, len(values), most):
+        yield slice(first, min(first + most, len(values)))
 
 
 def _of_blocks(part: slice, block: int | None, key: str) -> slice:

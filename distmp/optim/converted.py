@@ -74,4 +74,6 @@ def convert_moment(
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: local_values(tensor).as_subclass(Tensor).view(-1) for key, tensor in tensors.items()}
+    return {
+        key: local_values(tensor).as_subclass(Tensor).view(-1) for key, tensor in tensors.items()
+    }

@@ -51,7 +51,9 @@ class Place(NamedTuple):
             return Place(tensor.shape)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        if any(placement.is_shard() and not placement.is_shard(0) for placement in tensor.placements):
+        if any(
+            placement.is_shard() and not placement.is_shard(0) for placement in tensor.placements
+        ):
             raise ValueError(f"is sharded as {tensor.placements}, not by rows")
         _, offset = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements

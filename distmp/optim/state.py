@@ -153,7 +153,8 @@ def create_state(
     """Create state tensors to load into, with shape and sharding of their parameters.
 
     They have the stored dtypes; those of torch's optimizers have the dtypes of their parameters,
-    which torch's kernels need, and those of `AdamW` the dtypes of its setting `state`. Removes the state of parameters without a stored state: they had not been updated then.
+    which torch's kernels need, and those of `AdamW` the dtypes of its setting `state`. Removes the
+    state of parameters without a stored state: they had not been updated then.
 
     Args:
         optimizer: A new optimizer, or one that returns to an earlier state.
