@@ -49,6 +49,7 @@ def main() -> int:
         "machine": machine(arguments.device),
         "size": arguments.size,
         "steps": arguments.steps,
+        "lr": arguments.lr,
         "beta2": arguments.beta2,
         "methods": methods,
     }
@@ -63,9 +64,7 @@ def train(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]
     config = _config(name, seed, arguments)
     world = World.current(arguments.device)
     parts = prepare(config, world)
-    engine = build_engine(
-        config, parts, world, policy=config.precision.policy, attribution=False
-    )
+    engine = build_engine(config, parts, world, policy=config.precision.policy, attribution=False)
     batches = training_batches(config, parts, world, Progress())
     for _ in range(config.steps):
         engine.step(next(batches))
@@ -97,6 +96,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--size", help="size of the transformer (default: 1m, on a GPU 22m)")
     options.add_argument("--steps", type=int, help="default: 400, on a GPU 2000")
     options.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    options.add_argument("--lr", type=float, default=1e-3, help="default: 1e-3")
     options.add_argument("--beta2", type=float, default=0.95, help="default: 0.95")
     size, steps = {"cpu": "1m", "cuda": "22m"}, {"cpu": 400, "cuda": 2000}
     return parse(options, size=size, steps=steps)
@@ -110,6 +110,7 @@ def _config(name: str, seed: int, arguments: argparse.Namespace) -> RunConfig:
             "--strategy=single",
             f"--precision.policy={policy}",
             *([f"--optim.state={state}"] if state else []),
+            f"--optim.lr={arguments.lr}",
             f"--optim.options={{betas: [0.9, {arguments.beta2}]}}",
             f"--model.size={arguments.size}",
             f"--steps={arguments.steps}",

@@ -23,9 +23,9 @@ def test_the_mean_of_rounded_values_is_the_value(magnitude: float) -> None:
     repeated = values.repeat(COUNT)
     result = rounded(repeated).view(COUNT, 8)
     distance = result.double() - values.double()
-    # Both neighbours occur, and the error of the mean is that of a mean of random draws.
+    # Both neighbours occur; the error of the mean is that of random draws.
     step = distance.amax(0) - distance.amin(0)
-    assert (result.unique(dim=0).shape[0] > 8) and (step > 0).all()
+    assert (step > 0).all()
     assert (distance.mean(0).abs() < 5 * step / 2 / COUNT**0.5).all()
     nearest = values.bfloat16().double() - values.double()
     assert (nearest.abs() > 5 * step / 2 / COUNT**0.5).any()
@@ -111,7 +111,7 @@ def test_bits_are_those_of_splitmix64() -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(ValueError, match="not torch.float32 to torch.float16"):
+    with pytest.raises(ValueError, match=r"not torch\.float32 to torch\.float16"):
         stochastic_round(torch.ones(1), torch.float16, seed=0, step=0, parameter=0)
-    with pytest.raises(ValueError, match="not torch.float64"):
+    with pytest.raises(ValueError, match=r"not torch\.float64"):
         rounded(torch.ones(1, dtype=torch.float64))
