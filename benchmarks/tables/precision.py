@@ -98,5 +98,6 @@ def lean_state(result: dict[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nWeights and optimizer state, without gradients (4 bytes). Mean (min to "
         f"max) of {len(reference)} seeds; {result['steps']} steps of the {result['size']} "
-        f"transformer, learning rate {result['lr']}, second beta {result['beta2']}. {machine_line(result)}"
+        f"transformer, learning rate {result['lr']}, second beta {result['beta2']}. "
+        f"{machine_line(result)}"
     )
