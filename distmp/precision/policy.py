@@ -48,12 +48,12 @@ class PrecisionPolicy:
             cases.
         keep_fp32: Modules that are stored and computed in FP32 under a 16-bit policy; see
             `distmp.precision.keep.kept_modules` for the patterns.
+        stochastic_rounding: Whether the optimizer rounds 16-bit weights up or down with a
+            probability that keeps small updates on average. It needs `distmp.optim.AdamW`.
         cast_inputs: Whether the root module casts floating-point inputs to the dtype of its
             parameters.
         tf32: Whether FP32 matrix products may round their inputs to TF32 (10 bits of mantissa)
             where the hardware supports it.
-        stochastic_rounding: Whether the optimizer rounds 16-bit weights up or down with a
-            probability that keeps small updates on average. It needs `distmp.optim.AdamW`.
 
     Raises:
         ConfigError: For a value or a combination that cannot run, is contradictory, or would
@@ -74,10 +74,10 @@ class PrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     output_dtype: torch.dtype = torch.float32
     loss_scale: Literal["dynamic"] | float | None = None
+    stochastic_rounding: bool = False
     keep_fp32: tuple[str, ...] = ()
     cast_inputs: bool = True
     tf32: bool = False
-    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         self._check_values()
