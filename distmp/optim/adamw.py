@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self._seed = seed
         self._step_supports_amp_scaling = True
-        self._places: dict[int, Place] = {}
+        self._places: dict[Tensor, Place] = {}
         defaults = {
             "lr": lr,
             "betas": (betas[0], betas[1]),
@@ -117,11 +118,27 @@ class AdamW(torch.optim.Optimizer):
             "_places": {},
         }
 
-    def shard(self, places: Mapping[int, Place]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state, as in torch; the state keeps its dtypes.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
+        super().load_state_dict(state_dict)
+        # torch has converted the state to the dtypes of the weights.
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        stored = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for tensor, index in zip(tensors, stored, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                self.state[tensor][key] = value.clone().to(tensor.device)
+        for group in self.param_groups:
+            group.setdefault("state", self.defaults["state"])
+
+    def shard(self, places: Mapping[Tensor, Place]) -> None:
         """Set which elements the 1-dim shards of flattened parameters have; DTensors know it.
 
         Args:
-            places: Place of each shard, by the `id` of its tensor.
+            places: Place of each shard, by its tensor.
 
         Raises:
             ConfigError: If a shard begins inside of a block of FP8 state.
@@ -129,9 +146,8 @@ class AdamW(torch.optim.Optimizer):
         self._places = dict(places)
         for group in self.param_groups:
             for tensor in group["params"]:
-                place = self._places.get(id(tensor))
-                if place is not None and (block := self._block(tensor, group)):
-                    _check_division(tensor, place, block)
+                if tensor in places and (block := self._block(tensor, group)):
+                    _check_division(tensor, places[tensor], block)
 
     def new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state of a parameter before its first update.
@@ -165,7 +181,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         number = 0
         for group in self.param_groups:
-            names = group.get("param_names") or map(str, range(number, number + 2**31))
+            names = group.get("param_names") or map(str, itertools.count(number))
             number += len(group["params"])
             for name, parameter in zip(names, group["params"], strict=False):
                 if parameter.grad is not None:
@@ -173,7 +189,9 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _place(self, parameter: Tensor) -> Place:
-        return self._places.get(id(parameter)) or Place.of(parameter)
+        if parameter not in self._places:
+            self._places[parameter] = Place.of(parameter)
+        return self._places[parameter]
 
     def _block(self, parameter: Tensor, group: Mapping[str, Any]) -> int | None:
         return block_size(self._place(parameter).shape) if group["state"] == "fp8" else None
@@ -189,11 +207,12 @@ class AdamW(torch.optim.Optimizer):
         # A copy if the memory format is another one: elements are counted in row-major order.
         flat = weights.reshape(-1)
         moments = {key: _flat(local_values(state[key])) for key in state if key != "step"}
-        block, start = self._block(parameter, group), self._place(parameter).start
+        place = self._place(parameter)
+        block = block_size(place.shape) if "exp_avg_scale" in state else None
         for part in _ranges(flat):
             bits = None
             if self._needs_bits(flat, moments):
-                index = indices(start + part.start, part.stop - part.start, flat.device)
+                index = indices(place.start + part.start, part.stop - part.start, flat.device)
                 bits = random_bits(
                     index, seed=self._seed, step=state["step"], parameter=parameter_id(name)
                 )

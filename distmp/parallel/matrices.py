@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.optim.adamw import AdamW
@@ -31,11 +31,11 @@ def place_shards(
     group = strategy.shard_group
     if not isinstance(optimizer, AdamW) or group is None:
         return
-    places = {}
+    places: dict[Tensor, Place] = {}
     for tensor in (tensor for entry in optimizer.param_groups for tensor in entry["params"]):
         divided = None if is_dtensor(tensor) else strategy.sharded_matrix(names[id(tensor)])
         if divided is not None:
-            places[id(tensor)] = Place(divided.shape, divided.bounds[group.rank()])
+            places[tensor] = Place(divided.shape, divided.bounds[group.rank()])
     optimizer.shard(places)
 
 

@@ -279,6 +279,38 @@ def test_groups_may_have_their_own_state() -> None:
     assert kinds == [torch.float8_e4m3fn, *[torch.float32] * 4]
 
 
+def test_a_loaded_state_keeps_its_dtypes() -> None:
+    """torch converts state to the dtype of the weights."""
+    named, others = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer, loaded = build(named, "fp8"), build(others, "fp8")
+    take_steps(optimizer, [tensor for _, tensor in named], 2)
+    for (_, tensor), (_, other) in zip(named, others, strict=True):
+        other.data.copy_(tensor.data)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, values in ((optimizer, named), (loaded, others)):
+        take_steps(one, [tensor for _, tensor in values], 2)
+    for (_, tensor), (_, other) in zip(named, others, strict=True):
+        assert torch.equal(tensor, other)
+        for key, value in optimizer.state[tensor].items():
+            assert torch.equal(bits(value), bits(loaded.state[other][key]))
+
+
+def test_a_state_of_torch_can_be_loaded() -> None:
+    theirs, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(
+        theirs, lr=RATE, weight_decay=DECAY, betas=BETAS, eps=EPS, fused=True
+    )
+    take_steps(reference, [tensor for _, tensor in theirs], 2)
+    optimizer = build(ours)
+    for (_, tensor), (_, other) in zip(theirs, ours, strict=True):
+        other.data.copy_(tensor.data)
+    optimizer.load_state_dict(reference.state_dict())
+    for one, values in ((reference, theirs), (optimizer, ours)):
+        take_steps(one, [tensor for _, tensor in values], 2)
+    for (_, tensor), (_, other) in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-6, atol=1e-6)
+
+
 def test_a_copy_takes_the_same_steps() -> None:
     named = parameters()
     optimizer = build(named, "fp8", seed=3)
@@ -316,5 +348,5 @@ def test_shards_that_divide_a_block_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"optim\.state = 'fp8': needs shards of whole blocks of 32"
     ):
-        optimizer.shard({id(shard): Place(torch.Size((24, 96)), 96)})
-    AdamW([("w", shard)], state="bf16").shard({id(shard): Place(torch.Size((24, 96)), 96)})
+        optimizer.shard({shard: Place(torch.Size((24, 96)), 96)})
+    AdamW([("w", shard)], state="bf16").shard({shard: Place(torch.Size((24, 96)), 96)})
