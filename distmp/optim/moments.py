@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distmp.errors import ConfigError
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 
@@ -43,7 +44,7 @@ class Place(NamedTuple):
         """Return the place of a full parameter, a `FlatShard`, or a DTensor sharded by rows.
 
         Raises:
-            ValueError: For a DTensor that is sharded along another dimension.
+            ConfigError: For a DTensor that is sharded along another dimension.
         """
         if isinstance(tensor, FlatShard):
             return Place(tensor.global_shape, tensor.start)
@@ -54,7 +55,12 @@ class Place(NamedTuple):
         if any(
             placement.is_shard() and not placement.is_shard(0) for placement in tensor.placements
         ):
-            raise ValueError(f"is sharded as {tensor.placements}, not by rows")
+            raise ConfigError(
+                "optimizer",
+                "AdamW",
+                f"has a parameter that is sharded as {tensor.placements}, not by rows; use "
+                "torch.optim.AdamW for tensor-parallel parameters",
+            )
         _, offset = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
@@ -100,7 +106,7 @@ def zero_scales(parameter: Tensor, place: Place, block: int) -> Tensor:
             run_check=False,
             shape=shape,
             stride=(shape[1], 1),
-        )
+        ).to(local.device)  # of offloaded parameters, the mesh has another device
     if parameter.shape == place.shape:
         return torch.zeros(shape, device=parameter.device)
     values = torch.zeros(parameter.numel() // block, device=parameter.device)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from distmp import Engine
 from distmp.errors import ConfigError
@@ -160,6 +162,11 @@ def converted(folder: Path) -> dict[str, dict[str, Tensor]]:
         again.load(f"{folder}-{kind}")
         found[f"{kind}, again"] = full_state(again)
         take_steps(again, 0, 1)
+    mesh = init_device_mesh("cpu", (2,))
+    columns = distribute_tensor(torch.ones(64, 64), mesh, [Shard(1)]).requires_grad_()
+    columns.grad = torch.ones_like(columns)
+    with pytest.raises(ConfigError, match=r"sharded as .*dim=1.*, not by rows; use torch"):
+        AdamW([("w", columns)], state="fp8").step()
     with pytest.raises(
         ConfigError, match=r"needs shards of whole blocks of 32 .* use the strategy"
     ):
