@@ -48,12 +48,14 @@ class StepInputs(NamedTuple):
             `generator_states`.
         losses: Loss sum of each microbatch, 0-dim, on the device.
         weights: Weight of each microbatch, as returned by the loss function, 0-dim.
+        position: Number of the step, and index of the first microbatch in the global batch.
     """
 
     microbatches: tuple[Any, ...]
     generators: list[dict[torch.device, Tensor]]
     losses: list[Tensor]
     weights: list[Tensor]
+    position: tuple[int, int] = (0, 0)
 
 
 def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
@@ -123,8 +125,11 @@ class StepReplay:
         strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
         with buffers_restored(strategy.model):
-            for batch, states in microbatches:
+            for index, (batch, states) in enumerate(microbatches):
                 strategy.begin_microbatch(last=False)
+                if strategy.narrow_layers is not None:
+                    step, first = self._step.position
+                    strategy.narrow_layers.begin_microbatch(step, first + index)
                 with generators_as(states), Probe(strategy.model, strategy.units()) as probe:
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))
                 probes.append(probe)

@@ -37,6 +37,7 @@ from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
+from distmp.engine.narrow_products import NarrowProducts
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
@@ -83,6 +84,7 @@ from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
 from distmp.scaling import (
+    SUMS,
     LossScale,
     StepDecision,
     all_reduce_stats,
@@ -174,6 +176,7 @@ class Engine:
         loss_scale: The loss scale.
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
+        narrow_products: The linear layers with fewer than 16 bits, and their statistics.
         loads: Number of checkpoints that `load` has loaded.
 
     Raises:
@@ -239,6 +242,7 @@ class Engine:
         if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
             warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
+        self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
         self._set_up_optimizer(optimizer, schedule)
@@ -387,7 +391,7 @@ class Engine:
         stats = self._accumulate(source, scale)
         current_phase.enter(DECISION)
         self.clock.end()
-        total, differ = self._sum_over_ranks(stats, source, stop=stop)
+        total, differ, of_products = self._sum_over_ranks(stats, source, stop=stop)
         self.clock.begin()
         decision = decide_step(total, scale, self.nominal_weight or 1.0, self.max_norm)
         spike_check = self.divergence.check(decision)
@@ -400,11 +404,19 @@ class Engine:
             decision.overflow | (decision.dropped > 0), decision.empty
         )
         self.divergence.remember(decision)
+        self.narrow_products.end_step(of_products)
         exhausted = exhausted & decision.overflow
         outcome = self._outcome(decision, spike_check, differ, rate, scale, exhausted)
         outcome.microbatch_problem = source.problem
+        outcome.narrow_statistics = self.narrow_products.statistics
         if self.config.attribution:
-            inputs = StepInputs(tuple(source.kept), stats.generators, stats.losses, stats.weights)
+            inputs = StepInputs(
+                tuple(source.kept),
+                stats.generators,
+                stats.losses,
+                stats.weights,
+                position=(self.narrow_products.step - 1, self.world.rank * source.count),
+            )
             self._recent.append((outcome, inputs))
         return outcome
 
@@ -413,6 +425,7 @@ class Engine:
         strategy = self._strategy
         strategy.compare_microbatches(source.count)
         strategy.begin_step()
+        self.narrow_products.begin_step()
         stats = MicrobatchStats.empty()
         drawn = iter(source)
         seed = int(torch.randint(2**62, ())) if self.config.reproducible else None
@@ -422,6 +435,7 @@ class Engine:
                 if not (source.is_sequence or self._has_next(source)):
                     break
                 strategy.begin_microbatch(last=index == source.count - 1)
+                self.narrow_products.begin_microbatch(index, source.count)
                 if seed is not None:
                     torch.manual_seed(seed + self.world.rank * source.count + index)
                 if self.config.attribution:
@@ -498,12 +512,12 @@ class Engine:
 
     def _sum_over_ranks(
         self, stats: MicrobatchStats, source: MicrobatchSource, *, stop: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Sum the statistics of the step over ranks, in one all-reduce.
 
         Returns:
-            The first argument of `decide_step`, and whether ranks take the step with different
-            settings, 0-dim bool.
+            The first argument of `decide_step`; whether ranks take the step with different
+            settings, 0-dim bool; and the sums of `NarrowProducts.terms`.
         """
         size = self.world.world_size
         settings = self._settings_of_step() if size > 1 else ()
@@ -511,6 +525,7 @@ class Engine:
             settings = (self.world.rank, source.problem)  # unlike on any other rank
         fingerprint = Fingerprint.of(settings, size)
         dropped = sum(stats.dropped) if stats.dropped else 0.0
+        of_products = self.narrow_products.terms()
         if self.config.reproducible:
             total = ordered_total(
                 self._strategy.gradient_shards(),
@@ -519,11 +534,12 @@ class Engine:
                 stop=stop,
                 dropped=dropped,
                 more=fingerprint.terms,
+                exact=of_products,
                 group=self.world.group,
                 device=self.device,
             )
-            count = len(total) - len(fingerprint.terms)
-            return total[:count], fingerprint.differs(total[count:])
+            total, terms, sums = total.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
+            return total, fingerprint.differs(terms), sums
         local = local_stats(
             self._strategy.gradients(),
             pack(*stats.loss_sums, device=self.device).sum(),
@@ -532,9 +548,12 @@ class Engine:
             dropped=dropped,
             device=self.device,
         )
-        return fingerprint.sum_over_ranks(
+        if of_products is not None:
+            local = torch.cat([local, of_products])
+        total, differ = fingerprint.sum_over_ranks(
             local, lambda values: all_reduce_stats(values, self.world.group)
         )
+        return total[:SUMS], differ, total[SUMS:]
 
     def _settings_of_step(self) -> object:
         """Return the settings that all ranks have to share in a step; no values of the device."""
@@ -983,6 +1002,7 @@ class Engine:
         self._calls.counts["engine.load_state_dict"] += 1
         self.nominal_weight = self._state.finish(live)
         self._max_applied = int(self._counts[0])
+        self.narrow_products.step = int(self._counts[:2].sum())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state with the names and the sharding of this engine's `state_dict`.
