@@ -214,9 +214,9 @@ def test_the_hooks_are_called_in_order(world_size: int, tmp_path: Path) -> None:
             # A rollback may need a checkpoint of the start.
             "save 0",
             *steps(1, SPIKE),
+            f"rollback {SPIKE} {CHECKPOINT}",
             # The position behind the data that was skipped is saved at once.
             f"save {CHECKPOINT}",
-            f"rollback {SPIKE} {CHECKPOINT}",
             *steps(CHECKPOINT + 1, 10),
             "train end True",
             "save 10",
