@@ -175,6 +175,7 @@ class Engine:
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
         loads: Number of checkpoints that `load` has loaded.
+        holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
@@ -270,6 +271,7 @@ class Engine:
         self._previous: StepOutcome | None = None
         self._saves: Saves | None = None
         self.loads = 0
+        self.holds_average = False
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -983,6 +985,7 @@ class Engine:
         self._calls.counts["engine.load_state_dict"] += 1
         self.nominal_weight = self._state.finish(live)
         self._max_applied = int(self._counts[0])
+        self.holds_average = False
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state with the names and the sharding of this engine's `state_dict`.
@@ -1033,6 +1036,7 @@ class Engine:
         Raises:
             ConfigError: If an argument is invalid, such as a folder that is named like a file
                 (`model.pt`), or `numbers` differ between ranks.
+            TrainingError: Inside of `WeightAverage.as_weights`.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
                 background, could not be written. Earlier checkpoints are unchanged.
         """

@@ -28,7 +28,7 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
-from distmp.errors import CheckpointError, ConfigError, SetupError, listed
+from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed
 from distmp.utils.files import check_folder_name
 
 if TYPE_CHECKING:
@@ -66,7 +66,16 @@ class StateToSave(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> StateToSave:
-        """Return the state of an engine; the host waits for its last step."""
+        """Return the state of an engine; the host waits for its last step.
+
+        Raises:
+            TrainingError: If an average replaces the weights.
+        """
+        if engine.holds_average:
+            raise TrainingError(
+                "a checkpoint inside of average.as_weights() would have the average in place of "
+                "the weights; save after it, or use engine.export(folder) for the average"
+            )
         tensors = engine.state_dict()
         counts = tensors["engine/counts"]
         skipped = skipped_in_a_row(counts)
