@@ -1060,7 +1060,9 @@ class Engine:
             if self._saves is not None:
                 self._saves.finish()
 
-    def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    def load(
+        self, folder: str | Path, *, missing_ok: bool = False, optimizer: bool = True
+    ) -> dict[str, Any]:
         """Load a checkpoint of `save` or of a trainer's run; every rank has to call it.
 
         Args:
@@ -1068,26 +1070,37 @@ class Engine:
                 damaged ones are logged. If it has none, its folders `step-100`, `epoch_3`,
                 `checkpoints` ... are searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
+            optimizer: Whether to load the optimizer state. With False it starts from scratch, so
+                that the engine may have another optimizer than the checkpoint.
 
         Returns:
             The `numbers` of `save`, and `step`, the number of steps taken, if they lack it. For a
             trainer's run, its numbers.
 
         Raises:
-            ConfigError: If there is no checkpoint, or ranks name different folders.
+            ConfigError: If there is no checkpoint, it has the state of another optimizer, or ranks
+                name different folders.
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import find_checkpoint, load_checkpoint, loaded_numbers
+        from distmp.engine.saving import (
+            check_optimizer,
+            find_checkpoint,
+            load_checkpoint,
+            loaded_numbers,
+        )
 
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
-            check_same(self.world.group, self.device, {"folder": str(folder)})
+            described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
+            check_same(self.world.group, self.device, described)
             checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
             if checkpoint is None:
                 return {"step": int(self._counts[:2].sum())}
-            load_checkpoint(self, checkpoint)
+            if optimizer:
+                check_optimizer(self, checkpoint)
+            load_checkpoint(self, checkpoint, optimizer=optimizer)
             self.loads += 1
             return loaded_numbers(checkpoint)
 
