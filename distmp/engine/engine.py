@@ -127,6 +127,9 @@ _INSTEAD_OF = {
     "to": "use Engine(..., device=...)",
     "save_checkpoint": "use engine.save(folder)",
     "load_checkpoint": "use engine.load(folder)",
+    "save_pretrained": "use engine.export(folder)",
+    "lr": "use engine.optimizer.param_groups[0]['lr']",
+    "global_step": "use int(engine.step_counts[:2].sum()), or the `step` that engine.load returns",
 }
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
@@ -1156,6 +1159,12 @@ class Engine:
         def __getattr__(self, name):
             """Name the replacement of what models and optimizers of other libraries have."""
             attribute(self, name, _INSTEAD_OF)
+
+        def __setattr__(self, name, value):
+            """Refuse to assign what would have no effect, such as `engine.lr`."""
+            if name in _INSTEAD_OF:
+                attribute(self, name, _INSTEAD_OF)
+            super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks and process groups stay with the original.
