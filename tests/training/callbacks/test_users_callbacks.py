@@ -283,7 +283,7 @@ def nothing() -> None:
         ("callback", "write an import path as 'package.module:attribute'"),
         ("no_such_module:Callback", "there is no module 'no_such_module' on the Python path"),
         (f"{__name__}:Missing", f"module '{__name__}' has no 'Missing'"),
-        (f"{__name__}:NOT_CALLABLE", "is a int; name a class or a function"),
+        (f"{__name__}:NOT_CALLABLE", "is a int; name a function or a class"),
         (f"{__name__}:nothing", "returned a NoneType; return a distmp.training.callbacks.Callback"),
     ],
 )
