@@ -49,7 +49,7 @@ class WeightAverage:
         Call it once after each `Engine.step`.
 
         Raises:
-            TrainingError: If `Engine.load` has replaced the weights since the average began, or the
+            TrainingError: If a checkpoint has replaced the weights since the average began, or the
                 engine has an average as its weights.
         """
         self._check_not_replaced()
@@ -127,12 +127,17 @@ class WeightAverage:
         self._exchange(kept)
         self._engine.holds_average = False
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a checkpoint has replaced the weights since the average began or was loaded."""
+        return self._engine.loads != self._loads
+
     def _check_not_replaced(self) -> None:
-        if self._engine.loads != self._loads:
+        if self.is_replaced:
             raise TrainingError(
-                "engine.load has replaced the weights since their average began; after it, call "
-                "average.load(values) with the average that you saved, or average.restart() to "
-                "begin with the loaded weights"
+                "engine.load or a rollback has replaced the weights since their average began; "
+                "after it, call average.load(values) with the average that you saved, or "
+                "average.restart() to begin with the loaded weights"
             )
 
     def _check_not_exchanged(self, call: str) -> None:

@@ -177,7 +177,7 @@ class Engine:
         loss_scale: The loss scale.
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
-        loads: Number of checkpoints that `load` has loaded.
+        loads: Number of checkpoints that were loaded, by `load` or by a trainer.
         holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
     Raises:
@@ -1104,7 +1104,6 @@ class Engine:
             if optimizer:
                 check_optimizer(self, checkpoint)
             load_checkpoint(self, checkpoint, optimizer=optimizer)
-            self.loads += 1
             return loaded_numbers(checkpoint)
 
     def export(

@@ -161,7 +161,7 @@ def test_weights_that_are_replaced_or_trained_behind_the_average_are_an_error(
     engine.load(tmp_path)
     for use in (average.update, average.as_weights().__enter__):
         with pytest.raises(
-            TrainingError, match=r"^engine.load has replaced .* average.restart\(\)"
+            TrainingError, match=r"^engine.load or a rollback has replaced .* average.restart\(\)"
         ):
             use()
     average.restart()
