@@ -112,6 +112,8 @@ class DataLoader:
         self._size = length_of(dataset)
         self._epoch = 0  # of a dataset without a length
         self._begun_at: int | None = None
+        # Whether `once` has compared the dataset between ranks.
+        self._is_compared = False
         self._steps: Generator[Step, None, None] | None = None
         self._check_combinations()
         self._is_built = True
@@ -242,13 +244,7 @@ class DataLoader:
         """
         if self._world.group is not None and not is_stream(self.dataset):
             RollCall(self._world).wait_for_all("DataLoader.once()")
-            check_same_data(
-                self.dataset,
-                self._division(0),
-                seed=self.seed,
-                group=self._world.group,
-                setting="dataset",
-            )
+            self._compare_dataset()
         return evaluation_batches(
             self.dataset,
             samples=None,
@@ -257,6 +253,18 @@ class DataLoader:
             world_size=self._world.world_size,
             collate_fn=self.collate_fn,
         )
+
+    def _compare_dataset(self) -> None:
+        """Compare the length and a sample of the dataset between ranks, once."""
+        if not self._is_compared:
+            check_same_data(
+                self.dataset,
+                self._division(0),
+                seed=self.seed,
+                group=self._world.group,
+                setting="dataset",
+            )
+        self._is_compared = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position to continue from, and what the order of samples depends on."""

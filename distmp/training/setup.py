@@ -295,21 +295,18 @@ def _newest(config: RunConfig) -> RunDirectory:
     return RunDirectory(Path(path), place)
 
 
-def restore(
-    engine: Engine, checkpoint: store.StoredCheckpoint, *, optimizer: bool = True
-) -> Progress:
+def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:
     """Load a checkpoint into an engine; return the progress of the run. Collective over all ranks.
 
     Args:
         engine: Receives the state.
         checkpoint: Verified, as `find_checkpoint` returns it.
-        optimizer: Whether to load the optimizer state; otherwise it starts from scratch.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
     """
     progress = stored_progress(checkpoint)
-    load_checkpoint(engine, checkpoint, optimizer=optimizer)
+    load_checkpoint(engine, checkpoint)
     return progress
 
 

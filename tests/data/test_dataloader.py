@@ -432,6 +432,20 @@ class Unseeded:
         return float(np.random.default_rng().random())
 
 
+class CountedReads:
+    """Counts how often a sample is read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return index
+
+
 @ranks(2)
 def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
     rank = torch.distributed.get_rank()
@@ -443,6 +457,12 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
         with pytest.raises(ConfigError, match=r"on rank 0; .* on rank 1: ranks read different"):
             DataLoader(dataset, 4, 2).once()
     assert len([*DataLoader(Unseeded(), 4, 2).once()]) == 2
+    counted = CountedReads()
+    loader = DataLoader(counted, 4, 2)
+    loader.once()
+    first = counted.reads
+    loader.once()  # compared already
+    assert counted.reads == first > 0
     # Samples may differ between ranks if they differ between two reads on a rank.
     assert len(next(iter(DataLoader(Unseeded(), 4, 2)))) == 1
     with pytest.raises(ConfigError, match=r"in steps of 4 on rank 0; .* in steps of 8 on rank 1"):
