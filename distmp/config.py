@@ -64,6 +64,7 @@ _ADVICE = {
     "batch": _BATCH,
     "batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
+    "micro_batch_size": _BATCH,
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS,
     "max_epochs": _EPOCHS,

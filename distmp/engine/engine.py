@@ -129,6 +129,9 @@ _INSTEAD_OF = {
     "to": "use Engine(..., device=...)",
     "save_checkpoint": "use engine.save(folder)",
     "load_checkpoint": "use engine.load(folder)",
+    "save_pretrained": "use engine.export(folder)",
+    "lr": "use engine.optimizer.param_groups[0]['lr']",
+    "global_step": "use int(engine.step_counts[:2].sum()), or the `step` that engine.load returns",
 }
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
@@ -177,7 +180,8 @@ class Engine:
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
         narrow_products: The linear layers with fewer than 16 bits, and their statistics.
-        loads: Number of checkpoints that `load` has loaded.
+        loads: Number of checkpoints that were loaded, by `load` or by a trainer.
+        holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
@@ -274,6 +278,7 @@ class Engine:
         self._previous: StepOutcome | None = None
         self._saves: Saves | None = None
         self.loads = 0
+        self.holds_average = False
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -1003,6 +1008,7 @@ class Engine:
         self.nominal_weight = self._state.finish(live)
         self._max_applied = int(self._counts[0])
         self.narrow_products.step = int(self._counts[:2].sum())
+        self.holds_average = False
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state with the names and the sharding of this engine's `state_dict`.
@@ -1053,6 +1059,7 @@ class Engine:
         Raises:
             ConfigError: If an argument is invalid, such as a folder that is named like a file
                 (`model.pt`), or `numbers` differ between ranks.
+            TrainingError: Inside of `WeightAverage.as_weights`.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
                 background, could not be written. Earlier checkpoints are unchanged.
         """
@@ -1076,7 +1083,9 @@ class Engine:
             if self._saves is not None:
                 self._saves.finish()
 
-    def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    def load(
+        self, folder: str | Path, *, missing_ok: bool = False, optimizer: bool = True
+    ) -> dict[str, Any]:
         """Load a checkpoint of `save` or of a trainer's run; every rank has to call it.
 
         Args:
@@ -1084,27 +1093,37 @@ class Engine:
                 damaged ones are logged. If it has none, its folders `step-100`, `epoch_3`,
                 `checkpoints` ... are searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
+            optimizer: Whether to load the optimizer state. With False it starts from scratch, so
+                that the engine may have another optimizer than the checkpoint.
 
         Returns:
             The `numbers` of `save`, and `step`, the number of steps taken, if they lack it. For a
             trainer's run, its numbers.
 
         Raises:
-            ConfigError: If there is no checkpoint, or ranks name different folders.
+            ConfigError: If there is no checkpoint, it has the state of another optimizer, or ranks
+                name different folders.
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import find_checkpoint, load_checkpoint, loaded_numbers
+        from distmp.engine.saving import (
+            check_optimizer,
+            find_checkpoint,
+            load_checkpoint,
+            loaded_numbers,
+        )
 
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
-            check_same(self.world.group, self.device, {"folder": str(folder)})
+            described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
+            check_same(self.world.group, self.device, described)
             checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
             if checkpoint is None:
                 return {"step": int(self._counts[:2].sum())}
-            load_checkpoint(self, checkpoint)
-            self.loads += 1
+            if optimizer:
+                check_optimizer(self, checkpoint)
+            load_checkpoint(self, checkpoint, optimizer=optimizer)
             return loaded_numbers(checkpoint)
 
     def export(
@@ -1159,6 +1178,12 @@ class Engine:
         def __getattr__(self, name):
             """Name the replacement of what models and optimizers of other libraries have."""
             attribute(self, name, _INSTEAD_OF)
+
+        def __setattr__(self, name, value):
+            """Refuse to assign what would have no effect, such as `engine.lr`."""
+            if name in _INSTEAD_OF:
+                attribute(self, name, _INSTEAD_OF)
+            super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks and process groups stay with the original.
