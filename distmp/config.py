@@ -180,6 +180,15 @@ class PrecisionConfig:
 
             loss_scale_rules(policy(self.policy).loss_scale, self.loss_scale)
 
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether the policy rounds weights stochastically; imports torch."""
+        if self.policy == "auto":
+            return False
+        from distmp.precision import policy
+
+        return policy(self.policy).stochastic_rounding
+
 
 @dataclass(frozen=True)
 class ValidationConfig:
@@ -466,7 +475,8 @@ class RunConfig:
         """The function that builds the optimizer over named parameters."""
         from distmp.optim.build import optimizer_factory
 
-        return optimizer_factory(self.optim)
+        stochastic = self.precision.rounds_stochastically
+        return optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
 
     @cached_property
     def schedule_factory(self) -> ScheduleFactory:

@@ -167,9 +167,11 @@ def test_optimizer_and_schedule_are_looked_up_once(monkeypatch: pytest.MonkeyPat
     for name in ("optimizer_factory", "schedule_factory"):
         original = getattr(build, name)
 
-        def counted(*arguments: Any, original: Any = original, name: str = name) -> Any:
+        def counted(
+            *arguments: Any, original: Any = original, name: str = name, **options: Any
+        ) -> Any:
             calls.append(name)
-            return original(*arguments)
+            return original(*arguments, **options)
 
         monkeypatch.setattr(build, name, counted)
     config = load(["--strategy=single", "--data.path=distmp"])

@@ -60,6 +60,7 @@ from distmp.engine.step_checks import (
 from distmp.errors import ConfigError, TrainingError, attribute, rank_names, ranks_by_value
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import METRIC_UPDATES
+from distmp.optim.rounding import set_rounding
 from distmp.optim.state import check_state, prepare_for_device_skip
 from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
@@ -69,7 +70,7 @@ from distmp.parallel.materialize import (
     needs_seed,
     not_a_number,
 )
-from distmp.parallel.matrices import place_matrices
+from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.reproducible import (
     check_power_of_two,
@@ -315,7 +316,8 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
-        self._place_matrices()
+        set_rounding(self.optimizer, self.policy)
+        self._place()
         # The host steps offloaded parameters, and has to wait for the decision.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
         self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
@@ -324,8 +326,9 @@ class Engine:
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
 
-    def _place_matrices(self) -> None:
+    def _place(self) -> None:
         place_matrices(self.optimizer, self._strategy, self._names, self.device)
+        place_shards(self.optimizer, self._strategy, self._names)
 
     @property
     def model(self) -> nn.Module:
@@ -758,7 +761,7 @@ class Engine:
         for group in addition.param_groups:
             self.optimizer.add_param_group(group)
         self.optimizer.state.update(addition.state)
-        self._place_matrices()
+        self._place()
         self._stepped.add(parameters)
 
     # After the step

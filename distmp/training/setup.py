@@ -29,6 +29,7 @@ from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.loss import NO_POSITIONS, takes_positions
 from distmp.models.settings import ModelConfig
+from distmp.optim.build import OptimizerFactory, optimizer_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES, Recomputation
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
@@ -220,12 +221,21 @@ def build_engine(
     return Engine(
         parts.model,
         parts.loss,
-        config.optimizer_factory,
+        _optimizer_factory(config, resolve(policy, world.device)[0]),
         settings,
         schedule=config.schedule_factory,
         device=world.device,
         # Weights in files have no values for adapters.
         initialize=not load and (parts.weights is None or config.model.peft is not None),
+    )
+
+
+def _optimizer_factory(config: RunConfig, policy: PrecisionPolicy) -> OptimizerFactory:
+    """Return the factory for a policy, which need not be that of the configuration."""
+    if policy.stochastic_rounding == config.precision.rounds_stochastically:
+        return config.optimizer_factory
+    return optimizer_factory(
+        config.optim, stochastic_rounding=policy.stochastic_rounding, seed=config.seed
     )
 
 
