@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distmp.precision.stochastic import uniform
 from distmp.quantization.counts import Counts, LayerCounts
 from distmp.quantization.hadamard import hadamard, random_transform
-from distmp.quantization.noise import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
 from distmp.quantization.products import choose_product
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_rounded_weight_is_not_changed_by_rounding_it_again(scaling: str, name
 def test_shards_have_the_scales_of_the_full_weight(scaling: str, name: str) -> None:
     weight = random(70, 64)
     bounds = [0, 9, 9, 41, 70]
-    shards = [weight[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    shards = [weight[a:b] for a, b in itertools.pairwise(bounds)]
     found = [
         largest_in_weight(shard, scaling, first_row=first, rows=70)
         for shard, first in zip(shards, bounds, strict=False)
