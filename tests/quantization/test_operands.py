@@ -190,3 +190,14 @@ def test_the_scale_of_an_operand_keeps_the_relative_error(scaling: str, name: st
         error = (quantize(scaled, name, scaling).dequantized().double() - scaled.double()).norm()
         assert error < limit * scaled.double().norm()
         assert error > 0
+
+
+@EACH
+def test_a_product_in_bfloat16_is_rounded_once(scaling: str, name: str) -> None:
+    a, b = random(48, 1024), random(32, 1024, seed=1)
+    first, second = quantize(a, name, scaling), quantize_weight(b, name, scaling)
+    product = emulated_product(first, second, torch.bfloat16)
+    assert product.dtype == torch.bfloat16
+    exact = first.dequantized().double() @ second.dequantized().double().t()
+    bound = exact.abs() * 2.0**-8 + 1e-5 * exact.abs().max()
+    assert ((product.double() - exact).abs() <= bound).all()
