@@ -279,7 +279,7 @@ def _formats_of(phase: PrecisionPhase, policy: PrecisionPolicy) -> ProductFormat
     for product in PRODUCTS:
         word = getattr(phase, product)
         if word == "bf16":
-            formats = replace(formats, **{product: None})
+            formats = _wide(formats, [product])
         elif word is not None:
             try:  # the policy knows which formats fit its scales
                 replace(
