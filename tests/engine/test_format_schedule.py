@@ -50,10 +50,12 @@ class Branches(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, small: float = 1.0) -> None:
         super().__init__()
         self.up = nn.Linear(2 * WIDTH, WIDTH)
         self.down = nn.Linear(WIDTH, 2 * WIDTH)
+        with torch.no_grad():
+            self.up.weight[0] *= small
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x).relu())
@@ -66,7 +68,7 @@ def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
 def make_engine(build: Callable[[], nn.Module] = Branches, **options: Any) -> Engine:
     torch.manual_seed(0)
     options = {"policy": "fp8", "first_step_checks": False, **options}
-    return Engine(build(), loss, fused_adamw, device="cpu", **options)
+    return Engine(build(), options.pop("loss", loss), fused_adamw, device="cpu", **options)
 
 
 def batches(step: int, rank: int = 0, bad_rank: int = 0, value: float = float("inf")) -> Any:
@@ -123,7 +125,7 @@ def test_what_is_widened_follows_from_the_statistics(widen: Any) -> None:
     """The products of each step are those of rules in plain Python, from the steps before."""
     limits = {"saturated": 0.0, "underflowed": 0.02}
     guard = GuardConfig(**limits, widen=widen, steps=2)
-    engine = make_engine(lambda: nn.Sequential(Block(), Block()), precision_guard=guard)
+    engine = make_engine(lambda: nn.Sequential(Block(small=1e-9), Block()), precision_guard=guard)
     uses = {"input": "forward", "weight": "forward grad", "grad": "grad"}
     uses |= {"wgrad_input": "wgrad", "wgrad_grad": "wgrad"}
     asked_at: list[set[tuple[str, str]]] = []
@@ -262,15 +264,25 @@ def test_any_policy_resumes_from_any_other() -> None:
 def test_evaluation_and_replay_use_the_formats_of_their_step() -> None:
     batch = torch.randn(8, 2 * WIDTH)
     phases = (PrecisionPhase(after_steps=2, forward="bf16", grad="bf16", wgrad="bf16"),)
-    engine, wide = make_engine(precision_phases=phases), make_engine(policy="bf16")
+    losses = []
+
+    def recorded(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        total, weight = loss(model, batch)
+        losses.append(float(total.detach()))
+        return total, weight
+
+    engine = make_engine(precision_phases=phases, loss=recorded)
+    wide = make_engine(policy="bf16")
     take(engine, 0)
+    losses.clear()
     outcome = engine.step(batches(BAD_STEP))
+    assert losses[0] != float(loss(wide.model, batches(BAD_STEP)[0])[0])
     wide.load_state_dict(engine.state_dict())
     # The formats of an evaluation are those of the next step.
     assert engine.evaluate([batch]) == wide.evaluate([batch])
-    report = engine.explain(outcome)
-    assert report is not None
-    assert report.exact
+    losses[2:] = []
+    assert engine.explain(outcome) is not None
+    assert losses[2:] == losses[:2] == [losses[0], float("inf")]
     assert engine.evaluate([batch]) == wide.evaluate([batch])
 
 
