@@ -431,6 +431,7 @@ class Engine:
                 stats.losses,
                 stats.weights,
                 position=(self.narrow_products.step - 1, self.world.rank * source.count),
+                formats=self.narrow_products.of_layers,
             )
             self._recent.append((outcome, inputs))
         return outcome

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distmp.distributed.world import World
 from distmp.engine.format_schedule import FormatSchedule, StepFormats
-from distmp.quantization import NarrowLayers
+from distmp.quantization import NarrowLayers, ProductFormats
 from distmp.scaling import StepDecision
 from distmp.utils.host_copy import HostCopy
 
@@ -51,6 +51,7 @@ class NarrowProducts:
         step: Number of steps taken since the start of training.
         statistics: Those of the last step; None before, and without narrow products.
         formats: The formats of the last step, if they may change during the run.
+        of_layers: The formats of each layer in the last step, by name.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class NarrowProducts:
         self.step = 0
         self.statistics: NarrowStatistics | None = None
         self.formats: StepFormats | None = None
+        self.of_layers: dict[str, ProductFormats] = {}
         self._world = world
         self._schedule = schedule
 
@@ -67,6 +69,7 @@ class NarrowProducts:
         """Clear the statistics of the previous step, and note the formats of this one."""
         if self.layers is not None:
             self.layers.begin_step()
+            self.of_layers = self.layers.formats
         if self._schedule is not None and self._schedule.changes_formats:
             self.formats = self._schedule.begin_step(self.step)
 

@@ -276,7 +276,7 @@ def test_evaluation_and_replay_use_the_formats_of_their_step() -> None:
     take(engine, 0)
     losses.clear()
     outcome = engine.step(batches(BAD_STEP))
-    assert losses[0] != float(loss(wide.model, batches(BAD_STEP)[0])[0])
+    assert losses[0] != loss(wide.model, batches(BAD_STEP)[0])[0].item()
     wide.load_state_dict(engine.state_dict())
     # The formats of an evaluation are those of the next step.
     assert engine.evaluate([batch]) == wide.evaluate([batch])
