@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmp.quantization.counts import Counts, LayerCounts
-from distmp.quantization.hadamard import hadamard
+from distmp.quantization.hadamard import hadamard, random_transform
 from distmp.quantization.noise import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
 from distmp.quantization.products import Product, emulated_product
@@ -71,6 +71,7 @@ class NarrowState:
         key: Key of the random numbers of this microbatch, int64, 0-dim.
         largest: The largest magnitudes of the full weight, if ranks have agreed on them, see
             `distmp.quantization.operands.largest_in_weight`; None: those of the weight.
+        transform: The Hadamard transform of "block16".
         product: Computes narrow products.
     """
 
@@ -79,6 +80,7 @@ class NarrowState:
         self.counts = LayerCounts(counts)
         self.key = key
         self.largest: Tensor | None = None
+        self.transform = random_transform(counts.device)
         self.product: Product = emulated_product
 
 
@@ -161,7 +163,8 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
     if padding := -len(x) % size:
         dy, x = F.pad(dy, (0, 0, 0, padding)), F.pad(x, (0, 0, 0, padding))
     if formats.scaling == "block16":
-        dy, x = hadamard(dy), hadamard(x)
+        transform = ctx.state.transform
+        dy, x = hadamard(dy, transform), hadamard(x, transform)
     dy, x = dy.t(), x.t()
     noise = _noise(formats.wgrad, dy, ctx.state.key, WGRAD_GRAD)
     gradients = quantize(
