@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 
 import torch
@@ -69,7 +69,12 @@ class NarrowLayers:
         mixed = (step * 0x9E3779B1 + microbatch * 0x85EBCA77) & 0xFFFFFFFF
         torch.bitwise_xor(self._salts, mixed, out=self._keys)
 
-    def set_formats(self, formats: dict[str, ProductFormats]) -> None:
+    @property
+    def formats(self) -> dict[str, ProductFormats]:
+        """The formats of each layer, by name."""
+        return {name: state.formats for name, state in self.states.items()}
+
+    def set_formats(self, formats: Mapping[str, ProductFormats]) -> None:
         """Change the formats of some layers, between steps."""
         for name, value in formats.items():
             self.states[name].formats = value
