@@ -83,6 +83,7 @@ from distmp.precision.builders import autocast_context
 from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
+from distmp.quantization.description import describe_formats, is_emulated
 from distmp.scaling import (
     SUMS,
     LossScale,
@@ -243,6 +244,7 @@ class Engine:
             warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
         self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world)
+        self._say_formats()
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
         self._set_up_optimizer(optimizer, schedule)
@@ -302,6 +304,14 @@ class Engine:
                 logger.warning("precision %s reduces accuracy: %s", self.policy.name, cost)
             if unused := unused_rules(self.policy.loss_scale, self.config.loss_scale):
                 logger.warning("precision %s: %s", self.policy.name, unused)
+
+    def _say_formats(self) -> None:
+        """Log the formats of narrow products; a warning if a GPU emulates them."""
+        layers = self.narrow_products.layers
+        if layers is not None and self.world.rank == 0:
+            slow = self.device.type != "cpu" and is_emulated(layers)
+            level = logging.WARNING if slow else logging.INFO
+            logger.log(level, "precision %s: %s", self.policy.name, describe_formats(layers))
 
     def _set_up_optimizer(
         self, optimizer: OptimizerFactory, schedule: ScheduleFactory | None

@@ -18,6 +18,7 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.optim import Muon
 from distmp.parallel.memory import Option
+from distmp.quantization.description import describe_formats, formats_record
 from distmp.telemetry import Console
 from distmp.training import manifest
 from distmp.training.accelerate_launch import overridden_options
@@ -129,7 +130,7 @@ def _build_run(
     directory = _choose_directory(config, world, restarts, checkpoint, choice)
     for line in _summary(chosen, world, components, engine, parameters, strategy_reason):
         console.message(line)
-    _record_start(config, world, console, directory, checkpoint)
+    _record_start(config, world, console, directory, checkpoint, engine)
     progress = Progress()
     if checkpoint is not None:
         if stored_progress(checkpoint).step >= config.steps:
@@ -231,6 +232,8 @@ def _summary(
         f"model: {config.model.name}, {parameters}; "
         f"precision {engine.policy.name} ({engine.policy_reason})"
     )
+    if engine.narrow_products.layers is not None:
+        yield f"formats: {describe_formats(engine.narrow_products.layers)}"
     yield (
         f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
         f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
@@ -270,6 +273,7 @@ def _record_start(
     console: Console,
     directory: RunDirectory,
     checkpoint: store.StoredCheckpoint | None,
+    engine: Engine,
 ) -> None:
     """Write the configuration and the manifest, and print the folder of the run."""
     step = 0 if checkpoint is None else stored_progress(checkpoint).step
@@ -285,11 +289,13 @@ def _record_start(
         try_to_write(
             directory.config, lambda path: settings.write_yaml(config, path), console.message
         )
+    layers = engine.narrow_products.layers
     manifest.record(
         directory.manifest,
         world,
         settings.to_mapping(config),
         first_step=step,
+        narrow_products=None if layers is None else formats_record(layers),
     )
 
 
