@@ -37,6 +37,7 @@ from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
+from distmp.engine.narrow_checks import CallCheck
 from distmp.engine.narrow_products import NarrowProducts
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
@@ -270,6 +271,7 @@ class Engine:
         checks = config.first_step_checks
         self._first_step_checks = FirstStepChecks(self.world, self.module) if checks else None
         self._mode_check = ModeCheck(self.model) if checks else None
+        self._call_check = CallCheck(self.narrow_products.layers if checks else None)
         self._has_gradients = False
         # Whether the caller has called `check`.
         self._is_checked = False
@@ -707,6 +709,8 @@ class Engine:
         if completed is None:
             return
         self._check_ranks_agree(completed)
+        if warning := self._call_check.warning(completed.narrow_statistics):
+            self._warn(warning, stacklevel=4)
         if self._learning_rates.lacks_metric(self._max_applied):
             self._warn(
                 f"the schedule follows a metric and has had none in {METRIC_UPDATES} updates, so "
