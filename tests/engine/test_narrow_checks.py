@@ -15,7 +15,7 @@ from distmp.engine import Engine
 from distmp.quantization.description import describe_formats, formats_record
 from tests.reference import fused_adamw
 
-WIDTH = 16
+WIDTH = 32
 
 
 class Model(nn.Module):
@@ -24,7 +24,7 @@ class Model(nn.Module):
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, 2)
+        self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -71,11 +71,12 @@ def test_no_warning(policy: str, options: dict[str, bool]) -> None:
         engine.step([torch.ones(4, WIDTH)])
 
 
-def test_a_step_without_samples_is_not_the_first() -> None:
-    engine = make_engine(Model(2))
+@pytest.mark.parametrize("policy", ["fp8", "fp8-rowwise", "mxfp8,hp=none", "nvfp4,hp=none"])
+def test_a_step_without_samples_is_not_the_first(policy: str) -> None:
+    engine = make_engine(Model(2), policy)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine.step([torch.ones(0, WIDTH)])
+        assert engine.step([torch.ones(0, WIDTH)]).numbers.grad_norm == 0
     with pytest.warns(RuntimeWarning, match=r"'layers.1' in the first step"):
         engine.step([torch.ones(4, WIDTH)])
 

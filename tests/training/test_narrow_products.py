@@ -55,7 +55,7 @@ def test_from_the_start_to_the_report(tmp_path: Path) -> None:
             assert values["largest"] > 0
 
     page = report(tmp_path / "run")
-    section = page.texts[page.texts.index("Formats") : page.texts.index("Skipped steps")]
+    section = page.texts[page.texts.index("Formats") : page.texts.index("Skipped steps") - 1]
     assert section[1] == (
         f"{FORMATS}: slow, for tests and planning. 6 of 8 linear layers have narrow products."
     )
