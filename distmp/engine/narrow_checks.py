@@ -28,7 +28,7 @@ class CallCheck:
         if self._layers is None or statistics is None:
             return None
         elements = statistics.read()[..., -1].sum(1).tolist()
-        if not any(elements):  # a step without samples, or before the products become narrow
+        if not any(elements):  # all products are wide in this step
             return None
         names = [
             name for name, count in zip(statistics.layers, elements, strict=True) if count == 0

@@ -144,7 +144,7 @@ def largest_magnitudes(matrix: Tensor, scaling: str) -> Tensor:
     rows, columns = matrix.shape
     if columns % size:
         magnitudes = torch.nn.functional.pad(magnitudes, (0, -columns % size))
-    return magnitudes.view(rows, -1, size).amax(2).float()
+    return magnitudes.view(rows, -(-columns // size), size).amax(2).float()
 
 
 def largest_in_weight(
