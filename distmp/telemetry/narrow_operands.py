@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from distmp.engine.narrow_products import NarrowStatistics
-from distmp.quantization.linear import OPERANDS, STATISTICS
+from distmp.quantization.counts import STATISTICS
+from distmp.quantization.linear import OPERANDS
 
 LARGEST, SATURATED, UNDERFLOWED, ELEMENTS = range(len(STATISTICS))
 
