@@ -226,6 +226,7 @@ class Engine:
             strategy=self.strategy,
             parallel=config.parallel or ParallelConfig(),
         )
+        self._dtypes = self.policy.wide
         self._warn_about_policy()
         if self.policy.output_dtype in SIXTEEN_BIT:
             _leave_losses_outside(model)
@@ -491,7 +492,7 @@ class Engine:
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = moved(batch, self.device)
         with (
-            autocast_context(self.policy, self.device),
+            autocast_context(self._dtypes, self.device),
             explain_batch_errors(batch, self.module),
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))
