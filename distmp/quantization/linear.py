@@ -98,7 +98,7 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowS
     """
     counts = state.counts if torch.is_grad_enabled() else None
     y: Tensor = _NarrowLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class _NarrowLinear(torch.autograd.Function):
@@ -157,9 +157,10 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
     if formats.wgrad is None:
         return dy.t() @ x
     dy, x = dy.float(), x.float()
-    # The sum is over tokens, in whole blocks; kernels of FP8 products need a multiple of 16.
+    # The sum is over tokens, in whole blocks; kernels of FP8 products need a multiple of 16. A
+    # microbatch without tokens has one block of zeros.
     size = BLOCK_SIZES.get(formats.scaling, 16)
-    if padding := -len(x) % size:
+    if padding := -len(x) % size if len(x) else size:
         dy, x = F.pad(dy, (0, 0, 0, padding)), F.pad(x, (0, 0, 0, padding))
     if formats.scaling == "block16":
         transform = ctx.state.transform
