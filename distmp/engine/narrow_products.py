@@ -31,7 +31,7 @@ class NarrowStatistics:
         """Wait for the step and return FP64 [layers, 5, 4] on the host.
 
         The second dimension is that of `distmp.quantization.linear.OPERANDS`, the third that of
-        `STATISTICS` there.
+        `distmp.quantization.counts.STATISTICS`.
         """
         return torch.tensor(self._copy.read(), dtype=torch.float64).view(self._shape)
 

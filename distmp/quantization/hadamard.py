@@ -7,8 +7,6 @@ along the tokens, with one vector of random signs for all layers and steps.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -17,19 +15,19 @@ SIZE = 16
 _SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, -1, -1)
 
 
-def hadamard(matrix: Tensor) -> Tensor:
+def hadamard(matrix: Tensor, transform: Tensor) -> Tensor:
     """Transform each block of 16 rows.
 
     Args:
         matrix: FP32 [rows, columns]; rows is a multiple of 16.
+        transform: FP32 [16, 16], from `random_transform`.
     """
     rows, columns = matrix.shape
     blocks = matrix.view(rows // SIZE, SIZE, columns)
-    return (_transform(matrix.device) @ blocks).view(rows, columns)
+    return (transform @ blocks).view(rows, columns)
 
 
-@cache
-def _transform(device: torch.device) -> Tensor:
+def random_transform(device: torch.device) -> Tensor:
     """Return the orthogonal matrix, FP32 [16, 16]; its entries are -1/4 and 1/4."""
     matrix = torch.ones(1, 1)
     while len(matrix) < SIZE:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from distmp.precision.policy import PrecisionPolicy
+from distmp.quantization.counts import STATISTICS
 from distmp.quantization.linear import (
     OPERANDS,
-    STATISTICS,
     NarrowState,
     ProductFormats,
     narrow_linear,
@@ -32,8 +32,8 @@ class NarrowLayers:
         wide: Why each other linear layer stays in the compute dtype, by name.
         states: The state of each narrow layer, by name.
         modules: The narrow layers, by name.
-        counts: Statistics of this step, FP64 of shape [layers, 5, 4]; see `OPERANDS` and
-            `STATISTICS` in `distmp.quantization.linear`.
+        counts: Statistics of this step, FP64 of shape [layers, 5, 4]; see `OPERANDS` in
+            `distmp.quantization.linear` and `STATISTICS` in `distmp.quantization.counts`.
     """
 
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmp.quantization.hadamard import hadamard
+from distmp.quantization.counts import Counts, LayerCounts
+from distmp.quantization.hadamard import hadamard, random_transform
 from distmp.quantization.noise import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
 from distmp.quantization.products import Product, emulated_product
@@ -35,8 +36,6 @@ from distmp.quantization.products import Product, emulated_product
 # Rows of `NarrowState.counts`.
 OPERANDS = ("input", "weight", "grad", "wgrad_input", "wgrad_grad")
 INPUT, WEIGHT, GRAD, WGRAD_INPUT, WGRAD_GRAD = range(len(OPERANDS))
-# The statistics of an operand, see `distmp.quantization.operands.count`.
-STATISTICS = ("largest", "saturated", "underflowed", "elements")
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,20 @@ class NarrowState:
 
     Attributes:
         formats: The formats of its products; may be changed between steps.
-        counts: Statistics of each of `OPERANDS` in this step, FP64 of shape [5, 4].
+        counts: Statistics of each of `OPERANDS` in this step.
         key: Key of the random numbers of this microbatch, int64, 0-dim.
         largest: The largest magnitudes of the full weight, if ranks have agreed on them, see
             `distmp.quantization.operands.largest_in_weight`; None: those of the weight.
+        transform: The Hadamard transform of "block16".
         product: Computes narrow products.
     """
 
     def __init__(self, formats: ProductFormats, counts: Tensor, key: Tensor) -> None:
         self.formats = formats
-        self.counts = counts
+        self.counts = LayerCounts(counts)
         self.key = key
         self.largest: Tensor | None = None
+        self.transform = random_transform(counts.device)
         self.product: Product = emulated_product
 
 
@@ -108,7 +109,7 @@ class _NarrowLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         state: NarrowState,
-        counts: Tensor | None,
+        counts: LayerCounts | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # Kept, so that backward has the formats of its forward.
@@ -162,7 +163,8 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
     if padding := -len(x) % size:
         dy, x = F.pad(dy, (0, 0, 0, padding)), F.pad(x, (0, 0, 0, padding))
     if formats.scaling == "block16":
-        dy, x = hadamard(dy), hadamard(x)
+        transform = ctx.state.transform
+        dy, x = hadamard(dy, transform), hadamard(x, transform)
     dy, x = dy.t(), x.t()
     noise = _noise(formats.wgrad, dy, ctx.state.key, WGRAD_GRAD)
     gradients = quantize(
@@ -173,7 +175,7 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _weight(
-    weight: Tensor, formats: ProductFormats, largest: Tensor | None, counts: Tensor | None
+    weight: Tensor, formats: ProductFormats, largest: Tensor | None, counts: Counts | None
 ) -> Operand:
     return quantize_weight(weight, formats.operand, formats.scaling, largest=largest, counts=counts)
 
@@ -188,5 +190,5 @@ def _noise(number_format: str, matrix: Tensor, key: Tensor, operand: int) -> Ten
     return uniform(matrix.shape, key + operand)
 
 
-def _row(counts: Tensor | None, operand: int) -> Tensor | None:
-    return None if counts is None else counts[operand]
+def _row(counts: LayerCounts | None, operand: int) -> Counts | None:
+    return None if counts is None else counts.of(operand)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distmp.quantization.counts import Counts
 from distmp.quantization.formats import (
     FORMATS,
     NumberFormat,
@@ -79,7 +80,7 @@ def quantize(
     *,
     largest: Tensor | None = None,
     uniform: Tensor | None = None,
-    counts: Tensor | None = None,
+    counts: Counts | None = None,
 ) -> Operand:
     """Round a matrix to a narrow format, with scales for rows or blocks of a row.
 
@@ -90,7 +91,7 @@ def quantize(
         largest: Largest magnitudes, if they are known; see `largest_magnitudes`.
         uniform: Random numbers for stochastic rounding, FP32 from 0 to below 1, of the shape of
             `matrix`; None rounds to nearest.
-        counts: What `count` updates; None: nothing.
+        counts: Where statistics of the operand are added; None: nowhere.
     """
     matrix = matrix.float()
     block = (1, BLOCK_SIZES[scaling]) if scaling in BLOCK_SIZES else (1, 1)
@@ -105,7 +106,7 @@ def quantize_weight(
     scaling: str,
     *,
     largest: Tensor | None = None,
-    counts: Tensor | None = None,
+    counts: Counts | None = None,
 ) -> Operand:
     """Round a weight to a narrow format, with scales for rows or square blocks.
 
@@ -114,7 +115,7 @@ def quantize_weight(
         format_name: "e4m3", "e5m2" or "e2m1".
         scaling: "tensor", "row", "block32" or "block16".
         largest: Largest magnitudes, if they are known; see `largest_in_weight`.
-        counts: What `count` updates; None: nothing.
+        counts: Where statistics of the operand are added; None: nowhere.
     """
     size = BLOCK_SIZES.get(scaling, 1)
     if largest is None:
@@ -206,7 +207,7 @@ def _quantize(
     block: tuple[int, int],
     largest: Tensor,
     uniform: Tensor | None,
-    counts: Tensor | None,
+    counts: Counts | None,
 ) -> Operand:
     outer, blocks = _scales(largest, number_format, scaling)
     scaled = _divided(matrix, outer, blocks, block)
@@ -215,7 +216,7 @@ def _quantize(
     else:
         values = round_stochastically(scaled, number_format, uniform)
     if counts is not None:
-        count(counts, scaled, values, largest, number_format)
+        outer = counts.add(outer, scaled, values, largest, number_format)
     return Operand(values, outer, blocks, block, number_format)
 
 
@@ -236,28 +237,6 @@ def _divided(
     if blocks is None:
         return matrix / outer
     return matrix / (expand_blocks(blocks, block, matrix.shape) * outer)
-
-
-def count(
-    counts: Tensor, scaled: Tensor, values: Tensor, largest: Tensor, number_format: NumberFormat
-) -> None:
-    """Add the statistics of a rounded matrix to `counts`, in place; the host does not wait.
-
-    Args:
-        counts: FP64 of shape [4]: the largest magnitude, the number of values that are saturated or
-            not finite, of nonzero values that were rounded to zero, and of all values.
-        scaled: The values divided by their scales, FP32.
-        values: The rounded values, FP32.
-        largest: The largest magnitudes of the matrix.
-        number_format: The format.
-    """
-    saturated = ~(scaled.abs() < number_format.saturates_from)
-    underflowed = scaled.count_nonzero() - values.count_nonzero()
-    sums = torch.stack([saturated.sum(), underflowed]).to(counts.dtype)
-    if largest.numel():
-        counts[0].copy_(torch.maximum(counts[0], largest.amax()))
-    counts[1:3] += sums
-    counts[3] += values.numel()
 
 
 def _block16_scales(largest: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:

@@ -32,10 +32,17 @@ def emulated_product(a: Operand, b: Operand) -> Tensor:
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the FP32 product of two FP32 matrices whose values bfloat16 represents exactly."""
-    if a.device.type != "cpu" or torch.compiler.is_compiling():
+    if a.device.type != "cpu":
         return a @ b
-    # The processor may convert the inputs to bfloat16, which is exact here and twice as fast. It
-    # sums in FP32.
+    # An operator, as the compiler could not see that the product depends on the switch.
+    return _product_on_cpu(a, b) if torch.compiler.is_compiling() else _with_bf16_inputs(a, b)
+
+
+def _with_bf16_inputs(a: Tensor, b: Tensor) -> Tensor:
+    """Let the processor convert the inputs to bfloat16, which is exact here and twice as fast.
+
+    It sums in FP32.
+    """
     switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = switch.fp32_precision
     switch.fp32_precision = "bf16"
@@ -43,3 +50,13 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     finally:
         switch.fp32_precision = before
+
+
+@torch.library.custom_op("distmp::product_on_cpu", mutates_args=())
+def _product_on_cpu(a: Tensor, b: Tensor) -> Tensor:
+    return _with_bf16_inputs(a, b)
+
+
+@_product_on_cpu.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
