@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from distmp.quantization import NarrowState, ProductFormats, narrow_linear
-from distmp.quantization.linear import (
-    GRAD,
-    INPUT,
-    OPERANDS,
-    STATISTICS,
-    WEIGHT,
-    WGRAD_GRAD,
-    WGRAD_INPUT,
-)
+from distmp.quantization.counts import STATISTICS
+from distmp.quantization.linear import GRAD, INPUT, OPERANDS, WEIGHT, WGRAD_GRAD, WGRAD_INPUT
 
 PRODUCTS = ("forward", "grad", "wgrad")
 # The operands of each product.
@@ -156,7 +149,7 @@ def narrow_products(
 
     Returns:
         The output, the gradient of the input and that of the weight; and the statistics of the
-        operands, FP64 [5, 4], see `distmp.quantization.linear`.
+        operands, FP64 [5, 4], see `distmp.quantization.counts`.
     """
     shape = (len(OPERANDS), len(STATISTICS))
     counts = torch.zeros(shape, dtype=torch.float64, device=x.device)
