@@ -19,8 +19,9 @@ torch's default ones, or if batches were written to after the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +29,12 @@ from torch import Tensor
 
 from distmp.diagnosis.attribution import ParameterOverflow, RankOverflowStats
 from distmp.diagnosis.histogram import ExponentHistogram
+from distmp.diagnosis.narrow_overflow import NarrowOverflow, NarrowWatch
 from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
 from distmp.parallel.strategy import parameter_name
+from distmp.quantization import ProductFormats
 from distmp.utils.dtensor import local_values
 
 # `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and
@@ -48,12 +51,16 @@ class StepInputs(NamedTuple):
             `generator_states`.
         losses: Loss sum of each microbatch, 0-dim, on the device.
         weights: Weight of each microbatch, as returned by the loss function, 0-dim.
+        position: Number of the step, and index of the first microbatch in the global batch.
+        formats: The formats of layers with narrow products, by name.
     """
 
     microbatches: tuple[Any, ...]
     generators: list[dict[torch.device, Tensor]]
     losses: list[Tensor]
     weights: list[Tensor]
+    position: tuple[int, int] = (0, 0)
+    formats: Mapping[str, ProductFormats] = MappingProxyType({})
 
 
 def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
@@ -84,7 +91,7 @@ class StepReplay:
         self, scale: float, lowest: float, compute_dtype: torch.dtype
     ) -> RankOverflowStats:
         """Return statistics of this rank at the step's scale and, if it is lower, at `lowest`."""
-        probes, repeated_losses = self._run(scale)
+        probes, repeated_losses, narrow = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
         weights = self._strategy.optimizer_parameters()
@@ -106,30 +113,40 @@ class StepReplay:
             largest=max(map(_largest_finite, gradients)),
             histogram=_histogram(probes),
             largest_at_lowest=self._largest_at(lowest) if lowest < scale else None,
+            narrow=narrow,
         )
 
     def _largest_at(self, scale: float) -> float:
-        probes, _ = self._run(scale)
+        probes, *_ = self._run(scale)
         return max(_largest(probe.gradients()) for probe in probes)
 
-    def _run(self, scale: float) -> tuple[list[Probe], list[Tensor]]:
+    def _run(self, scale: float) -> tuple[list[Probe], list[Tensor], list[NarrowOverflow | None]]:
         """Run every microbatch like the step, but without reducing replicated gradients.
 
         Returns:
-            The probe and the loss of each microbatch.
+            The probe, the loss and the first bad narrow product of each microbatch.
         """
         strategy, device = self._strategy, self._step.losses[0].device
-        probes, losses = [], []
+        probes, losses, narrow = [], [], []
         strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
-        with buffers_restored(strategy.model):
-            for batch, states in microbatches:
+        with buffers_restored(strategy.model), _formats_as(self._step.formats, strategy):
+            for index, (batch, states) in enumerate(microbatches):
                 strategy.begin_microbatch(last=False)
-                with generators_as(states), Probe(strategy.model, strategy.units()) as probe:
+                if strategy.narrow_layers is not None:
+                    step, first = self._step.position
+                    strategy.narrow_layers.begin_microbatch(step, first + index)
+                watch = NarrowWatch(strategy.narrow_layers)
+                with (
+                    generators_as(states),
+                    Probe(strategy.model, strategy.units()) as probe,
+                    watch,
+                ):
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))
                 probes.append(probe)
+                narrow.append(watch.first(probe))
         strategy.begin_step()
-        return probes, losses
+        return probes, losses, narrow
 
 
 def first_overflows(
@@ -168,6 +185,21 @@ def _largest(gradients: dict[str, GradientSummary]) -> float:
 def _histogram(probes: Sequence[Probe]) -> ExponentHistogram:
     counts = [probe.exponents.cpu() for probe in probes]
     return ExponentHistogram(torch.stack(counts).sum(dim=0))
+
+
+@contextmanager
+def _formats_as(formats: Mapping[str, ProductFormats], strategy: Strategy) -> Iterator[None]:
+    """Set the formats of narrow products to those of a step, and restore them afterwards."""
+    layers = strategy.narrow_layers
+    if layers is None:
+        yield
+        return
+    current = layers.formats
+    layers.set_formats(formats)
+    try:
+        yield
+    finally:
+        layers.set_formats(current)
 
 
 @contextmanager

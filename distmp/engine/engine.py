@@ -36,7 +36,10 @@ from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
+from distmp.engine.format_schedule import FormatSchedule, check_guarded, phase_formats
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
+from distmp.engine.narrow_checks import CallCheck
+from distmp.engine.narrow_products import NarrowProducts
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
@@ -83,7 +86,10 @@ from distmp.precision.builders import autocast_context
 from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
+from distmp.quantization import NarrowLayers
+from distmp.quantization.description import describe_formats, is_emulated
 from distmp.scaling import (
+    SUMS,
     LossScale,
     StepDecision,
     all_reduce_stats,
@@ -128,6 +134,9 @@ _INSTEAD_OF = {
     "to": "use Engine(..., device=...)",
     "save_checkpoint": "use engine.save(folder)",
     "load_checkpoint": "use engine.load(folder)",
+    "save_pretrained": "use engine.export(folder)",
+    "lr": "use engine.optimizer.param_groups[0]['lr']",
+    "global_step": "use int(engine.step_counts[:2].sum()), or the `step` that engine.load returns",
 }
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
@@ -175,7 +184,9 @@ class Engine:
         loss_scale: The loss scale.
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
-        loads: Number of checkpoints that `load` has loaded.
+        narrow_products: The linear layers with fewer than 16 bits, and their statistics.
+        loads: Number of checkpoints that were loaded, by `load` or by a trainer.
+        holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
@@ -215,6 +226,8 @@ class Engine:
         model, values = _built(model, self.world, initialize=initialize)
         check_loss_function(loss)
         self.policy, self.policy_reason = resolve(config.policy, self.device)
+        check_guarded(self.policy, config.precision_guard)
+        phase_formats(self.policy, config.precision_phases)
         self.strategy = resolve_strategy(config.strategy, self.world)
         self.config = config = replace(
             config,
@@ -222,6 +235,7 @@ class Engine:
             strategy=self.strategy,
             parallel=config.parallel or ParallelConfig(),
         )
+        self._dtypes = self.policy.wide
         self._warn_about_policy()
         if self.policy.output_dtype in SIXTEEN_BIT:
             _leave_losses_outside(model)
@@ -240,6 +254,9 @@ class Engine:
         if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
             warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
+        formats = self._format_schedule(self._strategy.narrow_layers)
+        self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world, formats)
+        self._say_formats()
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
         self._set_up_optimizer(optimizer, schedule)
@@ -259,18 +276,21 @@ class Engine:
             self.divergence,
             self._counts,
             self._learning_rates,
+            formats,
             skips_on_device=self._skips_on_device,
             quiet=self.world.rank != 0,
         )
         checks = config.first_step_checks
         self._first_step_checks = FirstStepChecks(self.world, self.module) if checks else None
         self._mode_check = ModeCheck(self.model) if checks else None
+        self._call_check = CallCheck(self.narrow_products.layers if checks else None)
         self._has_gradients = False
         # Whether the caller has called `check`.
         self._is_checked = False
         self._previous: StepOutcome | None = None
         self._saves: Saves | None = None
         self.loads = 0
+        self.holds_average = False
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -293,12 +313,28 @@ class Engine:
                 values,
             )
 
+    def _format_schedule(self, layers: NarrowLayers | None) -> FormatSchedule | None:
+        if layers is None:
+            return None
+        config, quiet = self.config, self.world.rank != 0
+        return FormatSchedule(
+            layers, self.policy, config.precision_phases, config.precision_guard, quiet=quiet
+        )
+
     def _warn_about_policy(self) -> None:
         if self.world.rank == 0:
             for cost in costs(self.policy):
                 logger.warning("precision %s reduces accuracy: %s", self.policy.name, cost)
             if unused := unused_rules(self.policy.loss_scale, self.config.loss_scale):
                 logger.warning("precision %s: %s", self.policy.name, unused)
+
+    def _say_formats(self) -> None:
+        """Log the formats of narrow products; a warning if a GPU emulates them."""
+        layers = self.narrow_products.layers
+        if layers is not None and self.world.rank == 0:
+            slow = self.device.type != "cpu" and is_emulated(layers)
+            level = logging.WARNING if slow else logging.INFO
+            logger.log(level, "precision %s: %s", self.policy.name, describe_formats(layers))
 
     def _set_up_optimizer(
         self, optimizer: OptimizerFactory, schedule: ScheduleFactory | None
@@ -390,7 +426,7 @@ class Engine:
         stats = self._accumulate(source, scale)
         current_phase.enter(DECISION)
         self.clock.end()
-        total, differ = self._sum_over_ranks(stats, source, stop=stop)
+        total, differ, of_products = self._sum_over_ranks(stats, source, stop=stop)
         self.clock.begin()
         decision = decide_step(total, scale, self.nominal_weight or 1.0, self.max_norm)
         spike_check = self.divergence.check(decision)
@@ -403,11 +439,21 @@ class Engine:
             decision.overflow | (decision.dropped > 0), decision.empty
         )
         self.divergence.remember(decision)
+        self.narrow_products.end_step(of_products, decision, spike_check.spike)
         exhausted = exhausted & decision.overflow
         outcome = self._outcome(decision, spike_check, differ, rate, scale, exhausted)
         outcome.microbatch_problem = source.problem
+        outcome.narrow_statistics = self.narrow_products.statistics
+        outcome.formats = self.narrow_products.formats
         if self.config.attribution:
-            inputs = StepInputs(tuple(source.kept), stats.generators, stats.losses, stats.weights)
+            inputs = StepInputs(
+                tuple(source.kept),
+                stats.generators,
+                stats.losses,
+                stats.weights,
+                position=(self.narrow_products.step - 1, self.world.rank * source.count),
+                formats=self.narrow_products.of_layers,
+            )
             self._recent.append((outcome, inputs))
         return outcome
 
@@ -416,6 +462,7 @@ class Engine:
         strategy = self._strategy
         strategy.compare_microbatches(source.count)
         strategy.begin_step()
+        self.narrow_products.begin_step()
         stats = MicrobatchStats.empty()
         drawn = iter(source)
         seed = int(torch.randint(2**62, ())) if self.config.reproducible else None
@@ -425,6 +472,7 @@ class Engine:
                 if not (source.is_sequence or self._has_next(source)):
                     break
                 strategy.begin_microbatch(last=index == source.count - 1)
+                self.narrow_products.begin_microbatch(index, source.count)
                 if seed is not None:
                     torch.manual_seed(seed + self.world.rank * source.count + index)
                 if self.config.attribution:
@@ -468,7 +516,7 @@ class Engine:
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = moved(batch, self.device)
         with (
-            autocast_context(self.policy, self.device),
+            autocast_context(self._dtypes, self.device),
             explain_batch_errors(batch, self.module),
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))
@@ -501,12 +549,12 @@ class Engine:
 
     def _sum_over_ranks(
         self, stats: MicrobatchStats, source: MicrobatchSource, *, stop: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Sum the statistics of the step over ranks, in one all-reduce.
 
         Returns:
-            The first argument of `decide_step`, and whether ranks take the step with different
-            settings, 0-dim bool.
+            The first argument of `decide_step`; whether ranks take the step with different
+            settings, 0-dim bool; and the sums of `NarrowProducts.terms`.
         """
         size = self.world.world_size
         settings = self._settings_of_step() if size > 1 else ()
@@ -514,6 +562,7 @@ class Engine:
             settings = (self.world.rank, source.problem)  # unlike on any other rank
         fingerprint = Fingerprint.of(settings, size)
         dropped = sum(stats.dropped) if stats.dropped else 0.0
+        of_products = self.narrow_products.terms()
         if self.config.reproducible:
             total = ordered_total(
                 self._strategy.gradient_shards(),
@@ -522,11 +571,12 @@ class Engine:
                 stop=stop,
                 dropped=dropped,
                 more=fingerprint.terms,
+                exact=of_products,
                 group=self.world.group,
                 device=self.device,
             )
-            count = len(total) - len(fingerprint.terms)
-            return total[:count], fingerprint.differs(total[count:])
+            total, terms, sums = total.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
+            return total, fingerprint.differs(terms), sums
         local = local_stats(
             self._strategy.gradients(),
             pack(*stats.loss_sums, device=self.device).sum(),
@@ -535,9 +585,12 @@ class Engine:
             dropped=dropped,
             device=self.device,
         )
-        return fingerprint.sum_over_ranks(
+        if of_products is not None:
+            local = torch.cat([local, of_products])
+        total, differ = fingerprint.sum_over_ranks(
             local, lambda values: all_reduce_stats(values, self.world.group)
         )
+        return total[:SUMS], differ, total[SUMS:]
 
     def _settings_of_step(self) -> object:
         """Return the settings that all ranks have to share in a step; no values of the device."""
@@ -681,6 +734,8 @@ class Engine:
         if completed is None:
             return
         self._check_ranks_agree(completed)
+        if warning := self._call_check.warning(completed.narrow_statistics):
+            self._warn(warning, stacklevel=4)
         if self._learning_rates.lacks_metric(self._max_applied):
             self._warn(
                 f"the schedule follows a metric and has had none in {METRIC_UPDATES} updates, so "
@@ -986,6 +1041,8 @@ class Engine:
         self._calls.counts["engine.load_state_dict"] += 1
         self.nominal_weight = self._state.finish(live)
         self._max_applied = int(self._counts[0])
+        self.narrow_products.continue_from(int(self._counts[:2].sum()))
+        self.holds_average = False
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state with the names and the sharding of this engine's `state_dict`.
@@ -1036,6 +1093,7 @@ class Engine:
         Raises:
             ConfigError: If an argument is invalid, such as a folder that is named like a file
                 (`model.pt`), or `numbers` differ between ranks.
+            TrainingError: Inside of `WeightAverage.as_weights`.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
                 background, could not be written. Earlier checkpoints are unchanged.
         """
@@ -1059,7 +1117,9 @@ class Engine:
             if self._saves is not None:
                 self._saves.finish()
 
-    def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    def load(
+        self, folder: str | Path, *, missing_ok: bool = False, optimizer: bool = True
+    ) -> dict[str, Any]:
         """Load a checkpoint of `save` or of a trainer's run; every rank has to call it.
 
         Args:
@@ -1067,27 +1127,37 @@ class Engine:
                 damaged ones are logged. If it has none, its folders `step-100`, `epoch_3`,
                 `checkpoints` ... are searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
+            optimizer: Whether to load the optimizer state. With False it starts from scratch, so
+                that the engine may have another optimizer than the checkpoint.
 
         Returns:
             The `numbers` of `save`, and `step`, the number of steps taken, if they lack it. For a
             trainer's run, its numbers.
 
         Raises:
-            ConfigError: If there is no checkpoint, or ranks name different folders.
+            ConfigError: If there is no checkpoint, it has the state of another optimizer, or ranks
+                name different folders.
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import find_checkpoint, load_checkpoint, loaded_numbers
+        from distmp.engine.saving import (
+            check_optimizer,
+            find_checkpoint,
+            load_checkpoint,
+            loaded_numbers,
+        )
 
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
-            check_same(self.world.group, self.device, {"folder": str(folder)})
+            described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
+            check_same(self.world.group, self.device, described)
             checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
             if checkpoint is None:
                 return {"step": int(self._counts[:2].sum())}
-            load_checkpoint(self, checkpoint)
-            self.loads += 1
+            if optimizer:
+                check_optimizer(self, checkpoint)
+            load_checkpoint(self, checkpoint, optimizer=optimizer)
             return loaded_numbers(checkpoint)
 
     def export(
@@ -1142,6 +1212,12 @@ class Engine:
         def __getattr__(self, name):
             """Name the replacement of what models and optimizers of other libraries have."""
             attribute(self, name, _INSTEAD_OF)
+
+        def __setattr__(self, name, value):
+            """Refuse to assign what would have no effect, such as `engine.lr`."""
+            if name in _INSTEAD_OF:
+                attribute(self, name, _INSTEAD_OF)
+            super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks and process groups stay with the original.

@@ -8,7 +8,7 @@ from torch import nn
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, nearest
-from distmp.parallel.blocks import prepare_blocks
+from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
 from distmp.parallel.materialize import InitialValues, nothing_to_compute
 from distmp.parallel.settings import (
     FORMER_STRATEGIES,
@@ -19,6 +19,7 @@ from distmp.parallel.settings import (
 )
 from distmp.parallel.strategy import Strategy
 from distmp.precision.policy import PrecisionPolicy
+from distmp.quantization import NarrowLayers, narrow_layers
 
 logger = logging.getLogger("distmp")
 
@@ -78,12 +79,29 @@ def build_strategy(
     config.sharding.check(name)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
+    blocks = outermost(find_blocks(module, config.sharding.wrap)) if policy.is_narrow else {}
+    narrow = narrow_layers(module, policy, [*blocks], world.device)
     prepare_blocks(module, config, quiet=world.rank > 0)
+    strategy = _build(name, module, policy, world, accumulation, config, values, narrow)
+    strategy.narrow_layers = narrow
+    return strategy
+
+
+def _build(
+    name: str,
+    module: nn.Module,
+    policy: PrecisionPolicy,
+    world: World,
+    accumulation: AccumulationSettings | None,
+    config: ParallelConfig,
+    values: InitialValues,
+    narrow: NarrowLayers | None,
+) -> Strategy:
     # Import lazily: importing FSDP takes half a second, and the other strategies do not need it.
     if name in ("fsdp", "hsdp"):
         from distmp.parallel.fsdp import FullySharded
 
-        return FullySharded(module, policy, world, config, name, values)
+        return FullySharded(module, policy, world, config, name, values, narrow)
     if name == "fsdp1":
         from distmp.parallel.fsdp1 import FullySharded1
 

@@ -25,7 +25,13 @@ from distmp.utils.dtensor import is_dtensor
 # Versions of torch on which the tests have passed; see the README.
 TESTED = ("2.10", "2.11", "2.13", "2.15")
 GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
-PARAMETER_ATTRIBUTES = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param")
+PARAMETER_ATTRIBUTES = (
+    "_unsharded_param",
+    "unsharded_accumulated_grad",
+    "sharded_param",
+    "padded_sharded_param_size",
+    "_module_info",
+)
 # Methods that move a gradient to `unsharded_accumulated_grad`, in the reduce dtype.
 UPCASTS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
 # Method of torch 2.15 that lets autograd sum several uses of a weight in 16 bits, to save a cast.
@@ -98,6 +104,29 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     for group in _groups(model):
         if hasattr(group, _SET_GRAD_DTYPES):
             setattr(group, _SET_GRAD_DTYPES, _keep_grad_dtypes)
+
+
+def gathered_shards(unit: nn.Module) -> list[tuple[nn.Parameter, int]]:
+    """Return the sharded parameters that a unit gathers, and the number of elements of each rank.
+
+    Args:
+        unit: A module that `fully_shard` has made a unit; its parts may be units, too.
+
+    Returns:
+        In the order in which FSDP2 copies them to one buffer; padding is counted.
+    """
+    # Of the module: FSDP2 knows parameters that replace deferred ones from the first forward on.
+    return [
+        (_parameter_of_module(parameter), parameter.padded_sharded_param_size.numel())
+        for group in _groups_of(unit)
+        for parameter in group.fsdp_params
+    ]
+
+
+def _parameter_of_module(parameter: Any) -> nn.Parameter:
+    info = parameter._module_info
+    found: nn.Parameter = getattr(info.module, info.param_name)
+    return found
 
 
 def reduce_unused_parameters(model: nn.Module, used: Callable[[nn.Parameter], None]) -> None:
@@ -301,16 +330,20 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP2's parameter groups, each of which is gathered and reduced as one unit."""
     seen: set[int] = set()
     for part in model.modules():
-        if not isinstance(part, FSDPModule):
-            continue
-        state = part._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 a module has at most one group
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        for group in groups:
+        for group in _groups_of(part):
             if id(group) not in seen:
                 seen.add(id(group))
                 yield group
+
+
+def _groups_of(part: nn.Module) -> list[Any]:
+    if not isinstance(part, FSDPModule):
+        return []
+    state: Any = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 a module has at most one group
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [*groups]
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -17,6 +17,7 @@ from distmp.optim import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
 from distmp.optim.stepped import build_on
 from distmp.precision.policy import PrecisionPolicy, dtype_word
+from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.dtypes import dtype_name
@@ -38,10 +39,12 @@ class Strategy(ABC):
     Attributes:
         module: The prepared module; call it for forward.
         reason: What was chosen automatically and why, as text; empty if there was no choice.
+        narrow_layers: The linear layers with narrow products; None under wide policies.
     """
 
     module: nn.Module
     reason: str = ""
+    narrow_layers: NarrowLayers | None = None
 
     @property
     def model(self) -> nn.Module:

@@ -54,11 +54,7 @@ def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     """
     kept: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matching = {
-            name: part for name, part in module.named_modules() if _matches(pattern, name, part)
-        }
-        if not matching:
-            raise ConfigError("precision.policy.keep_fp32", pattern, _no_match(module, pattern))
+        matching = matching_modules(module, pattern, "precision.policy.keep_fp32")
         if "" in matching:
             raise ConfigError(
                 "precision.policy.keep_fp32", pattern, "keeps the whole model; use the policy fp32"
@@ -68,6 +64,28 @@ def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     while shared := _sharing(module, kept):
         kept.update(shared)
     return _outermost(module, kept)
+
+
+def matching_modules(
+    module: nn.Module, pattern: str, setting: str, *, optional: bool = False
+) -> dict[str, nn.Module]:
+    """Return the modules that match a pattern, by name; see `kept_modules` for the patterns.
+
+    Args:
+        module: The root module.
+        pattern: The pattern.
+        setting: Name of the setting, for the error.
+        optional: Whether the pattern may match nothing.
+
+    Raises:
+        ConfigError: If it matches nothing, with the nearest name.
+    """
+    matching = {
+        name: part for name, part in module.named_modules() if _matches(pattern, name, part)
+    }
+    if not matching and not optional:
+        raise ConfigError(setting, pattern, _no_match(module, pattern))
+    return matching
 
 
 def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.Module]:

@@ -23,7 +23,10 @@ SETTING = "precision.policy"
 PolicyLike = PrecisionPolicy | str | Mapping[str, Any]
 
 # Name of each field in text and in mappings.
-_KEYS = {field.name: field.name.removesuffix("_dtype") for field in fields(PrecisionPolicy)}
+_KEYS = {
+    field.name: field.name.removesuffix("_dtype").removesuffix("_format")
+    for field in fields(PrecisionPolicy)
+}
 _FIELDS = {key: name for name, key in _KEYS.items()}
 # Aliases of keys, which are read but never written.
 _ALIASES = {"fp32_modules": "keep_fp32"}
@@ -45,6 +48,10 @@ _OTHER_NAMES = {
     "has FP32 master weights",
     **dict.fromkeys(("16", "float16", "half"), _FP16),
     "bfloat16": _BF16,
+    **dict.fromkeys(("float8", "fp8-tensorwise", "tensorwise", "transformer-engine"), "use 'fp8'"),
+    **dict.fromkeys(("rowwise", "fp8_rowwise", "float8-rowwise"), "use 'fp8-rowwise'"),
+    **dict.fromkeys(("mxfp8_e4m3", "mx", "mxfp8-cublas"), "use 'mxfp8'"),
+    **dict.fromkeys(("fp4", "mxfp4"), "use 'nvfp4'"),
     **dict.fromkeys(("32", "float32", "float", "full", "no"), "use 'fp32'"),
     **dict.fromkeys(("mixed", "amp", "autocast"), "use 'bf16-autocast' or 'fp16-autocast'"),
 }
@@ -57,7 +64,10 @@ def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
     Other keys are as in that preset, or as in `fp32`. The keys are `param`, `compute`,
     `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (or
     `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32`, `stochastic_rounding` and
-    `name`; types are `fp32`, `bf16`, `fp16`. A mapping has the same keys, and `preset`.
+    `name`; types are `fp32`, `bf16`, `fp16`. The keys `forward`, `grad` and `wgrad` take formats of
+    the matrix products of linear layers (`e4m3`, `e5m2`, `e2m1`, `bf16`), `scaling` takes `tensor`,
+    `row`, `block32` or `block16`, and `hp` takes patterns. A mapping has the same keys, and
+    `preset`.
 
     Raises:
         ConfigError: If there is no such preset, key or value ("auto" needs a device, see
@@ -185,7 +195,9 @@ def _value(key: str, value: Any) -> Any:
         return _DTYPES[value]
     if key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
         return _SWITCHES.get(value, value) if isinstance(value, str) else value
-    if key == "keep_fp32":
+    if key in ("forward", "grad", "wgrad"):
+        return None if value == "none" else value
+    if key in ("keep_fp32", "hp"):
         return _patterns(value)
     if key == "loss_scale":
         return _loss_scale(value)

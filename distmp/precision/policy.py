@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -17,6 +17,12 @@ DTYPES = (torch.float32, *SIXTEEN_BIT)
 
 # Names of dtypes in configurations.
 DTYPE_WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Formats of the operands of a matrix product with fewer than 16 bits: 4 or 5 exponent bits and 3 or
+# 2 mantissa bits (FP8), and 2 and 1 (FP4).
+NARROW_FORMATS = ("e4m3", "e5m2", "e2m1")
+# Which values of an operand share a scale: all, those of a row, or blocks of 32 or 16 values.
+SCALINGS = ("tensor", "row", "block32", "block16")
 
 # The separators in the text of a policy cannot be part of a pattern or a name.
 _PATTERN = re.compile(r"[^\s,|=]+")
@@ -54,6 +60,16 @@ class PrecisionPolicy:
             parameters.
         tf32: Whether FP32 matrix products may round their inputs to TF32 (10 bits of mantissa)
             where the hardware supports it.
+        forward_format: Format of input and weight in the forward product of linear layers: "e4m3",
+            "e5m2" (8 bits), "e2m1" (4 bits), or None for the compute dtype. Products are summed
+            in FP32 in any case. See `distmp.quantization`.
+        grad_format: Format of the output gradient in the product for the gradient of the input.
+        wgrad_format: Format of the output gradient in the product for the gradient of the weight.
+        scaling: Which values of a narrow operand share a scale: "tensor" (all), "row" (a row along
+            the summed dimension), "block32" (32 values, MXFP8) or "block16" (16 values, NVFP4).
+        hp: Linear layers whose products stay in the compute dtype (high precision): patterns as in
+            `keep_fp32`, `embedding` for a head that shares the weight of an embedding, and
+            `first2`, `last2` or `last15%` for the layers in the first or last blocks.
 
     Raises:
         ConfigError: For a value or a combination that cannot run, is contradictory, or would
@@ -78,9 +94,15 @@ class PrecisionPolicy:
     keep_fp32: tuple[str, ...] = ()
     cast_inputs: bool = True
     tf32: bool = False
+    forward_format: str | None = None
+    grad_format: str | None = None
+    wgrad_format: str | None = None
+    scaling: str = "tensor"
+    hp: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_values()
+        self._check_formats()
         self._check_weights()
         self._check_gradients()
         self._check_loss_scale()
@@ -97,6 +119,19 @@ class PrecisionPolicy:
         return self.casts_parameters and self.param_dtype == torch.float32
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether any matrix product of linear layers has operands of fewer than 16 bits."""
+        return any((self.forward_format, self.grad_format, self.wgrad_format))
+
+    @property
+    def wide(self) -> PrecisionPolicy:
+        """This policy with all matrix products in the compute dtype."""
+        if not self.is_narrow:
+            return self
+        formats = {"forward_format": None, "grad_format": None, "wgrad_format": None}
+        return replace(self, **formats, scaling="tensor", hp=())  # type: ignore[arg-type]
+
+    @property
     def module_dtype(self) -> torch.dtype:
         """Dtype in which the module holds its parameters, except those kept in FP32."""
         return self.compute_dtype if self.casts_parameters else self.param_dtype
@@ -111,13 +146,44 @@ class PrecisionPolicy:
         for key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "use True or False")
-        if not isinstance(self.keep_fp32, tuple):
-            _refuse("keep_fp32", self.keep_fp32, "use a tuple of patterns")
-        for pattern in self.keep_fp32:
-            if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
-                _refuse("keep_fp32", pattern, "use a pattern without spaces, ',', '|' and '='")
-        if len(set(self.keep_fp32)) < len(self.keep_fp32):
-            _refuse("keep_fp32", self.keep_fp32, "names a pattern twice")
+        for key in ("keep_fp32", "hp"):
+            _check_patterns(key, getattr(self, key))
+
+    def _check_formats(self) -> None:
+        for key in ("forward", "grad", "wgrad"):
+            self._check_format(key, getattr(self, f"{key}_format"))
+        if self.scaling not in SCALINGS:
+            _refuse("scaling", self.scaling, f"choose one of {', '.join(SCALINGS)}")
+        if not self.is_narrow:
+            if self.scaling != "tensor":
+                _refuse("scaling", self.scaling, "no product has a narrow format; set forward")
+            if self.hp:
+                _refuse("hp", self.hp, "no product has a narrow format; remove it")
+            return
+        if self.compute_dtype != torch.bfloat16:
+            _refuse(
+                "compute",
+                self.compute_dtype,
+                "narrow products are for bfloat16, whose range the results need; use compute=bf16",
+            )
+
+    def _check_format(self, key: str, value: Any) -> None:
+        if value == dtype_word(self.compute_dtype):
+            # Another spelling of the default.
+            object.__setattr__(self, f"{key}_format", None)
+            return
+        if value is None:
+            return
+        if value not in NARROW_FORMATS:
+            _refuse(key, value, f"choose one of {', '.join(NARROW_FORMATS)}, bf16")
+        if (value == "e2m1") != (self.scaling == "block16"):
+            _refuse(
+                key,
+                value,
+                "4 bits need the scales of NVFP4; use scaling=block16"
+                if value == "e2m1"
+                else "scaling=block16 is for e2m1; use scaling=tensor, row or block32",
+            )
 
     def _check_weights(self) -> None:
         if self.autocast and self.compute_dtype == torch.float32:
@@ -221,6 +287,16 @@ class PrecisionPolicy:
             _refuse("tf32", True, "applies only to FP32; use compute=fp32 or set it to False")
 
 
+def _check_patterns(key: str, patterns: Any) -> None:
+    if not isinstance(patterns, tuple):
+        _refuse(key, patterns, "use a tuple of patterns")
+    for pattern in patterns:
+        if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
+            _refuse(key, pattern, "use a pattern without spaces, ',', '|' and '='")
+    if len(set(patterns)) < len(patterns):
+        _refuse(key, patterns, "names a pattern twice")
+
+
 def _check_dtype(key: str, value: Any) -> None:
     if value not in DTYPES:
         known = ", ".join(dtype_name(dtype) for dtype in DTYPES)
@@ -249,5 +325,40 @@ PRESETS: dict[str, PrecisionPolicy] = {
             "fp16-autocast", compute_dtype=torch.float16, autocast=True, loss_scale="dynamic"
         ),
         PrecisionPolicy("fp16-static", compute_dtype=torch.float16, loss_scale=1024.0),
+        PrecisionPolicy(
+            "fp8",
+            compute_dtype=torch.bfloat16,
+            forward_format="e4m3",
+            grad_format="e5m2",
+            wgrad_format="e5m2",
+            hp=("head", "embedding"),
+        ),
+        PrecisionPolicy(
+            "fp8-rowwise",
+            compute_dtype=torch.bfloat16,
+            forward_format="e4m3",
+            grad_format="e4m3",
+            wgrad_format="e4m3",
+            scaling="row",
+            hp=("head", "embedding"),
+        ),
+        PrecisionPolicy(
+            "mxfp8",
+            compute_dtype=torch.bfloat16,
+            forward_format="e4m3",
+            grad_format="e4m3",
+            wgrad_format="e4m3",
+            scaling="block32",
+            hp=("head", "embedding"),
+        ),
+        PrecisionPolicy(
+            "nvfp4",
+            compute_dtype=torch.bfloat16,
+            forward_format="e2m1",
+            grad_format="e2m1",
+            wgrad_format="e2m1",
+            scaling="block16",
+            hp=("head", "embedding", "last15%"),
+        ),
     )
 }

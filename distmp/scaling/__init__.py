@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distmp._lazy import lazy_names
 
 __all__ = [
+    "SUMS",
     "DistributedGradScaler",
     "GradientPart",
     "LossScale",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from distmp.scaling.ordered import ordered_total
     from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
     from distmp.scaling.step_decision import (
+        SUMS,
         GradientPart,
         StepDecision,
         all_reduce_stats,
@@ -47,6 +49,7 @@ else:
                 "unused_rules",
             ),
             "distmp.scaling.step_decision": (
+                "SUMS",
                 "GradientPart",
                 "StepDecision",
                 "all_reduce_stats",

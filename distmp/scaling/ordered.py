@@ -32,6 +32,7 @@ def ordered_total(
     stop: bool,
     dropped: Tensor | float,
     more: Sequence[float] = (),
+    exact: Tensor | None = None,
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
@@ -45,12 +46,15 @@ def ordered_total(
         stop: Whether this rank requests to stop.
         dropped: Number of microbatches of this rank that were dropped as non-finite.
         more: Further numbers whose sums over ranks are exact, appended to the result.
+        exact: FP64, 1-dim, integers to sum, appended to the result.
         group: The ranks, in the order of their microbatches; None for a single process.
         device: Device of the reduction.
     """
     rank = 0 if group is None else dist.get_rank(group)
     world_size = 1 if group is None else dist.get_world_size(group)
     counts = pack(float(stop), dropped, *more, device=device)
+    if exact is not None:
+        counts = torch.cat([counts, exact])
     local = torch.cat([pack(*losses, *weights, device=device), chunk_squares(shards)])
     lengths = [len(losses), len(weights), *(len(shard) // CHUNK for shard in shards)]
     # For each sum one row per rank; this rank fills its own.

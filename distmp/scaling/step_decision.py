@@ -22,6 +22,8 @@ from distmp.scaling.norms import chunk_norms
 
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
 CLIP_EPSILON = 1e-6
+# Number of sums over ranks that a decision needs.
+SUMS = 6
 
 
 class GradientPart(NamedTuple):

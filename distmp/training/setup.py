@@ -24,7 +24,7 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
 from distmp.errors import CheckpointError, ConfigError
-from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards
+from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.loss import NO_POSITIONS, takes_positions
@@ -92,15 +92,8 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     torch.manual_seed(config.seed)
     model = _build(config, datasets.vocabulary_size, world)
     weights = _weights(config.model)
-    if weights is not None and weights.may_have_more and (problems := misfits(model, weights)):
-        model, weights = huggingface.load(config.model.name, config.model.options), None
-        if world.rank == 0:
-            logger.warning(
-                "model.name = %r: transformers converts its weights, so every rank loads the whole "
-                "model (%s); to load shards, save the model with `save_pretrained` first",
-                config.model.name,
-                problems[0],
-            )
+    if weights is not None and weights.may_have_more:
+        model, weights = _with_weights(model, weights, config.model, quiet=world.rank != 0)
     if config.model.peft is not None:
         adapters.add_adapters(model, config.model.peft, config.seed)
     if config.model.is_hugging_face and config.model.loss == "next_token":
@@ -111,6 +104,37 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
         _warn_about_recomputed_attention(config, world.device)
     built = BuiltModel.of(model, has_adapters=config.model.peft is not None)
     return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
+
+
+def _with_weights(
+    model: nn.Module, weights: StoredWeights, config: ModelConfig, *, quiet: bool
+) -> tuple[nn.Module, StoredWeights | None]:
+    """Load the weights of a Hugging Face folder now if transformers has to convert them.
+
+    Args:
+        model: The model as it was built.
+        weights: The weights in its folder.
+        config: Section `model`.
+        quiet: Whether to leave warnings to another rank.
+
+    Returns:
+        The model, and the weights that are still to be loaded, or None.
+    """
+    rest: StoredWeights | None = weights
+    if problems := misfits(model, weights):
+        (model, unknown), rest = huggingface.load(config.name, config.options), None
+        if not quiet:
+            logger.warning(
+                "model.name = %r: transformers converts its weights, so every rank loads the whole "
+                "model (%s); to load shards, save the model with `save_pretrained` first",
+                config.name,
+                problems[0],
+            )
+    else:
+        unknown = unknown_names(model, weights)
+    if not quiet:
+        huggingface.warn_about_unused(model, unknown, config.name, config.options)
+    return model, rest
 
 
 def _warn_about_recomputed_attention(config: RunConfig, device: torch.device) -> None:
@@ -281,21 +305,18 @@ def _newest(config: RunConfig) -> RunDirectory:
     return RunDirectory(Path(path), place)
 
 
-def restore(
-    engine: Engine, checkpoint: store.StoredCheckpoint, *, optimizer: bool = True
-) -> Progress:
+def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:
     """Load a checkpoint into an engine; return the progress of the run. Collective over all ranks.
 
     Args:
         engine: Receives the state.
         checkpoint: Verified, as `find_checkpoint` returns it.
-        optimizer: Whether to load the optimizer state; otherwise it starts from scratch.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
     """
     progress = stored_progress(checkpoint)
-    load_checkpoint(engine, checkpoint, optimizer=optimizer)
+    load_checkpoint(engine, checkpoint)
     return progress
 
 

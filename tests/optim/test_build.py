@@ -83,7 +83,7 @@ def test_fused_is_only_a_default(options: dict[str, Any]) -> None:
         ({"options": {"lr": 1.0}}, r"optim\.options\.lr = 1\.0: set optim\.lr instead"),
         ({"options": {"weight_decay": 1}}, r"options\.weight_decay = 1: set optim\.weight_decay"),
         ({"name": "sgd", "options": {"betas": 1}}, r"optim\.options\.betas = 1"),
-        ({"name": "math:pi"}, r"optim\.name = 'math:pi': is not callable"),
+        ({"name": "math:pi"}, r"optim\.name = 'math:pi': is a float; name a function or a class"),
         ({"name": "math:tau2"}, r"module 'math' has no 'tau2'"),
         ({"lr": -1.0}, r"optim\.lr = -1\.0"),
         ({"lr": math.nan}, r"optim\.lr = nan"),

@@ -1,0 +1,131 @@
+"""Gives the linear layers of a model narrow products, and holds their state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+from distmp.precision.policy import PrecisionPolicy
+from distmp.precision.stochastic import parameter_id
+from distmp.quantization.counts import STATISTICS
+from distmp.quantization.linear import (
+    OPERANDS,
+    NarrowState,
+    ProductFormats,
+    narrow_linear,
+)
+from distmp.quantization.products import choose_product
+from distmp.quantization.selection import Selection, select
+
+
+class NarrowLayers:
+    """The linear layers of a model with narrow products.
+
+    Args:
+        selection: The layers.
+        policy: The policy, with narrow formats.
+        device: Device of the model.
+
+    Attributes:
+        backend: How products are computed, as text.
+        wide: Why each other linear layer stays in the compute dtype, by name.
+        states: The state of each narrow layer, by name.
+        modules: The narrow layers, by name.
+        counts: Statistics of this step, FP64 of shape [layers, 5, 4]; see `OPERANDS` in
+            `distmp.quantization.linear` and `STATISTICS` in `distmp.quantization.counts`.
+    """
+
+    def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
+        self.backend = choose_product(policy.scaling, device).reason
+        self.wide = selection.wide
+        self.modules = selection.narrow
+        shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
+        self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
+        salts = [parameter_id(f"{name}.weight") for name in self.modules]
+        self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
+        self._keys = self._salts.clone()
+        formats = product_formats(policy)
+        self.states = {
+            name: NarrowState(formats, counts, key)
+            for name, counts, key in zip(self.modules, self.counts, self._keys, strict=True)
+        }
+        for name, module in self.modules.items():
+            _replace_forward(module, self.states[name], policy.compute_dtype)
+
+    def begin_step(self) -> None:
+        """Clear the statistics."""
+        self.counts.zero_()
+
+    def begin_microbatch(self, step: int, microbatch: int) -> None:
+        """Derive new random numbers for stochastic rounding.
+
+        Args:
+            step: Number of the step in the run.
+            microbatch: Index of the microbatch in the global batch.
+        """
+        mixed = (step * 0x9E3779B1 + microbatch * 0x85EBCA77) & 0xFFFFFFFF
+        torch.bitwise_xor(self._salts, mixed, out=self._keys)
+
+    @property
+    def formats(self) -> dict[str, ProductFormats]:
+        """The formats of each layer, by name."""
+        return {name: state.formats for name, state in self.states.items()}
+
+    def set_formats(self, formats: Mapping[str, ProductFormats]) -> None:
+        """Change the formats of some layers, between steps."""
+        for name, value in formats.items():
+            self.states[name].formats = value
+
+    def describe(self) -> str:
+        """Return which layers are narrow, and why others are not, as text."""
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.wide.items():
+            reasons.setdefault(reason, []).append(name)
+        total = len(self.modules) + len(self.wide)
+        text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
+        wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
+        return f"{text}; wide: {', '.join(wide)}" if wide else text
+
+
+def narrow_layers(
+    model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str], device: torch.device
+) -> NarrowLayers | None:
+    """Give the linear layers of a model narrow products in place; None for wide policies.
+
+    Args:
+        model: The model, before it is wrapped or sharded.
+        policy: The policy.
+        blocks: Names of the model's blocks, in order.
+        device: Device of the model.
+
+    Raises:
+        ConfigError: See `distmp.quantization.selection.select`.
+    """
+    if not policy.is_narrow:
+        return None
+    return NarrowLayers(select(model, policy, blocks), policy, device)
+
+
+def product_formats(policy: PrecisionPolicy) -> ProductFormats:
+    """Return the formats of the narrow layers of a policy."""
+    return ProductFormats(
+        policy.forward_format, policy.grad_format, policy.wgrad_format, policy.scaling
+    )
+
+
+def _replace_forward(module: nn.Linear, state: NarrowState, compute_dtype: torch.dtype) -> None:
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        # Under autocast the parameters are FP32.
+        weight = self.weight.to(compute_dtype)
+        return narrow_linear(x.to(compute_dtype), weight, self.bias, state)
+
+    # A bound method, so that a deep copy calls its own module.
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,194 @@
+"""A linear layer whose three matrix products each have a format.
+
+    forward:  y  = x w^T      [tokens, out] from [tokens, in] and [out, in]
+    grad:     dx = dy w       [tokens, in]  from [tokens, out] and [out, in]
+    wgrad:    dw = dy^T x     [out, in]     from [tokens, out] and [tokens, in]
+
+Inputs, weights and output gradients are rounded to the format of the product where it is narrow;
+`x` and `w` have the format of `forward` in all products (e4m3 or e2m1 if forward is wide). Sums
+are FP32, and results are rounded to the dtype of `x` once.
+"""
+
+# Note [One rounded weight]
+#
+# The rounded weight of forward is that of backward: scales of weights belong to rows (output
+# features) or square blocks, so the transposed weight has the same values. For "row", grad sums
+# over the rows, so a scale of a row cannot be applied to the result. It is a power of two, and is
+# multiplied into dy instead, before dy is rounded, which is exact:
+#
+#     dx = dy diag(s) q = (dy diag(s)) q
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distmp.precision.stochastic import uniform
+from distmp.quantization.counts import Counts, LayerCounts
+from distmp.quantization.hadamard import hadamard, random_transform
+from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
+from distmp.quantization.products import choose_product
+
+# Rows of `NarrowState.counts`.
+OPERANDS = ("input", "weight", "grad", "wgrad_input", "wgrad_grad")
+INPUT, WEIGHT, GRAD, WGRAD_INPUT, WGRAD_GRAD = range(len(OPERANDS))
+
+
+@dataclass(frozen=True)
+class ProductFormats:
+    """The formats of the three products of a linear layer; None is the compute dtype.
+
+    Attributes:
+        forward: Format of input and weight in forward.
+        grad: Format of the output gradient in the product for the gradient of the input.
+        wgrad: Format of the output gradient in the product for the gradient of the weight.
+        scaling: Which values share a scale, see `distmp.quantization.operands`.
+    """
+
+    forward: str | None
+    grad: str | None
+    wgrad: str | None
+    scaling: str = "tensor"
+
+    @property
+    def operand(self) -> str:
+        """Format of inputs and weights in narrow products."""
+        if self.forward is not None:
+            return self.forward
+        return "e2m1" if self.scaling == "block16" else "e4m3"
+
+
+class NarrowState:
+    """The changing state of a linear layer with narrow products.
+
+    Attributes:
+        formats: The formats of its products; may be changed between steps.
+        counts: Statistics of each of `OPERANDS` in this step.
+        key: Key of the random numbers of this microbatch, int64, 0-dim.
+        largest: The largest magnitudes of the full weight, if ranks have agreed on them, see
+            `distmp.quantization.operands.largest_in_weight`; None: those of the weight.
+        transform: The Hadamard transform of "block16".
+        product: Computes narrow products.
+    """
+
+    def __init__(self, formats: ProductFormats, counts: Tensor, key: Tensor) -> None:
+        self.formats = formats
+        self.counts = LayerCounts(counts)
+        self.key = key
+        self.largest: Tensor | None = None
+        self.transform = random_transform(counts.device)
+        self.product = choose_product(formats.scaling, counts.device).product
+
+
+def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowState) -> Tensor:
+    """Return `x @ weight.T + bias`, with the products of `state`.
+
+    Args:
+        x: [..., input features].
+        weight: [output features, input features], with the dtype of `x`.
+        bias: [output features], or None.
+        state: The formats. Its counts are updated if gradients are enabled.
+
+    Returns:
+        [..., output features], in the dtype of `x`.
+    """
+    counts = state.counts if torch.is_grad_enabled() else None
+    y: Tensor = _NarrowLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class _NarrowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: NarrowState,
+        counts: LayerCounts | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Kept, so that backward has the formats of its forward.
+        ctx.state, ctx.formats, ctx.counts = state, state.formats, counts
+        ctx.largest = state.largest
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        formats = state.formats
+        if formats.forward is None:
+            return F.linear(x, weight, bias)
+        inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, INPUT))
+        weights = _weight(weight, formats, state.largest, _row(counts, WEIGHT))
+        if bias is None:
+            return state.product(inputs, weights, x.dtype)
+        return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx = _input_gradient(ctx, dy, weight) if needs_x else None
+        dw = _weight_gradient(ctx, dy, x) if needs_weight else None
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return dx, dw, db, None, None
+
+
+def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
+    formats, counts, dtype = ctx.formats, ctx.counts, dy.dtype
+    if formats.grad is None:
+        return dy @ weight
+    not_counted = _row(counts, WEIGHT) if formats.forward is None else None
+    weights = _weight(weight, formats, ctx.largest, not_counted)
+    dy = dy.float()
+    if formats.scaling == "row":  # see Note [One rounded weight]
+        dy = dy * weights.outer.t()
+        weights = weights._replace(outer=torch.ones_like(weights.outer[:1]))
+    noise = _noise(formats.grad, dy, ctx.state.key, GRAD)
+    gradients = quantize(
+        dy, formats.grad, formats.scaling, uniform=noise, counts=_row(counts, GRAD)
+    )
+    return ctx.state.product(gradients, weights.transposed(), dtype)
+
+
+def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
+    formats, counts, dtype = ctx.formats, ctx.counts, dy.dtype
+    if formats.wgrad is None:
+        return dy.t() @ x
+    dy, x = dy.float(), x.float()
+    # The sum is over tokens, in whole blocks; kernels of FP8 products need a multiple of 16. A
+    # microbatch without tokens has one block of zeros.
+    size = BLOCK_SIZES.get(formats.scaling, 16)
+    if padding := -len(x) % size if len(x) else size:
+        dy, x = F.pad(dy, (0, 0, 0, padding)), F.pad(x, (0, 0, 0, padding))
+    if formats.scaling == "block16":
+        transform = ctx.state.transform
+        dy, x = hadamard(dy, transform), hadamard(x, transform)
+    dy, x = dy.t(), x.t()
+    noise = _noise(formats.wgrad, dy, ctx.state.key, WGRAD_GRAD)
+    gradients = quantize(
+        dy, formats.wgrad, formats.scaling, uniform=noise, counts=_row(counts, WGRAD_GRAD)
+    )
+    inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, WGRAD_INPUT))
+    return ctx.state.product(gradients, inputs, dtype)
+
+
+def _weight(
+    weight: Tensor, formats: ProductFormats, largest: Tensor | None, counts: Counts | None
+) -> Operand:
+    return quantize_weight(weight, formats.operand, formats.scaling, largest=largest, counts=counts)
+
+
+def _noise(number_format: str, matrix: Tensor, key: Tensor, operand: int) -> Tensor | None:
+    """Return random numbers for a format whose gradients need stochastic rounding.
+
+    With 4 bits, rounding to nearest is biased: most values of a gradient would become zero.
+    """
+    if number_format != "e2m1":
+        return None
+    return uniform(matrix.shape, key + operand)
+
+
+def _row(counts: LayerCounts | None, operand: int) -> Counts | None:
+    return None if counts is None else counts.of(operand)

@@ -1,0 +1,250 @@
+"""Operands of matrix products: values in a narrow format, and their scales.
+
+All products are `a @ b.T` with a of shape [m, k] and b of shape [n, k], as GPU kernels expect. A
+scale belongs to all values of an operand, to a row, or to a block of a row. Weights have square
+blocks, so that the same rounded weight is used in forward and, transposed, in backward.
+
+- "tensor", "row" and "block32": Scales are powers of two (block32: OCP MX, rounded up, so that
+  nothing saturates).
+- "block16": NVFP4. The scale of a block is an e4m3 number, multiplied by a power of two for the
+  whole operand.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distmp.quantization.counts import Counts
+from distmp.quantization.formats import (
+    FORMATS,
+    NumberFormat,
+    power_of_two_scales,
+    round_stochastically,
+    round_to_nearest,
+)
+
+BLOCK_SIZES = {"block32": 32, "block16": 16}
+# Smallest e4m3 number above 0: a block whose scale would round to 0 has this one.
+_SMALLEST_BLOCK_SCALE = 2.0**-9
+
+
+class Operand(NamedTuple):
+    """A matrix in a narrow format; it represents `values * block scale * outer scale`.
+
+    Attributes:
+        values: [rows, columns], FP32 with values that the format represents.
+        outer: Scale of each row or of all, FP32 of shape [rows, 1] or [1, 1].
+        blocks: Scales of blocks, FP32 of shape [rows / block[0], columns / block[1]], each rounded
+            up; None without blocks.
+        block: Rows and columns of a block.
+        number_format: The format of the values.
+    """
+
+    values: Tensor
+    outer: Tensor
+    blocks: Tensor | None
+    block: tuple[int, int]
+    number_format: NumberFormat
+
+    def transposed(self) -> Operand:
+        """Return the transposed matrix, for scales that do not belong to rows."""
+        blocks = None if self.blocks is None else self.blocks.t()
+        return self._replace(values=self.values.t(), blocks=blocks, block=self.block[::-1])
+
+    def block_scaled(self) -> Tensor:
+        """Return the values multiplied by their block scales, FP32 [rows, columns]; exact."""
+        if self.blocks is None:
+            return self.values
+        return self.values * expand_blocks(self.blocks, self.block, self.values.shape)
+
+    def dequantized(self) -> Tensor:
+        """Return the matrix that the operand represents, FP32 [rows, columns]."""
+        return self.block_scaled() * self.outer
+
+
+def expand_blocks(blocks: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """Repeat a value for each block to `shape`, [rows, columns]."""
+    for dimension in (0, 1):
+        if block[dimension] > 1:
+            blocks = blocks.repeat_interleave(block[dimension], dimension)
+    return blocks[: shape[0], : shape[1]]
+
+
+def quantize(
+    matrix: Tensor,
+    format_name: str,
+    scaling: str,
+    *,
+    largest: Tensor | None = None,
+    uniform: Tensor | None = None,
+    counts: Counts | None = None,
+) -> Operand:
+    """Round a matrix to a narrow format, with scales for rows or blocks of a row.
+
+    Args:
+        matrix: [rows, columns], floating point.
+        format_name: "e4m3", "e5m2" or "e2m1".
+        scaling: "tensor", "row", "block32" or "block16".
+        largest: Largest magnitudes, if they are known; see `largest_magnitudes`.
+        uniform: Random numbers for stochastic rounding, FP32 from 0 to below 1, of the shape of
+            `matrix`; None rounds to nearest.
+        counts: Where statistics of the operand are added; None: nowhere.
+    """
+    matrix = matrix.float()
+    block = (1, BLOCK_SIZES[scaling]) if scaling in BLOCK_SIZES else (1, 1)
+    if largest is None:
+        largest = largest_magnitudes(matrix, scaling)
+    return _quantize(matrix, FORMATS[format_name], scaling, block, largest, uniform, counts)
+
+
+def quantize_weight(
+    weight: Tensor,
+    format_name: str,
+    scaling: str,
+    *,
+    largest: Tensor | None = None,
+    counts: Counts | None = None,
+) -> Operand:
+    """Round a weight to a narrow format, with scales for rows or square blocks.
+
+    Args:
+        weight: [output features, input features], floating point.
+        format_name: "e4m3", "e5m2" or "e2m1".
+        scaling: "tensor", "row", "block32" or "block16".
+        largest: Largest magnitudes, if they are known; see `largest_in_weight`.
+        counts: Where statistics of the operand are added; None: nowhere.
+    """
+    size = BLOCK_SIZES.get(scaling, 1)
+    if largest is None:
+        largest = largest_in_weight(weight, scaling)
+    matrix = weight.float()
+    return _quantize(matrix, FORMATS[format_name], scaling, (size, size), largest, None, counts)
+
+
+def largest_magnitudes(matrix: Tensor, scaling: str) -> Tensor:
+    """Return the largest magnitude of all values, of each row, or of each block of a row.
+
+    Args:
+        matrix: [rows, columns].
+        scaling: "tensor", "row", "block32" or "block16".
+
+    Returns:
+        FP32 of shape [1, 1], [rows, 1] or [rows, columns / block size, rounded up].
+    """
+    magnitudes = matrix.abs()
+    if scaling == "tensor":
+        found = magnitudes.amax() if matrix.numel() else magnitudes.new_zeros(())
+        return found.reshape(1, 1).float()
+    if scaling == "row":
+        return magnitudes.amax(1, keepdim=True).float()
+    size = BLOCK_SIZES[scaling]
+    rows, columns = matrix.shape
+    if columns % size:
+        magnitudes = torch.nn.functional.pad(magnitudes, (0, -columns % size))
+    return magnitudes.view(rows, -(-columns // size), size).amax(2).float()
+
+
+def largest_in_weight(
+    weight: Tensor, scaling: str, *, first_row: int = 0, rows: int | None = None
+) -> Tensor:
+    """Return the largest magnitudes of a weight, of which a rank may hold some rows.
+
+    The maximum over the ranks is the result for the full weight.
+
+    Args:
+        weight: [rows of this rank, input features].
+        scaling: "tensor", "row", "block32" or "block16".
+        first_row: Index of the first of these rows.
+        rows: Number of rows of the full weight; None: those of `weight`.
+
+    Returns:
+        FP32 of shape [1, 1], [rows, 1], or a value for each square block; 0 where this rank holds
+        no values.
+    """
+    rows = len(weight) if rows is None else rows
+    if scaling == "tensor":
+        return largest_magnitudes(weight, scaling)
+    per_row = largest_magnitudes(weight, scaling)
+    size = BLOCK_SIZES.get(scaling, 1)
+    found = per_row.new_zeros(-(-rows // size), per_row.shape[1])
+    index = torch.arange(first_row, first_row + len(weight), device=weight.device) // size
+    return found.scatter_reduce_(0, index[:, None].expand_as(per_row), per_row, "amax")
+
+
+def quantize_rows(
+    rows: Tensor, format_name: str, scaling: str, largest: Tensor, first_row: int
+) -> Operand:
+    """Round some rows of a weight, with the scales of the full weight.
+
+    Args:
+        rows: [some output features, input features], floating point. Rows beyond the last one of
+            the weight are padding.
+        format_name: "e4m3", "e5m2" or "e2m1".
+        scaling: "tensor", "row", "block32" or "block16".
+        largest: Largest magnitudes of the full weight, see `largest_in_weight`.
+        first_row: Index of the first of these rows in the weight.
+    """
+    number_format = FORMATS[format_name]
+    outer, blocks = _scales(largest, number_format, scaling)
+    size = BLOCK_SIZES.get(scaling, 1)
+    index = torch.arange(first_row, first_row + len(rows), device=rows.device) // size
+    index = index.clamp(max=len(largest) - 1)
+    if blocks is not None:
+        blocks = blocks[index]
+    elif scaling == "row":
+        outer = outer[index]
+    values = round_to_nearest(_divided(rows.float(), outer, blocks, (1, size)), number_format)
+    return Operand(values, outer, blocks, (1, size), number_format)
+
+
+def _quantize(
+    matrix: Tensor,
+    number_format: NumberFormat,
+    scaling: str,
+    block: tuple[int, int],
+    largest: Tensor,
+    uniform: Tensor | None,
+    counts: Counts | None,
+) -> Operand:
+    outer, blocks = _scales(largest, number_format, scaling)
+    scaled = _divided(matrix, outer, blocks, block)
+    if uniform is None:
+        values = round_to_nearest(scaled, number_format)
+    else:
+        values = round_stochastically(scaled, number_format, uniform)
+    if counts is not None:
+        outer = counts.add(outer, scaled, values, largest, number_format)
+    return Operand(values, outer, blocks, block, number_format)
+
+
+def _scales(
+    largest: Tensor, number_format: NumberFormat, scaling: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scales of rows or of all, [rows or 1, 1], and those of blocks."""
+    if scaling in ("tensor", "row"):
+        return power_of_two_scales(largest, number_format), None
+    if scaling == "block32":
+        return largest.new_ones(1, 1), power_of_two_scales(largest, number_format)
+    return _block16_scales(largest, number_format)
+
+
+def _divided(
+    matrix: Tensor, outer: Tensor, blocks: Tensor | None, block: tuple[int, int]
+) -> Tensor:
+    if blocks is None:
+        return matrix / outer
+    return matrix / (expand_blocks(blocks, block, matrix.shape) * outer)
+
+
+def _block16_scales(largest: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Return the power of two for the operand, [1, 1], and the e4m3 scale of each block."""
+    of_blocks = FORMATS["e4m3"]
+    finite = torch.where(largest.isfinite(), largest, 0.0)
+    highest = finite.amax() if finite.numel() else finite.new_zeros(())
+    outer = power_of_two_scales(highest / number_format.largest, of_blocks).reshape(1, 1)
+    blocks = round_to_nearest(finite / (number_format.largest * outer), of_blocks)
+    blocks = blocks.clamp(min=_SMALLEST_BLOCK_SCALE)
+    return outer, torch.where(finite > 0, blocks, of_blocks.largest)

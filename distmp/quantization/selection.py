@@ -1,0 +1,141 @@
+"""Selects the linear layers of a model whose products are narrow."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from distmp.errors import ConfigError
+from distmp.precision.keep import matching_modules, modules_in_fp32
+from distmp.precision.policy import PrecisionPolicy
+from distmp.quantization.operands import BLOCK_SIZES
+
+# `first2` and `last15%`: the layers in the first or last blocks of the model.
+_BLOCKS = re.compile(r"(first|last)(\d+)(%?)")
+# GPU kernels of FP8 products need feature counts that are multiples of this.
+_MULTIPLE = 16
+# Words of `hp` that a model does not need to have anything for.
+OPTIONAL = ("head", "embedding")
+
+
+class Selection(NamedTuple):
+    """The linear layers of a model.
+
+    Attributes:
+        narrow: Layers with narrow products, by name.
+        wide: Why each other linear layer stays in the compute dtype, by name.
+    """
+
+    narrow: dict[str, nn.Linear]
+    wide: dict[str, str]
+
+
+def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> Selection:
+    """Return which linear layers of a model have narrow products under a policy.
+
+    Args:
+        model: The model.
+        policy: A policy with narrow formats.
+        blocks: Names of the model's blocks, in order.
+
+    Raises:
+        ConfigError: If a pattern of the policy matches nothing, or no layer can be narrow.
+    """
+    reasons = {**_unsuitable(model, policy), **_in_fp32(model, policy)}
+    for pattern in policy.hp:
+        for name in _matched(model, pattern, blocks):
+            reasons.setdefault(name, f"hp={pattern}")
+    linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    narrow = {name: part for name, part in linear.items() if name not in reasons}
+    if not narrow:
+        raise ConfigError(
+            "precision.policy", policy.name, f"finds no layer with narrow products; {_why(reasons)}"
+        )
+    return Selection(narrow, {name: reasons[name] for name in linear if name in reasons})
+
+
+def _why(reasons: dict[str, str]) -> str:
+    if not reasons:
+        return "the model has no nn.Linear; use bf16"
+    name, reason = next(iter(reasons.items()))
+    return f"for example {name!r} stays wide because of {reason}; use bf16, or change hp"
+
+
+def _unsuitable(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
+    multiple = max(_MULTIPLE, BLOCK_SIZES.get(policy.scaling, 1))
+    called_by_parent = {
+        id(part)
+        for parent in model.modules()
+        if isinstance(parent, nn.MultiheadAttention)
+        for part in parent.modules()
+    }
+    reasons = {}
+    for name, part in model.named_modules():
+        if not isinstance(part, nn.Linear):
+            continue
+        if id(part) in called_by_parent:
+            reasons[name] = "nn.MultiheadAttention, which uses its weights without calling it"
+        elif type(part).forward is not nn.Linear.forward or "forward" in vars(part):
+            reasons[name] = f"a forward of its own ({type(part).__name__})"
+        elif part.in_features % multiple or part.out_features % multiple:
+            sizes = f"{part.in_features} -> {part.out_features}"
+            reasons[name] = f"its features, {sizes}, which are not multiples of {multiple}"
+    return reasons
+
+
+def _in_fp32(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
+    kept = modules_in_fp32(model, policy)
+    return {
+        f"{top}.{name}" if name else top: "keep_fp32"
+        for top, module in kept.items()
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear)
+    }
+
+
+def _matched(model: nn.Module, pattern: str, blocks: Sequence[str]) -> Iterator[str]:
+    """Yield the names of the linear layers that a pattern of `hp` matches."""
+    tops: Sequence[str]
+    if found := _BLOCKS.fullmatch(pattern):
+        tops = _some_blocks(pattern, *found.groups(), blocks=blocks)
+    elif pattern == "embedding":
+        yield from _tied_to_embeddings(model)
+        return
+    else:
+        optional = pattern in OPTIONAL
+        tops = [*matching_modules(model, pattern, "precision.policy.hp", optional=optional)]
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and any(_is_inside(name, top) for top in tops):
+            yield name
+
+
+def _is_inside(name: str, top: str) -> bool:
+    return name == top or name.startswith(f"{top}.")
+
+
+def _some_blocks(
+    pattern: str, which: str, number: str, percent: str, *, blocks: Sequence[str]
+) -> Sequence[str]:
+    """Return the first or last blocks; a percentage is rounded up to whole blocks."""
+    if not blocks:
+        raise ConfigError(
+            "precision.policy.hp",
+            pattern,
+            "the model has neither a module list nor _no_split_modules, so its blocks are unknown; "
+            "name them in sharding.wrap, or use patterns of layers",
+        )
+    count = math.ceil(int(number) * len(blocks) / 100) if percent else int(number)
+    if count > len(blocks):
+        raise ConfigError("precision.policy.hp", pattern, f"the model has {len(blocks)} blocks")
+    return blocks[:count] if which == "first" else blocks[len(blocks) - count :]
+
+
+def _tied_to_embeddings(model: nn.Module) -> Iterator[str]:
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and id(part.weight) in tables:
+            yield name
