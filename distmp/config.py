@@ -64,6 +64,7 @@ _ADVICE = {
     "batch": _BATCH,
     "batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
+    "micro_batch_size": _BATCH,
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS,
     "max_epochs": _EPOCHS,
@@ -178,6 +179,15 @@ class PrecisionConfig:
             from distmp.precision import policy
 
             loss_scale_rules(policy(self.policy).loss_scale, self.loss_scale)
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether the policy rounds weights stochastically; imports torch."""
+        if self.policy == "auto":
+            return False
+        from distmp.precision import policy
+
+        return policy(self.policy).stochastic_rounding
 
 
 @dataclass(frozen=True)
@@ -465,7 +475,8 @@ class RunConfig:
         """The function that builds the optimizer over named parameters."""
         from distmp.optim.build import optimizer_factory
 
-        return optimizer_factory(self.optim)
+        stochastic = self.precision.rounds_stochastically
+        return optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
 
     @cached_property
     def schedule_factory(self) -> ScheduleFactory:

@@ -20,6 +20,9 @@ _MAX_NORM = "use max_norm, the largest norm of the global gradient"
 _POLICY = "use policy, such as 'bf16'"
 _ACCUMULATION = "leave it out: pass that many microbatches to each engine.step"
 _SCALER = "leave it out: policies with float16 scale the loss, and loss_scale sets the rules"
+_AVERAGE = "build distmp.engine.average.WeightAverage(engine, EmaConfig(decay=0.999))"
+_BATCH_SIZE = "use distmp.DataLoader(dataset, batch_size=..., microbatch_size=...)"
+_SHARDING = "use shard_optimizer=True for ZeRO stage 1, and strategy='fsdp' for stages 2 and 3"
 _LOSS = "use loss, a function loss(module, batch) that returns (loss_sum, weight)"
 # What to do about arguments of other libraries.
 _INSTEAD_OF = {
@@ -44,7 +47,13 @@ _INSTEAD_OF = {
     "accumulate_grad_batches": _ACCUMULATION,
     "accumulation_steps": _ACCUMULATION,
     "gradient_accumulation_steps": _ACCUMULATION,
-    "batch_size": "use distmp.DataLoader(dataset, batch_size=...)",
+    "batch_size": _BATCH_SIZE,
+    "micro_batch_size": _BATCH_SIZE,
+    "microbatch_size": _BATCH_SIZE,
+    "ema": _AVERAGE,
+    "ema_decay": _AVERAGE,
+    "zero_stage": _SHARDING,
+    "zero": _SHARDING,
     "loss_fn": _LOSS,
     "criterion": _LOSS,
     "seed": "use distmp.init(seed=...) before the model is built",

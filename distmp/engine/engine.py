@@ -61,6 +61,7 @@ from distmp.engine.step_checks import (
 from distmp.errors import ConfigError, TrainingError, attribute, rank_names, ranks_by_value
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import METRIC_UPDATES
+from distmp.optim.rounding import set_rounding
 from distmp.optim.state import check_state, prepare_for_device_skip
 from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
@@ -70,7 +71,7 @@ from distmp.parallel.materialize import (
     needs_seed,
     not_a_number,
 )
-from distmp.parallel.matrices import place_matrices
+from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.reproducible import (
     check_power_of_two,
@@ -131,6 +132,9 @@ _INSTEAD_OF = {
     "to": "use Engine(..., device=...)",
     "save_checkpoint": "use engine.save(folder)",
     "load_checkpoint": "use engine.load(folder)",
+    "save_pretrained": "use engine.export(folder)",
+    "lr": "use engine.optimizer.param_groups[0]['lr']",
+    "global_step": "use int(engine.step_counts[:2].sum()), or the `step` that engine.load returns",
 }
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
@@ -179,7 +183,8 @@ class Engine:
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
         narrow_products: The linear layers with fewer than 16 bits, and their statistics.
-        loads: Number of checkpoints that `load` has loaded.
+        loads: Number of checkpoints that were loaded, by `load` or by a trainer.
+        holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
@@ -279,6 +284,7 @@ class Engine:
         self._previous: StepOutcome | None = None
         self._saves: Saves | None = None
         self.loads = 0
+        self.holds_average = False
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -323,7 +329,8 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
-        self._place_matrices()
+        set_rounding(self.optimizer, self.policy)
+        self._place()
         # The host steps offloaded parameters, and has to wait for the decision.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
         self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
@@ -332,8 +339,9 @@ class Engine:
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
 
-    def _place_matrices(self) -> None:
+    def _place(self) -> None:
         place_matrices(self.optimizer, self._strategy, self._names, self.device)
+        place_shards(self.optimizer, self._strategy, self._names)
 
     @property
     def model(self) -> nn.Module:
@@ -768,7 +776,7 @@ class Engine:
         for group in addition.param_groups:
             self.optimizer.add_param_group(group)
         self.optimizer.state.update(addition.state)
-        self._place_matrices()
+        self._place()
         self._stepped.add(parameters)
 
     # After the step
@@ -1018,6 +1026,7 @@ class Engine:
         self.nominal_weight = self._state.finish(live)
         self._max_applied = int(self._counts[0])
         self.narrow_products.step = int(self._counts[:2].sum())
+        self.holds_average = False
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state with the names and the sharding of this engine's `state_dict`.
@@ -1068,6 +1077,7 @@ class Engine:
         Raises:
             ConfigError: If an argument is invalid, such as a folder that is named like a file
                 (`model.pt`), or `numbers` differ between ranks.
+            TrainingError: Inside of `WeightAverage.as_weights`.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
                 background, could not be written. Earlier checkpoints are unchanged.
         """
@@ -1091,7 +1101,9 @@ class Engine:
             if self._saves is not None:
                 self._saves.finish()
 
-    def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    def load(
+        self, folder: str | Path, *, missing_ok: bool = False, optimizer: bool = True
+    ) -> dict[str, Any]:
         """Load a checkpoint of `save` or of a trainer's run; every rank has to call it.
 
         Args:
@@ -1099,27 +1111,37 @@ class Engine:
                 damaged ones are logged. If it has none, its folders `step-100`, `epoch_3`,
                 `checkpoints` ... are searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
+            optimizer: Whether to load the optimizer state. With False it starts from scratch, so
+                that the engine may have another optimizer than the checkpoint.
 
         Returns:
             The `numbers` of `save`, and `step`, the number of steps taken, if they lack it. For a
             trainer's run, its numbers.
 
         Raises:
-            ConfigError: If there is no checkpoint, or ranks name different folders.
+            ConfigError: If there is no checkpoint, it has the state of another optimizer, or ranks
+                name different folders.
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import find_checkpoint, load_checkpoint, loaded_numbers
+        from distmp.engine.saving import (
+            check_optimizer,
+            find_checkpoint,
+            load_checkpoint,
+            loaded_numbers,
+        )
 
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
-            check_same(self.world.group, self.device, {"folder": str(folder)})
+            described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
+            check_same(self.world.group, self.device, described)
             checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
             if checkpoint is None:
                 return {"step": int(self._counts[:2].sum())}
-            load_checkpoint(self, checkpoint)
-            self.loads += 1
+            if optimizer:
+                check_optimizer(self, checkpoint)
+            load_checkpoint(self, checkpoint, optimizer=optimizer)
             return loaded_numbers(checkpoint)
 
     def export(
@@ -1174,6 +1196,12 @@ class Engine:
         def __getattr__(self, name):
             """Name the replacement of what models and optimizers of other libraries have."""
             attribute(self, name, _INSTEAD_OF)
+
+        def __setattr__(self, name, value):
+            """Refuse to assign what would have no effect, such as `engine.lr`."""
+            if name in _INSTEAD_OF:
+                attribute(self, name, _INSTEAD_OF)
+            super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks and process groups stay with the original.

@@ -18,6 +18,7 @@ from torch import Tensor
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
 from distmp.optim import LearningRates
+from distmp.optim.converted import KEYS, ConvertedMoment, convert_moment
 from distmp.optim.state import (
     check_shapes,
     create_state,
@@ -84,6 +85,8 @@ class EngineState:
         self._learning_rates = learning_rates
         self._skips_on_device = skips_on_device
         self._quiet = quiet
+        # Moments that `prepare` could not load in place.
+        self._converted: list[ConvertedMoment] = []
 
     def tensors(self, nominal_weight: float | None) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
@@ -166,7 +169,8 @@ class EngineState:
             )
         # Some optimizers create the state of a parameter before its first gradient.
         unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
-        live = self.tensors(nominal_weight)
+        live = self.tensors(nominal_weight) | self._to_convert(optimizer_state)
+        live = {name: tensor for name, tensor in live.items() if name not in self._not_loaded}
         lacking = [name for name in live if name not in stored]
         kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
         if older := sorted(name for name in kept if not name.startswith(unused)):
@@ -175,6 +179,33 @@ class EngineState:
             )
         kept |= self._rates_to_keep(live, stored)
         return {name: tensor for name, tensor in live.items() if name not in kept}
+
+    def _to_convert(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        """Return temporary tensors for moments that are stored in another format, by name."""
+        self._converted = []
+        self._not_loaded: set[str] = set()
+        names = []
+        temporary: dict[str, Tensor] = {}
+        for name, tensor in self._strategy.optimizer_parameters():
+            state = self._optimizer.state.get(tensor, {})
+            dtypes = {key: stored[f"{name}/{key}"][1] for key in KEYS if f"{name}/{key}" in stored}
+            weight = self._strategy.as_stored(name, tensor.detach())
+            moment = convert_moment(name, state, dtypes, weight)
+            if moment is not None:
+                self._converted.append(moment)
+                names.append(name)
+                self._not_loaded |= {f"optimizer/{name}/{key}" for key in moment.live}
+                for key, value in moment.loaded.items():
+                    as_stored = self._strategy.as_stored(name, value)
+                    temporary[f"optimizer/{name}/{key}"] = as_stored
+        self._not_loaded -= temporary.keys()
+        if names:
+            self._warn(
+                "the state has another format of moments than this engine (optim.state); those of "
+                "%s are converted",
+                names,
+            )
+        return temporary
 
     def _rates_to_keep(
         self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]
@@ -216,6 +247,9 @@ class EngineState:
         Returns:
             The nominal weight; None if the state has none.
         """
+        for moment in self._converted:
+            moment.finish()
+        self._converted = []
         prefix = "loss_scale/"
         self._loss_scale.load_state_dict(
             {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},

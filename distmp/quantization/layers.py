@@ -17,6 +17,7 @@ from distmp.quantization.linear import (
     ProductFormats,
     narrow_linear,
 )
+from distmp.quantization.products import choose_product
 from distmp.quantization.selection import Selection, select
 
 
@@ -29,6 +30,7 @@ class NarrowLayers:
         device: Device of the model.
 
     Attributes:
+        backend: How products are computed, as text.
         wide: Why each other linear layer stays in the compute dtype, by name.
         states: The state of each narrow layer, by name.
         modules: The narrow layers, by name.
@@ -37,6 +39,7 @@ class NarrowLayers:
     """
 
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
+        self.backend = choose_product(policy.scaling, device).reason
         self.wide = selection.wide
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
@@ -77,7 +80,7 @@ class NarrowLayers:
         for name, reason in self.wide.items():
             reasons.setdefault(reason, []).append(name)
         total = len(self.modules) + len(self.wide)
-        text = f"{len(self.modules)} of {total} linear layers have narrow products"
+        text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
         return f"{text}; wide: {', '.join(wide)}" if wide else text
 

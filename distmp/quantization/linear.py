@@ -31,7 +31,7 @@ from distmp.quantization.counts import Counts, LayerCounts
 from distmp.quantization.hadamard import hadamard, random_transform
 from distmp.quantization.noise import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
-from distmp.quantization.products import Product, emulated_product
+from distmp.quantization.products import choose_product
 
 # Rows of `NarrowState.counts`.
 OPERANDS = ("input", "weight", "grad", "wgrad_input", "wgrad_grad")
@@ -81,7 +81,7 @@ class NarrowState:
         self.key = key
         self.largest: Tensor | None = None
         self.transform = random_transform(counts.device)
-        self.product: Product = emulated_product
+        self.product = choose_product(formats.scaling, counts.device).product
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowState) -> Tensor:
@@ -123,7 +123,7 @@ class _NarrowLinear(torch.autograd.Function):
         weights = _weight(weight, formats, state.largest, _row(counts, WEIGHT))
         y = state.product(inputs, weights)
         if bias is not None:
-            y = y + bias
+            y = y + bias  # FP32, unless the kernel has rounded the product
         return y.to(x.dtype)
 
     @staticmethod

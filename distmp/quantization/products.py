@@ -1,12 +1,14 @@
 """Matrix products of narrow operands: an exact emulation for every device, and GPU kernels.
 
 The emulation is the specification: operands have the values of the format, products of two values
-are exact in FP32, and sums are FP32.
+are exact in FP32, and sums are FP32. `torch._scaled_mm` runs on GPUs from compute capability 8.9 on
+(row scales: 9.0). Its result has the dtype that the layer returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,37 @@ from torch import Tensor
 from distmp.quantization.operands import Operand
 
 Product = Callable[[Operand, Operand], Tensor]
+
+# First compute capability with a kernel, by scaling; others are emulated on every device.
+KERNEL_CAPABILITY = {"tensor": (8, 9), "row": (9, 0)}
+
+
+class ProductChoice(NamedTuple):
+    """How narrow products are computed, and the reason as text."""
+
+    product: Product
+    reason: str
+
+
+def choose_product(scaling: str, device: torch.device) -> ProductChoice:
+    """Return the kernel for a device, or the emulation.
+
+    Args:
+        scaling: "tensor", "row", "block32" or "block16".
+        device: Device of the model.
+    """
+    if device.type != "cuda":
+        return ProductChoice(emulated_product, f"emulated, since {device.type} has no kernels")
+    needed = KERNEL_CAPABILITY.get(scaling)
+    if needed is None:
+        return ProductChoice(emulated_product, f"emulated, since {scaling} scales have no kernel")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < needed:
+        problem = f"this GPU has compute capability {'.'.join(map(str, capability))}"
+        return ProductChoice(
+            emulated_product, f"emulated, since {problem}, below {'.'.join(map(str, needed))}"
+        )
+    return ProductChoice(scaled_product, "computed by torch._scaled_mm")
 
 
 def emulated_product(a: Operand, b: Operand) -> Tensor:
@@ -28,6 +61,33 @@ def emulated_product(a: Operand, b: Operand) -> Tensor:
     """
     product = _exact_product(a.block_scaled(), b.block_scaled().t())
     return product * a.outer * b.outer.t()
+
+
+def scaled_product(a: Operand, b: Operand) -> Tensor:
+    """Return `a @ b.T` from the FP8 kernel of torch.
+
+    Args:
+        a: [m, k], with scales for rows or for all; k is a multiple of 16.
+        b: [n, k], likewise; n is a multiple of 16.
+
+    Returns:
+        [m, n], FP32, or bfloat16 with row scales, for which torch has no other kernel.
+    """
+    if a.number_format.dtype == b.number_format.dtype == torch.float8_e5m2:
+        return emulated_product(a, b)  # GPUs have no kernel for two e5m2 operands
+    scale_a, scale_b = a.outer, b.outer.t()
+    by_row = a.outer.numel() > 1 or b.outer.numel() > 1
+    if by_row:
+        scale_a = scale_a.expand(len(a.values), 1).contiguous()
+        scale_b = scale_b.expand(1, len(b.values)).contiguous()
+    product: Tensor = torch._scaled_mm(
+        a.values.to(a.number_format.dtype).contiguous(),
+        b.values.to(b.number_format.dtype).contiguous().t(),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        out_dtype=torch.bfloat16 if by_row else torch.float32,
+    )
+    return product
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:

@@ -251,6 +251,8 @@ class Trainer:
             self._stopping, self._finished_early = False, None
         for callback in self._each("on_rollback"):
             callback.on_rollback(self, done)
+        # After the hooks, which may replace the state of their callbacks.
+        self.checkpointing.save_now(self)
         limit = self.config.divergence.max_rollbacks
         self.console.message(rollback.message(done, self.progress, limit))
 

@@ -150,6 +150,8 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         ({**B, "keep_fp32": ("a|b",)}, "keep_fp32", "use a pattern without"),
         ({**B, "keep_fp32": (nn.LayerNorm,)}, "keep_fp32", "use a pattern without"),
         ({**B, "tf32": True}, "tf32", "applies only to FP32"),
+        ({**B, "stochastic_rounding": True}, "stochastic_rounding", "this policy has FP32 weights"),
+        ({"stochastic_rounding": "yes"}, "stochastic_rounding", "use True or False"),
         ({"cast_inputs": None}, "cast_inputs", "use True or False"),
         ({"name": ""}, "name", "a word or two"),
         ({"name": "two\nlines"}, "name", "a word or two"),
@@ -194,6 +196,7 @@ _CHANGES = {
     "wgrad_format": st.sampled_from([None, "e4m3", "e5m2", "e2m1"]),
     "scaling": st.sampled_from(["tensor", "row", "block32", "block16", "block"]),
     "hp": st.sampled_from([(), ("head",), ("first", "head"), ("hea",), ["head"], ("first1",)]),
+    "stochastic_rounding": st.booleans(),
 }
 
 
