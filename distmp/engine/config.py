@@ -6,6 +6,12 @@ import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
+from distmp.engine.format_settings import (
+    GuardConfig,
+    PrecisionPhase,
+    check_lengths_known,
+    check_order,
+)
 from distmp.engine.settings import DivergenceConfig
 from distmp.errors import ConfigError, check_argument_names
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
@@ -118,6 +124,13 @@ class EngineConfig:
     """Typical global weight of a step, a constant that keeps gradients at the magnitude of a mean.
     None uses the global weight of the first step."""
 
+    precision_phases: tuple[PrecisionPhase, ...] = ()
+    """Formats of narrow products from some step or number of tokens on, in the order of the
+    phases."""
+
+    precision_guard: GuardConfig | None = None
+    """When narrow products are computed in bf16 for some steps; None: never."""
+
     first_step_checks: bool = True
     """Check the first step for likely mistakes: ids above the vocabulary, a loss that is a mean,
     the same data on all ranks. With `single` and `ddp` this runs the loss function on two synthetic
@@ -134,6 +147,10 @@ class EngineConfig:
             raise ConfigError(
                 "nominal_weight", self.nominal_weight, "use a finite number above 0, or None"
             )
+        check_lengths_known(self.precision_phases)
+        check_order(self.precision_phases)
+        if self.precision_guard is not None:
+            self.precision_guard.check(self.divergence)
 
     @property
     def accumulation(self) -> AccumulationSettings:
@@ -160,6 +177,8 @@ class EngineSettings(TypedDict, total=False):
     on_nonfinite: str
     divergence: DivergenceConfig | None
     nominal_weight: float | None
+    precision_phases: tuple[PrecisionPhase, ...]
+    precision_guard: GuardConfig | None
     first_step_checks: bool
 
 

@@ -36,6 +36,7 @@ from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
+from distmp.engine.format_schedule import FormatSchedule, check_guarded, phase_formats
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
 from distmp.engine.narrow_checks import CallCheck
 from distmp.engine.narrow_products import NarrowProducts
@@ -85,6 +86,7 @@ from distmp.precision.builders import autocast_context
 from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
+from distmp.quantization import NarrowLayers
 from distmp.quantization.description import describe_formats, is_emulated
 from distmp.scaling import (
     SUMS,
@@ -224,6 +226,8 @@ class Engine:
         model, values = _built(model, self.world, initialize=initialize)
         check_loss_function(loss)
         self.policy, self.policy_reason = resolve(config.policy, self.device)
+        check_guarded(self.policy, config.precision_guard)
+        phase_formats(self.policy, config.precision_phases)
         self.strategy = resolve_strategy(config.strategy, self.world)
         self.config = config = replace(
             config,
@@ -250,7 +254,8 @@ class Engine:
         if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
             warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
-        self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world)
+        formats = self._format_schedule(self._strategy.narrow_layers)
+        self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world, formats)
         self._say_formats()
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
@@ -271,6 +276,7 @@ class Engine:
             self.divergence,
             self._counts,
             self._learning_rates,
+            formats,
             skips_on_device=self._skips_on_device,
             quiet=self.world.rank != 0,
         )
@@ -306,6 +312,14 @@ class Engine:
                 self.config.parallel,
                 values,
             )
+
+    def _format_schedule(self, layers: NarrowLayers | None) -> FormatSchedule | None:
+        if layers is None:
+            return None
+        config, quiet = self.config, self.world.rank != 0
+        return FormatSchedule(
+            layers, self.policy, config.precision_phases, config.precision_guard, quiet=quiet
+        )
 
     def _warn_about_policy(self) -> None:
         if self.world.rank == 0:
@@ -425,11 +439,12 @@ class Engine:
             decision.overflow | (decision.dropped > 0), decision.empty
         )
         self.divergence.remember(decision)
-        self.narrow_products.end_step(of_products)
+        self.narrow_products.end_step(of_products, decision, spike_check.spike)
         exhausted = exhausted & decision.overflow
         outcome = self._outcome(decision, spike_check, differ, rate, scale, exhausted)
         outcome.microbatch_problem = source.problem
         outcome.narrow_statistics = self.narrow_products.statistics
+        outcome.formats = self.narrow_products.formats
         if self.config.attribution:
             inputs = StepInputs(
                 tuple(source.kept),
@@ -437,6 +452,7 @@ class Engine:
                 stats.losses,
                 stats.weights,
                 position=(self.narrow_products.step - 1, self.world.rank * source.count),
+                formats=self.narrow_products.of_layers,
             )
             self._recent.append((outcome, inputs))
         return outcome
@@ -1025,7 +1041,7 @@ class Engine:
         self._calls.counts["engine.load_state_dict"] += 1
         self.nominal_weight = self._state.finish(live)
         self._max_applied = int(self._counts[0])
-        self.narrow_products.step = int(self._counts[:2].sum())
+        self.narrow_products.continue_from(int(self._counts[:2].sum()))
         self.holds_average = False
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Saves and loads the state of an engine, under flat names.
 
-Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`, `unused/`
-or `engine/`.
+Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`, `narrow/`,
+`unused/` or `engine/`.
 Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
 updates what is derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
 live tensors in place.
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from distmp.engine.format_schedule import FormatSchedule
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
 from distmp.optim import LearningRates
@@ -40,6 +41,9 @@ UNUSED = "unused/"
 # Prefix of the names of what a schedule needs besides the number of updates.
 SCHEDULE = "schedule/"
 
+# Prefix of the names of the state of formats that change during a run.
+NARROW = "narrow/"
+
 # Prefixes of names that states of older versions lack; their initial values are kept.
 ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
 
@@ -59,6 +63,7 @@ class EngineState:
         counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
             last update. Updated in place.
         learning_rates: The learning rates.
+        formats: Changes the formats of narrow products; None without any.
         skips_on_device: Whether the optimizer skips on the device.
         quiet: Do not log warnings; True on all ranks but rank 0.
     """
@@ -72,6 +77,7 @@ class EngineState:
         divergence: DivergenceGuard,
         counts: Tensor,
         learning_rates: LearningRates,
+        formats: FormatSchedule | None = None,
         *,
         skips_on_device: bool,
         quiet: bool,
@@ -83,6 +89,7 @@ class EngineState:
         self._divergence = divergence
         self._counts = counts
         self._learning_rates = learning_rates
+        self._formats = formats
         self._skips_on_device = skips_on_device
         self._quiet = quiet
         # Moments that `prepare` could not load in place.
@@ -104,6 +111,9 @@ class EngineState:
             if name == "rates":
                 value = rates_by_parameter(self._optimizer, self._names, value)
             state[f"{SCHEDULE}{name}"] = value
+        if self._formats is not None:
+            for name, value in self._formats.state_dict().items():
+                state[f"{NARROW}{name}"] = value
         for name in self._strategy.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self._counts
@@ -178,6 +188,10 @@ class EngineState:
                 "the state is from an older version: %s starts from its initial value", older
             )
         kept |= self._rates_to_keep(live, stored)
+        if self._formats is not None:
+            names = [name for name in lacking if name.startswith(NARROW)]
+            self._formats.start_from_zero([name.removeprefix(NARROW) for name in names])
+            kept |= {*names}
         return {name: tensor for name, tensor in live.items() if name not in kept}
 
     def _to_convert(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 
 import torch
 from torch import Tensor, nn
 
 from distmp.precision.policy import PrecisionPolicy
+from distmp.precision.stochastic import parameter_id
 from distmp.quantization.counts import STATISTICS
 from distmp.quantization.linear import (
     OPERANDS,
@@ -44,7 +44,7 @@ class NarrowLayers:
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
-        salts = [zlib.crc32(name.encode()) for name in self.modules]
+        salts = [parameter_id(f"{name}.weight") for name in self.modules]
         self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
         self._keys = self._salts.clone()
         formats = product_formats(policy)
@@ -69,7 +69,12 @@ class NarrowLayers:
         mixed = (step * 0x9E3779B1 + microbatch * 0x85EBCA77) & 0xFFFFFFFF
         torch.bitwise_xor(self._salts, mixed, out=self._keys)
 
-    def set_formats(self, formats: dict[str, ProductFormats]) -> None:
+    @property
+    def formats(self) -> dict[str, ProductFormats]:
+        """The formats of each layer, by name."""
+        return {name: state.formats for name, state in self.states.items()}
+
+    def set_formats(self, formats: Mapping[str, ProductFormats]) -> None:
         """Change the formats of some layers, between steps."""
         for name, value in formats.items():
             self.states[name].formats = value

@@ -136,7 +136,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
 
     The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
     `validation_NAME`, the norm of a layer `layer_grad_norms/NAME`, and a share of narrow operands
-    `narrow_operands/CLASS/NAME`.
+    `narrow_operands/CLASS/NAME`. The phase of formats and the number of widened products are
+    `formats/phase` and `formats/widened`.
     """
     values = dataclasses.asdict(record)
     del values["step"]
@@ -148,6 +149,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
     for operand, statistics in (record.narrow_operands or {}).items():
         for name in ("saturated", "underflowed", "largest"):
             values[f"narrow_operands/{operand}/{name}"] = statistics[name]
+    for name, value in (record.formats or {}).items():
+        values[f"formats/{name}"] = value
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in values.items()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.diagnosis.attribution import OverflowReport
+from distmp.engine.format_schedule import StepFormats
 from distmp.engine.narrow_products import NarrowStatistics
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.training.spikes import SpikeAction
@@ -53,6 +54,7 @@ class StepResult:
         layer_grad_norms: Norm of the gradient of each layer by name, before clipping; None in steps
             without a measurement.
         narrow_statistics: Statistics of narrow products; None under policies without any.
+        formats: The formats of narrow products; None if they never change.
     """
 
     step: int
@@ -66,6 +68,7 @@ class StepResult:
     rank_seconds: list[float] | None = None
     layer_grad_norms: dict[str, float] | None = None
     narrow_statistics: NarrowStatistics | None = None
+    formats: StepFormats | None = None
 
     @property
     def rolls_back(self) -> bool:
