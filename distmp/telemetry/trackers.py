@@ -135,9 +135,9 @@ def scalars(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted.
 
     The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
-    `validation_NAME`, the norm of a layer `layer_grad_norms/NAME`, and a share of narrow operands
-    `narrow_operands/CLASS/NAME`. The phase of formats and the number of widened products are
-    `formats/phase` and `formats/widened`.
+    `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`. The phase of formats and the
+    number of widened products are `formats/phase` and `formats/widened`, and a share of narrow
+    operands is `narrow_operands/CLASS/NAME`.
     """
     values = dataclasses.asdict(record)
     del values["step"]
@@ -146,11 +146,11 @@ def scalars(record: StepRecord) -> dict[str, float]:
         values[f"validation_{name}"] = value
     for name, value in (record.layer_grad_norms or {}).items():
         values[f"layer_grad_norms/{name}"] = value
+    for name, value in (record.formats or {}).items():
+        values[f"formats/{name}"] = value
     for operand, statistics in (record.narrow_operands or {}).items():
         for name in ("saturated", "underflowed", "largest"):
             values[f"narrow_operands/{operand}/{name}"] = statistics[name]
-    for name, value in (record.formats or {}).items():
-        values[f"formats/{name}"] = value
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in values.items()

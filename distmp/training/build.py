@@ -129,7 +129,7 @@ def _build_run(
     directory = _choose_directory(config, world, restarts, checkpoint, choice)
     for line in _summary(chosen, world, components, engine, parameters, strategy_reason):
         console.message(line)
-    _record_start(config, world, console, directory, checkpoint, engine, progress.step)
+    _record_start(config, world, console, directory, checkpoint, progress.step, engine)
     if checkpoint is not None:
         if progress.step >= config.steps:
             # `steps` would change the learning rates of later steps, and there are none.
@@ -271,8 +271,8 @@ def _record_start(
     console: Console,
     directory: RunDirectory,
     checkpoint: store.StoredCheckpoint | None,
-    engine: Engine,
     step: int,
+    engine: Engine,
 ) -> None:
     """Write the configuration and the manifest, and print the folder of the run."""
     console.message(f"run directory: {directory.path}")

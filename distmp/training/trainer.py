@@ -224,8 +224,8 @@ class Trainer:
             spike,
             step.validation_loss,
             step.validation_metrics,
-            narrow_statistics=step.outcome.narrow_statistics,
             formats=step.outcome.formats,
+            narrow_statistics=step.outcome.narrow_statistics,
         )
         for callback in self._each("on_step_end"):
             callback.on_step_end(self, result)

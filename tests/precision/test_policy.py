@@ -191,12 +191,12 @@ _CHANGES = {
     "keep_fp32": st.sampled_from([(), ("norm",), ("head",), ("norm", "first"), ("hea",), ["norm"]]),
     "cast_inputs": st.booleans(),
     "tf32": st.booleans(),
+    "stochastic_rounding": st.booleans(),
     "forward_format": st.sampled_from([None, "e4m3", "e5m2", "e2m1", "e3m4"]),
     "grad_format": st.sampled_from([None, "e4m3", "e5m2", "e2m1"]),
     "wgrad_format": st.sampled_from([None, "e4m3", "e5m2", "e2m1"]),
     "scaling": st.sampled_from(["tensor", "row", "block32", "block16", "block"]),
     "hp": st.sampled_from([(), ("head",), ("first", "head"), ("hea",), ["head"], ("first1",)]),
-    "stochastic_rounding": st.booleans(),
 }
 
 

@@ -53,8 +53,8 @@ class StepResult:
         rank_seconds: Compute seconds per step of each rank; None in steps without a comparison.
         layer_grad_norms: Norm of the gradient of each layer by name, before clipping; None in steps
             without a measurement.
-        narrow_statistics: Statistics of narrow products; None under policies without any.
         formats: The formats of narrow products; None if they never change.
+        narrow_statistics: Statistics of narrow products; None under policies without any.
     """
 
     step: int
@@ -67,8 +67,8 @@ class StepResult:
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: list[float] | None = None
     layer_grad_norms: dict[str, float] | None = None
-    narrow_statistics: NarrowStatistics | None = None
     formats: StepFormats | None = None
+    narrow_statistics: NarrowStatistics | None = None
 
     @property
     def rolls_back(self) -> bool:

@@ -123,8 +123,8 @@ def _record(
         unit=unit,
         rank_seconds=result.rank_seconds,
         layer_grad_norms=result.layer_grad_norms,
-        narrow_operands=narrow_operands,
         formats=None if result.formats is None else result.formats._asdict(),
+        narrow_operands=narrow_operands,
     )
 
 
