@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from distmp.utils.dtypes import dtype_name
 from distmp.utils.settings import from_mapping
 
 PAGE = (ROOT / "docs" / "precision.md").read_text()
+NARROW = (ROOT / "docs" / "narrow-products.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks-precision.md").read_text()
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading: str, page: str = PAGE) -> list[list[str]]:
     """Return the cells of the first table below a heading, without its head."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [
         [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -40,7 +42,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_table_of_presets_is_complete_and_right() -> None:
     table = {row[0].strip("`"): row[1:] for row in rows("Presets")}
-    assert list(table) == list(PRESETS)
+    assert list(table) == [name for name, preset in PRESETS.items() if not preset.is_narrow]
     for name, (held, stepped, computed, reduced, accumulated, scale, _) in table.items():
         preset = PRESETS[name]
         assert held == dtype_name(preset.module_dtype)
@@ -52,6 +54,18 @@ def test_the_table_of_presets_is_complete_and_right() -> None:
         assert accumulated == dtype_name(preset.accumulate_dtype)
         number = preset.loss_scale if isinstance(preset.loss_scale, float) else 0
         assert scale == (f"fixed at {number:g}" if number else preset.loss_scale or "none")
+
+
+def test_the_table_of_narrow_presets_is_complete_and_right() -> None:
+    table = {row[0].strip("`"): row[1:-1] for row in rows("Presets", NARROW)}
+    assert table == {
+        name: [
+            *(preset.forward_format, preset.grad_format, preset.wgrad_format, preset.scaling),
+            ", ".join(preset.hp),
+        ]
+        for name, preset in PRESETS.items()
+        if preset.is_narrow
+    }
 
 
 def bytes_per_parameter(preset: PrecisionPolicy) -> float:
@@ -80,8 +94,12 @@ def bytes_per_parameter(preset: PrecisionPolicy) -> float:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_bytes_per_parameter(name: str) -> None:
-    (told,) = [float(row[-1]) for row in rows("Presets") if row[0] == f"`{name}`"]
-    assert bytes_per_parameter(PRESETS[name]) == pytest.approx(told, rel=0.01)
+    every = [*rows("Presets"), *rows("Presets", NARROW)]
+    (told,) = [float(row[-1]) for row in every if row[0] == f"`{name}`"]
+    preset = PRESETS[name]
+    # The model of one layer has neither a head nor blocks.
+    preset = replace(preset, hp=()) if preset.is_narrow else preset
+    assert bytes_per_parameter(preset) == pytest.approx(told, rel=0.01)
 
 
 def test_examples() -> None:
@@ -93,9 +111,8 @@ def test_examples() -> None:
 
 
 def test_every_key_and_word_is_named() -> None:
-    assert [row[0].strip("`") for row in rows("Change a policy")] == [
-        key for key in _FIELDS if key != "name"
-    ]
+    named = [row[0] for row in (*rows("Change a policy"), *rows("Keys", NARROW))]
+    assert sorted(key.strip("`") for key in named) == sorted(_FIELDS.keys() - {"name"})
     section = PAGE.partition("## Modules kept in FP32")[2]
     assert all(f"`{word}`" in section for word in WORDS)
 

@@ -338,6 +338,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bf16-autocast,output=bf16", "use output=fp32"),
         ("bf16,keep_fp32=norm", "set them with fully_shard"),
         ("fp32,loss_scale=8", "remove loss_scale"),
+        ("fp8", "only distmp.Engine and the trainer compute; .* here 'bf16'"),
+        ("mxfp8,autocast=true", "or here 'bf16-autocast'"),
         ("16-true", "16-true"),
     ],
 )
