@@ -36,7 +36,7 @@ class DistmpError(Exception):
     Example:
         >>> import distmp
         >>> try:
-        ...     distmp.policy("fp8")
+        ...     distmp.policy("fp6")
         ... except distmp.DistmpError as error:
         ...     print(error.exit_code)
         2

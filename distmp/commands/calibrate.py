@@ -1,5 +1,7 @@
 """`distmp calibrate --config FILE`: compare gradients of a few steps with the range of float16.
 
+With `--formats`, measure matrix products with 8 and 4 bits instead.
+
 Under torchrun (`torchrun -m distmp.commands.calibrate`) the counts are summed over all ranks.
 """
 
@@ -10,11 +12,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from distmp.commands.narrow_formats.settings import MAX_ERROR, POLICY_FILE, split_formats
 from distmp.config import RunConfig, load_as
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError
 from distmp.training.train import end_process, run_as_rank
+
+if TYPE_CHECKING:
+    from distmp.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -28,21 +35,41 @@ class CalibrationConfig(RunConfig):
     """Print JSON instead of tables."""
 
     picture: str | None = "calibration.png"
-    """PNG file for the histograms; null writes none."""
+    """PNG file for the histograms or errors; null writes none."""
+
+    formats: tuple[str, ...] = ()
+    """Measure matrix products with these formats (fp8, fp8-rowwise, mxfp8, nvfp4) and write a
+    policy; empty measures gradients for float16."""
+
+    max_error: float = MAX_ERROR
+    """With `formats`: largest relative error of a product in the policy. A uniform rounding error
+    of fp8 is 0.02 to 0.05, of nvfp4 0.05 to 0.13."""
+
+    policy_file: str | None = POLICY_FILE
+    """With `formats`: text file for the policy; null writes none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.calibrate_steps < 1:
             raise ConfigError("calibrate_steps", self.calibrate_steps, "use 1 or more steps")
-        if self.picture is not None and not Path(self.picture).absolute().parent.is_dir():
-            raise ConfigError("picture", self.picture, "name a file in a folder that exists")
+        for name in ("picture", "policy_file"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise ConfigError(name, path, "name a file in a folder that exists")
+        object.__setattr__(self, "formats", split_formats(self.formats))
+        if not 0 < self.max_error < 1:
+            raise ConfigError("max_error", self.max_error, "use a number between 0 and 1")
+        for name, default in (("max_error", MAX_ERROR), ("policy_file", POLICY_FILE)):
+            if not self.formats and getattr(self, name) != default:
+                raise ConfigError(name, getattr(self, name), "applies to formats; set --formats")
 
 
 load = functools.partial(
     load_as,
     CalibrationConfig,
     prog="distmp calibrate",
-    description="Train a few steps and compare gradients with the range of float16.",
+    description="Train a few steps and compare gradients with the range of float16, or measure "
+    "matrix products with 8 and 4 bits.",
 )
 
 
@@ -53,12 +80,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
     # Imported late: the help and errors in settings do not wait for torch.
-    from distmp.commands.gradient_range import measure
     from distmp.distributed.world import join, leave
+
+    world = join(environment, timeout_seconds=60 * config.timeout_minutes)
+    if config.formats:
+        _measure_formats(config, world)
+    else:
+        _measure_range(config, world)
+    leave()
+    return 0
+
+
+def _measure_range(config: CalibrationConfig, world: World) -> None:
+    from distmp.commands.gradient_range import measure
     from distmp.telemetry.calibration import as_json, report
     from distmp.telemetry.gradient_ranges import draw_gradient_ranges
 
-    world = join(environment, timeout_seconds=60 * config.timeout_minutes)
     calibration = measure(config, world, config.calibrate_steps)
     if world.rank == 0:
         lines = report(calibration, config.precision.loss_scale)
@@ -67,8 +104,24 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
         if config.picture is not None:
             scale = calibration.total.recommended_scale()
             draw_gradient_ranges(calibration.histograms, scale, config.picture)
-    leave()
-    return 0
+
+
+def _measure_formats(config: CalibrationConfig, world: World) -> None:
+    from distmp.commands.narrow_formats.choice import choose
+    from distmp.commands.narrow_formats.measure import measure_formats
+    from distmp.commands.narrow_formats.plot import draw
+    from distmp.commands.narrow_formats.report import as_json, report
+
+    found = measure_formats(config, world, config.calibrate_steps, config.formats)
+    if world.rank > 0:
+        return
+    choice = choose(found, config.max_error)
+    make = as_json if config.json else report
+    sys.stdout.write(make(found, choice, config.max_error) + "\n")
+    if config.picture is not None:
+        draw(found, config.max_error, config.picture)
+    if config.policy_file is not None:
+        Path(config.policy_file).write_text(choice.text + "\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
         SetupError: On every rank, if a rank cannot use the configuration.
     """
     if world.group is None:
-        config = _for_one_process(config)
+        config = for_one_process(config)
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
     checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
     config, _ = choose_strategy(config, parts, world)
@@ -63,7 +63,7 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     return Calibration(steps, world.world_size, description, histograms)
 
 
-def _for_one_process(config: RunConfig) -> RunConfig:
+def for_one_process(config: RunConfig) -> RunConfig:
     """Adapt a configuration for several ranks to one rank; gradients keep their range."""
     sharding = ShardingConfig(wrap=config.sharding.wrap)
     return replace(config, strategy="single", sharding=sharding, shard_optimizer=False)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from distmp.diagnosis.attribution import ParameterOverflow, RankOverflowStats
 from distmp.diagnosis.histogram import ExponentHistogram
+from distmp.diagnosis.narrow_overflow import NarrowOverflow, NarrowWatch
 from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
@@ -90,7 +91,7 @@ class StepReplay:
         self, scale: float, lowest: float, compute_dtype: torch.dtype
     ) -> RankOverflowStats:
         """Return statistics of this rank at the step's scale and, if it is lower, at `lowest`."""
-        probes, repeated_losses = self._run(scale)
+        probes, repeated_losses, narrow = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
         weights = self._strategy.optimizer_parameters()
@@ -112,20 +113,21 @@ class StepReplay:
             largest=max(map(_largest_finite, gradients)),
             histogram=_histogram(probes),
             largest_at_lowest=self._largest_at(lowest) if lowest < scale else None,
+            narrow=narrow,
         )
 
     def _largest_at(self, scale: float) -> float:
-        probes, _ = self._run(scale)
+        probes, *_ = self._run(scale)
         return max(_largest(probe.gradients()) for probe in probes)
 
-    def _run(self, scale: float) -> tuple[list[Probe], list[Tensor]]:
+    def _run(self, scale: float) -> tuple[list[Probe], list[Tensor], list[NarrowOverflow | None]]:
         """Run every microbatch like the step, but without reducing replicated gradients.
 
         Returns:
-            The probe and the loss of each microbatch.
+            The probe, the loss and the first bad narrow product of each microbatch.
         """
         strategy, device = self._strategy, self._step.losses[0].device
-        probes, losses = [], []
+        probes, losses, narrow = [], [], []
         strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
         with buffers_restored(strategy.model), _formats_as(self._step.formats, strategy):
@@ -134,11 +136,17 @@ class StepReplay:
                 if strategy.narrow_layers is not None:
                     step, first = self._step.position
                     strategy.narrow_layers.begin_microbatch(step, first + index)
-                with generators_as(states), Probe(strategy.model, strategy.units()) as probe:
+                watch = NarrowWatch(strategy.narrow_layers)
+                with (
+                    generators_as(states),
+                    Probe(strategy.model, strategy.units()) as probe,
+                    watch,
+                ):
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))
                 probes.append(probe)
+                narrow.append(watch.first(probe))
         strategy.begin_step()
-        return probes, losses
+        return probes, losses, narrow
 
 
 def first_overflows(

@@ -43,6 +43,7 @@ from distmp.engine.format_schedule import (
     phase_formats,
 )
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
+from distmp.engine.narrow_checks import CallCheck
 from distmp.engine.narrow_products import NarrowProducts
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
@@ -91,6 +92,7 @@ from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
 from distmp.quantization import NarrowLayers
+from distmp.quantization.description import describe_formats, is_emulated
 from distmp.scaling import (
     SUMS,
     LossScale,
@@ -238,6 +240,7 @@ class Engine:
             strategy=self.strategy,
             parallel=config.parallel or ParallelConfig(),
         )
+        self._dtypes = self.policy.wide
         self._warn_about_policy()
         if self.policy.output_dtype in SIXTEEN_BIT:
             _leave_losses_outside(model)
@@ -258,6 +261,7 @@ class Engine:
         self.clock = StepClock(self.device)
         formats = self._format_schedule(self._strategy.narrow_layers)
         self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world, formats)
+        self._say_formats()
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
         self._set_up_optimizer(optimizer, schedule)
@@ -284,6 +288,7 @@ class Engine:
         checks = config.first_step_checks
         self._first_step_checks = FirstStepChecks(self.world, self.module) if checks else None
         self._mode_check = ModeCheck(self.model) if checks else None
+        self._call_check = CallCheck(self.narrow_products.layers if checks else None)
         self._has_gradients = False
         # Whether the caller has called `check`.
         self._is_checked = False
@@ -330,6 +335,14 @@ class Engine:
                 logger.warning("precision %s reduces accuracy: %s", self.policy.name, cost)
             if unused := unused_rules(self.policy.loss_scale, self.config.loss_scale):
                 logger.warning("precision %s: %s", self.policy.name, unused)
+
+    def _say_formats(self) -> None:
+        """Log the formats of narrow products; a warning if a GPU emulates them."""
+        layers = self.narrow_products.layers
+        if layers is not None and self.world.rank == 0:
+            slow = self.device.type != "cpu" and is_emulated(layers)
+            level = logging.WARNING if slow else logging.INFO
+            logger.log(level, "precision %s: %s", self.policy.name, describe_formats(layers))
 
     def _set_up_optimizer(
         self, optimizer: OptimizerFactory, schedule: ScheduleFactory | None
@@ -511,7 +524,7 @@ class Engine:
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = moved(batch, self.device)
         with (
-            autocast_context(self.policy, self.device),
+            autocast_context(self._dtypes, self.device),
             explain_batch_errors(batch, self.module),
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))
@@ -729,6 +742,8 @@ class Engine:
         if completed is None:
             return
         self._check_ranks_agree(completed)
+        if warning := self._call_check.warning(completed.narrow_statistics):
+            self._warn(warning, stacklevel=4)
         if self._learning_rates.lacks_metric(self._max_applied):
             self._warn(
                 f"the schedule follows a metric and has had none in {METRIC_UPDATES} updates, so "

@@ -492,7 +492,7 @@ def _shard(
 ) -> None:
     """Shard the blocks, the modules kept in FP32 within each block, and the rest as groups."""
     # FP32, because `_ReduceScatter` converts to the communication dtype.
-    computed = replace(fsdp2_policy(policy, own_accumulator=True), reduce_dtype=torch.float32)
+    computed = replace(fsdp2_policy(policy.wide, own_accumulator=True), reduce_dtype=torch.float32)
     fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     in_fp32 = _with_submodules(kept)

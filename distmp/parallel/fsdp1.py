@@ -249,7 +249,9 @@ def _wrap(
 ) -> FullyShardedDataParallel:
     # FP32, because the communication hook converts to the communication dtype.
     computed = replace(
-        fsdp1_policy(policy, own_accumulator=True), reduce_dtype=torch.float32, buffer_dtype=None
+        fsdp1_policy(policy.wide, own_accumulator=True),
+        reduce_dtype=torch.float32,
+        buffer_dtype=None,
     )
     fp32 = replace(computed, param_dtype=None)
     blocks = {id(block) for block in find_blocks(module, config.sharding.wrap).values()}

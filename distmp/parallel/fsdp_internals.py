@@ -30,6 +30,7 @@ PARAMETER_ATTRIBUTES = (
     "unsharded_accumulated_grad",
     "sharded_param",
     "padded_sharded_param_size",
+    "_module_info",
 )
 # Methods that move a gradient to `unsharded_accumulated_grad`, in the reduce dtype.
 UPCASTS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
@@ -114,11 +115,18 @@ def gathered_shards(unit: nn.Module) -> list[tuple[nn.Parameter, int]]:
     Returns:
         In the order in which FSDP2 copies them to one buffer; padding is counted.
     """
+    # Of the module: FSDP2 knows parameters that replace deferred ones from the first forward on.
     return [
-        (parameter.sharded_param, parameter.padded_sharded_param_size.numel())
+        (_parameter_of_module(parameter), parameter.padded_sharded_param_size.numel())
         for group in _groups_of(unit)
         for parameter in group.fsdp_params
     ]
+
+
+def _parameter_of_module(parameter: Any) -> nn.Parameter:
+    info = parameter._module_info
+    found: nn.Parameter = getattr(info.module, info.param_name)
+    return found
 
 
 def reduce_unused_parameters(model: nn.Module, used: Callable[[nn.Parameter], None]) -> None:

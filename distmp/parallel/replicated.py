@@ -89,7 +89,7 @@ class Replicated(Strategy):
         broadcast_from_rank_zero(module, world)
         named = trainable(module)
         fp32 = {name: parameter.data for name, parameter in named}
-        prepare(module, policy, world.device.type)
+        prepare(module, policy.wide, world.device.type)
         self._shapes: dict[str, torch.Size] = {}
         # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: BufferValues | None = None

@@ -18,6 +18,7 @@ from distmp.precision.builders import (
     ddp_comm_hook,
     fsdp1_policy,
     fsdp2_policy,
+    refuse_narrow,
 )
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32
 from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT, PrecisionPolicy
@@ -41,13 +42,14 @@ def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
         setting: Name of the setting, for the message.
 
     Raises:
-        ConfigError: For "fp8", for which accelerate needs other libraries, and for other words.
+        ConfigError: For "fp8", which only distmp's own loops compute, and for other words.
     """
     if word == "fp8":
         raise ConfigError(
             setting,
             word,
-            "policies have no 8-bit types; use bf16, or accelerate's own Accelerator",
+            "distmp computes 8-bit matrix products only in distmp.Engine and its trainer; use one "
+            "of them, bf16, or accelerate's own Accelerator",
         )
     if word not in POLICIES:
         raise ConfigError(setting, word, nearest(word, POLICIES))
@@ -60,10 +62,11 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
     With a 16-bit word accelerate steps FP32 weights, which a pure policy does not have.
 
     Raises:
-        ConfigError: If outputs have 16 bits, which accelerate casts to FP32, or the loss is scaled
-            for FP32 compute, which accelerate would not unscale, or weights are rounded
-            stochastically, which the engine tells the optimizer to do.
+        ConfigError: If outputs have 16 bits, which accelerate casts to FP32, the loss is scaled for
+            FP32 compute, which accelerate would not unscale, weights are rounded stochastically,
+            which the engine tells the optimizer to do, or matrix products have fewer bits.
     """
+    refuse_narrow(policy)
     if policy.stochastic_rounding:
         raise ConfigError(
             "precision.policy.stochastic_rounding",
@@ -101,6 +104,7 @@ def check_replicated(policy: PrecisionPolicy) -> None:
     Raises:
         ConfigError: For such a policy; the message suggests another one.
     """
+    refuse_narrow(policy)
     if policy.has_masters:
         raise ConfigError(
             "precision.policy",
@@ -169,8 +173,9 @@ def prepare_to_shard(
 
     Raises:
         ConfigError: If the policy keeps modules in FP32 among 16-bit parameters: accelerate shards
-            all modules in the same way.
+            all modules in the same way; or if matrix products have fewer than 16 bits.
     """
+    refuse_narrow(policy)
     if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
         raise _cannot_keep(policy, next(iter(kept)))
     keeps_frozen = mixed_dtypes and policy.compute_dtype in SIXTEEN_BIT

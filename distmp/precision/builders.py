@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
+from distmp.precision.notation import as_mapping
+from distmp.precision.notation import policy as parsed
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import map_tensors
@@ -26,7 +28,12 @@ CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 def autocast_context(
     policy: PrecisionPolicy, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return the context for forward: autocast if the policy uses it, otherwise a null context."""
+    """Return the context for forward: autocast if the policy uses it, otherwise a null context.
+
+    Raises:
+        ConfigError: If matrix products of the policy have fewer than 16 bits.
+    """
+    refuse_narrow(policy)
     if not policy.autocast:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=policy.compute_dtype)
@@ -60,10 +67,12 @@ def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
             sums them in `accumulate_dtype` itself.
 
     Raises:
-        ConfigError: If FSDP would sum microbatches in another dtype than the policy.
+        ConfigError: If FSDP would sum microbatches in another dtype than the policy, or matrix
+            products of the policy have fewer than 16 bits.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    refuse_narrow(policy)
     _check_shards_accumulate("FSDP2", policy, own_accumulator)
     return MixedPrecisionPolicy(
         param_dtype=policy.compute_dtype if policy.casts_parameters else None,
@@ -86,10 +95,12 @@ def fsdp1_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
             sums them in `accumulate_dtype` itself.
 
     Raises:
-        ConfigError: If FSDP would sum microbatches in another dtype than the policy.
+        ConfigError: If FSDP would sum microbatches in another dtype than the policy, or matrix
+            products of the policy have fewer than 16 bits.
     """
     from torch.distributed.fsdp import MixedPrecision
 
+    refuse_narrow(policy)
     _check_shards_accumulate("FSDP1", policy, own_accumulator)
     return MixedPrecision(
         param_dtype=policy.compute_dtype if policy.casts_parameters else None,
@@ -119,8 +130,10 @@ def ddp_comm_hook(policy: PrecisionPolicy) -> CommHook | None:
     module first. The hook then averages gradients in `reduce_dtype`.
 
     Raises:
-        ConfigError: If DDP would sum microbatches in another dtype than the policy.
+        ConfigError: If DDP would sum microbatches in another dtype than the policy, or matrix
+            products of the policy have fewer than 16 bits.
     """
+    refuse_narrow(policy)
     if policy.accumulate_dtype != policy.module_dtype:
         _refuse(
             policy,
@@ -148,6 +161,27 @@ def _averaging_hook(dtype: torch.dtype) -> CommHook:
     return lambda group, bucket: average(group, bucket)
 
 
+def refuse_narrow(policy: PrecisionPolicy) -> None:
+    """Refuse a policy with matrix products of fewer than 16 bits, which only the engine computes.
+
+    Raises:
+        ConfigError: For such a policy.
+    """
+    if policy.is_narrow:
+        _refuse(
+            policy,
+            "has matrix products with fewer than 16 bits, which only distmp.Engine and the trainer "
+            f"compute; use one of them, or here {_without_formats(policy)!r}",
+        )
+
+
+def _without_formats(policy: PrecisionPolicy) -> str:
+    """Return the name or the text of the policy with the same dtypes and no formats."""
+    keys = as_mapping(policy.wide)
+    del keys["name"]
+    return parsed(keys).name
+
+
 def _refuse(policy: PrecisionPolicy, problem: str) -> NoReturn:
     raise ConfigError("precision.policy", policy.name, problem)
 
@@ -164,8 +198,10 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
         device_type: Device type of the module: "cuda", "cpu".
 
     Raises:
-        ConfigError: If `keep_fp32` does not fit the module.
+        ConfigError: If `keep_fp32` does not fit the module, or matrix products of the policy have
+            fewer than 16 bits.
     """
+    refuse_narrow(policy)
     dtypes = storage_dtypes(module, policy)
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])

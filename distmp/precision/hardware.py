@@ -1,4 +1,4 @@
-"""Selects the policy that a device computes natively."""
+"""Selects the policy that a device computes natively, and says what a device lacks for a policy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from distmp.precision.policy import PrecisionPolicy
 BF16_CAPABILITY = (8, 0)
 FP16_CAPABILITY = (7, 0)
 TF32_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
+# Tensor cores that apply the scale of each block of 32 (MXFP8) or 16 values (NVFP4).
+BLOCK_SCALES_CAPABILITY = (10, 0)
 
 # CPU features that compute with the dtype, as the kernel lists them.
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -35,8 +38,8 @@ class Resolution(NamedTuple):
 def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
     """Resolve "auto" to the policy that `device` computes natively; return other policies as is.
 
-    A requested policy runs on every device with its dtypes. If the device only emulates them, or
-    has no TF32, the reason states it.
+    A requested policy runs on every device with its dtypes and formats. If the device only emulates
+    them, or has no TF32, the reason states it. "auto" never selects fewer than 16 bits.
 
     Args:
         requested: A policy, the name of a preset, its text or mapping (see `distmp.policy`), or
@@ -86,6 +89,10 @@ def native_dtypes(device: torch.device) -> list[torch.dtype]:
 
 def _resolve_cuda(device: torch.device) -> Resolution:
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
+    if capability >= FP8_CAPABILITY:
+        # Fewer bits than 16 change the training, so they are never chosen automatically.
+        faster = "fp8 may be faster: distmp calibrate --formats fp8"
+        return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively; {faster}")
     if capability >= BF16_CAPABILITY:
         return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively")
     if capability >= FP16_CAPABILITY:
@@ -110,6 +117,8 @@ def _cuda_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
     if not torch.cuda.is_available():
         return ""
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
+    if chosen.is_narrow and capability < _narrow_capability(chosen):
+        return _emulates(gpu, chosen)
     if chosen.compute_dtype == torch.bfloat16 and capability < BF16_CAPABILITY:
         return f"{gpu} only emulates bfloat16, which is slow"
     if chosen.compute_dtype == torch.float16 and capability < FP16_CAPABILITY:
@@ -124,11 +133,24 @@ def _cpu_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
         return ""
     if chosen.tf32:
         return "a CPU has no TF32, so products keep all bits of float32"
+    if chosen.is_narrow:
+        return _emulates("a CPU", chosen)
     if chosen.compute_dtype == torch.bfloat16 and not _cpu_features(BF16_INSTRUCTIONS):
         return "this CPU only emulates bfloat16, which is slow"
     if chosen.compute_dtype == torch.float16 and not _cpu_features(FP16_INSTRUCTIONS):
         return "this CPU only emulates float16, which is slow"
     return ""
+
+
+def _narrow_capability(chosen: PrecisionPolicy) -> tuple[int, int]:
+    """Return the first compute capability with tensor cores for the narrow products of a policy."""
+    in_blocks = chosen.scaling.startswith("block")
+    return BLOCK_SCALES_CAPABILITY if in_blocks else FP8_CAPABILITY
+
+
+def _emulates(device: str, chosen: PrecisionPolicy) -> str:
+    bits = 4 if chosen.scaling == "block16" else 8
+    return f"{device} only emulates {bits}-bit matrix products: slow, for tests and planning"
 
 
 def _gpu(device: torch.device) -> str:

@@ -48,7 +48,7 @@ _OTHER_NAMES = {
     "has FP32 master weights",
     **dict.fromkeys(("16", "float16", "half"), _FP16),
     "bfloat16": _BF16,
-    **dict.fromkeys(("float8", "fp8-tensorwise", "tensorwise"), "use 'fp8'"),
+    **dict.fromkeys(("float8", "fp8-tensorwise", "tensorwise", "transformer-engine"), "use 'fp8'"),
     **dict.fromkeys(("rowwise", "fp8_rowwise", "float8-rowwise"), "use 'fp8-rowwise'"),
     **dict.fromkeys(("mxfp8_e4m3", "mx", "mxfp8-cublas"), "use 'mxfp8'"),
     **dict.fromkeys(("fp4", "mxfp4"), "use 'nvfp4'"),

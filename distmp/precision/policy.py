@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -122,6 +122,14 @@ class PrecisionPolicy:
     def is_narrow(self) -> bool:
         """Whether any matrix product of linear layers has operands of fewer than 16 bits."""
         return any((self.forward_format, self.grad_format, self.wgrad_format))
+
+    @property
+    def wide(self) -> PrecisionPolicy:
+        """This policy with all matrix products in the compute dtype."""
+        if not self.is_narrow:
+            return self
+        formats = {"forward_format": None, "grad_format": None, "wgrad_format": None}
+        return replace(self, **formats, scaling="tensor", hp=())  # type: ignore[arg-type]
 
     @property
     def module_dtype(self) -> torch.dtype:

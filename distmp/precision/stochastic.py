@@ -45,6 +45,25 @@ def random_bits(index: Tensor, *, seed: int, step: Tensor | int, parameter: int)
     key = int.from_bytes(digest[:8], "little", signed=True)
     number = torch.as_tensor(step, device=index.device).to(torch.int64)
     stream = _mixed(number * _INCREMENT + key)
+    return _bits_of_stream(index, stream)
+
+
+def uniform(shape: torch.Size, key: Tensor) -> Tensor:
+    """Return random numbers for stochastic rounding, a function of the key and the element.
+
+    Args:
+        shape: Shape of the result.
+        key: Any number, int64, 0-dim.
+
+    Returns:
+        FP32 from 0 to below 1, on the device of the key.
+    """
+    index = torch.arange(shape.numel(), dtype=torch.int64, device=key.device)
+    bits = _bits_of_stream(index, _mixed(key * _INCREMENT))
+    return ((bits >> 8).to(torch.float32) * 2.0**-24).reshape(shape)
+
+
+def _bits_of_stream(index: Tensor, stream: Tensor) -> Tensor:
     return (_mixed(index * _INCREMENT + stream) >> 32) & 0xFFFFFFFF
 
 

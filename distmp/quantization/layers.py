@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from types import MethodType
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.precision.policy import PrecisionPolicy
+from distmp.precision.stochastic import parameter_id
 from distmp.quantization.counts import STATISTICS
 from distmp.quantization.linear import (
     OPERANDS,
@@ -44,7 +44,7 @@ class NarrowLayers:
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
-        salts = [zlib.crc32(name.encode()) for name in self.modules]
+        salts = [parameter_id(f"{name}.weight") for name in self.modules]
         self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
         self._keys = self._salts.clone()
         formats = product_formats(policy)

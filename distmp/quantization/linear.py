@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distmp.precision.stochastic import uniform
 from distmp.quantization.counts import Counts, LayerCounts
 from distmp.quantization.hadamard import hadamard, random_transform
-from distmp.quantization.noise import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
 from distmp.quantization.products import choose_product
 
@@ -98,7 +98,7 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowS
     """
     counts = state.counts if torch.is_grad_enabled() else None
     y: Tensor = _NarrowLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class _NarrowLinear(torch.autograd.Function):
@@ -121,23 +121,22 @@ class _NarrowLinear(torch.autograd.Function):
             return F.linear(x, weight, bias)
         inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, INPUT))
         weights = _weight(weight, formats, state.largest, _row(counts, WEIGHT))
-        y = state.product(inputs, weights)
-        if bias is not None:
-            y = y + bias  # FP32, unless the kernel has rounded the product
-        return y.to(x.dtype)
+        if bias is None:
+            return state.product(inputs, weights, x.dtype)
+        return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx = _input_gradient(ctx, dy, weight).to(x.dtype) if needs_x else None
-        dw = _weight_gradient(ctx, dy, x).to(weight.dtype) if needs_weight else None
+        dx = _input_gradient(ctx, dy, weight) if needs_x else None
+        dw = _weight_gradient(ctx, dy, x) if needs_weight else None
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None
 
 
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
-    formats, counts = ctx.formats, ctx.counts
+    formats, counts, dtype = ctx.formats, ctx.counts, dy.dtype
     if formats.grad is None:
         return dy @ weight
     not_counted = _row(counts, WEIGHT) if formats.forward is None else None
@@ -150,17 +149,18 @@ def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
     gradients = quantize(
         dy, formats.grad, formats.scaling, uniform=noise, counts=_row(counts, GRAD)
     )
-    return ctx.state.product(gradients, weights.transposed())
+    return ctx.state.product(gradients, weights.transposed(), dtype)
 
 
 def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
-    formats, counts = ctx.formats, ctx.counts
+    formats, counts, dtype = ctx.formats, ctx.counts, dy.dtype
     if formats.wgrad is None:
         return dy.t() @ x
     dy, x = dy.float(), x.float()
-    # The sum is over tokens, in whole blocks; kernels of FP8 products need a multiple of 16.
+    # The sum is over tokens, in whole blocks; kernels of FP8 products need a multiple of 16. A
+    # microbatch without tokens has one block of zeros.
     size = BLOCK_SIZES.get(formats.scaling, 16)
-    if padding := -len(x) % size:
+    if padding := -len(x) % size if len(x) else size:
         dy, x = F.pad(dy, (0, 0, 0, padding)), F.pad(x, (0, 0, 0, padding))
     if formats.scaling == "block16":
         transform = ctx.state.transform
@@ -171,7 +171,7 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
         dy, formats.wgrad, formats.scaling, uniform=noise, counts=_row(counts, WGRAD_GRAD)
     )
     inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, WGRAD_INPUT))
-    return ctx.state.product(gradients, inputs)
+    return ctx.state.product(gradients, inputs, dtype)
 
 
 def _weight(

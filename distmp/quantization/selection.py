@@ -19,7 +19,7 @@ _BLOCKS = re.compile(r"(first|last)(\d+)(%?)")
 # GPU kernels of FP8 products need feature counts that are multiples of this.
 _MULTIPLE = 16
 # Words of `hp` that a model does not need to have anything for.
-_OPTIONAL = ("head", "embedding")
+OPTIONAL = ("head", "embedding")
 
 
 class Selection(NamedTuple):
@@ -106,7 +106,7 @@ def _matched(model: nn.Module, pattern: str, blocks: Sequence[str]) -> Iterator[
         yield from _tied_to_embeddings(model)
         return
     else:
-        optional = pattern in _OPTIONAL
+        optional = pattern in OPTIONAL
         tops = [*matching_modules(model, pattern, "precision.policy.hp", optional=optional)]
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear) and any(_is_inside(name, top) for top in tops):

@@ -70,6 +70,11 @@ class StepRecord:
         formats: The formats of narrow products, if `precision.phases` or `precision.guard` may
             change them: the number of the `phase` (0: none has begun), the number of `widened`
             products, and `changes` with this step, as text.
+        narrow_operands: How well the operands of narrow products fit their formats, in the steps
+            of `log.every`: by "input", "weight", "grad", "wgrad_input" and "wgrad_grad" the shares
+            "saturated" (or not finite) and "underflowed" (rounded to zero) over all ranks, the
+            "largest" magnitude on the first rank, and the layers that are "most_saturated" and
+            "most_underflowed".
     """
 
     step: int
@@ -94,6 +99,7 @@ class StepRecord:
     validation_metrics: dict[str, float] | None = None
     layer_grad_norms: dict[str, float] | None = None
     formats: dict[str, Any] | None = None
+    narrow_operands: dict[str, Any] | None = None
 
 
 class RecordWriter:

@@ -136,7 +136,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
 
     The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
     `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`. The phase of formats and the
-    number of widened products are `formats/phase` and `formats/widened`.
+    number of widened products are `formats/phase` and `formats/widened`, and a share of narrow
+    operands is `narrow_operands/CLASS/NAME`.
     """
     values = dataclasses.asdict(record)
     del values["step"]
@@ -147,6 +148,9 @@ def scalars(record: StepRecord) -> dict[str, float]:
         values[f"layer_grad_norms/{name}"] = value
     for name, value in (record.formats or {}).items():
         values[f"formats/{name}"] = value
+    for operand, statistics in (record.narrow_operands or {}).items():
+        for name in ("saturated", "underflowed", "largest"):
+            values[f"narrow_operands/{operand}/{name}"] = statistics[name]
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in values.items()

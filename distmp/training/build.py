@@ -19,6 +19,7 @@ from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
 from distmp.optim import Muon
 from distmp.parallel.memory import Option
+from distmp.quantization.description import describe_formats, formats_record
 from distmp.telemetry import Console
 from distmp.training import manifest
 from distmp.training.accelerate_launch import overridden_options
@@ -128,7 +129,7 @@ def _build_run(
     directory = _choose_directory(config, world, restarts, checkpoint, choice)
     for line in _summary(chosen, world, components, engine, parameters, strategy_reason):
         console.message(line)
-    _record_start(config, world, console, directory, checkpoint, progress.step)
+    _record_start(config, world, console, directory, checkpoint, progress.step, engine)
     if checkpoint is not None:
         if progress.step >= config.steps:
             # `steps` would change the learning rates of later steps, and there are none.
@@ -229,6 +230,8 @@ def _summary(
         f"model: {config.model.name}, {parameters}; "
         f"precision {engine.policy.name} ({engine.policy_reason})"
     )
+    if engine.narrow_products.layers is not None:
+        yield f"formats: {describe_formats(engine.narrow_products.layers)}"
     yield (
         f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
         f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
@@ -269,6 +272,7 @@ def _record_start(
     directory: RunDirectory,
     checkpoint: store.StoredCheckpoint | None,
     step: int,
+    engine: Engine,
 ) -> None:
     """Write the configuration and the manifest, and print the folder of the run."""
     console.message(f"run directory: {directory.path}")
@@ -283,11 +287,13 @@ def _record_start(
         try_to_write(
             directory.config, lambda path: settings.write_yaml(config, path), console.message
         )
+    layers = engine.narrow_products.layers
     manifest.record(
         directory.manifest,
         world,
         settings.to_mapping(config),
         first_step=step,
+        narrow_products=None if layers is None else formats_record(layers),
     )
 
 

@@ -33,7 +33,13 @@ class ManifestError(DistmpError, ValueError):
     """A file that is not a manifest."""
 
 
-def record(path: Path, world: World, configuration: Mapping[str, Any], first_step: int = 0) -> None:
+def record(
+    path: Path,
+    world: World,
+    configuration: Mapping[str, Any],
+    first_step: int = 0,
+    narrow_products: Mapping[str, Any] | None = None,
+) -> None:
     """Add this start of a run to its manifest; every rank has to call it, rank 0 writes.
 
     Args:
@@ -41,6 +47,8 @@ def record(path: Path, world: World, configuration: Mapping[str, Any], first_ste
         world: The ranks.
         configuration: The resolved configuration, nested.
         first_step: Steps done before this start.
+        narrow_products: Which products have fewer than 16 bits, see
+            `distmp.quantization.description.formats_record`; None if none has.
 
     Raises:
         SetupError: On every rank, if the file exists and is not a manifest.
@@ -50,7 +58,8 @@ def record(path: Path, world: World, configuration: Mapping[str, Any], first_ste
 
     def write(path: Path) -> None:
         start = describe_start(configuration)
-        append(path, {**start, "first_step": first_step, "ranks": ranks})
+        narrow = {} if narrow_products is None else {"narrow_products": narrow_products}
+        append(path, {**start, **narrow, "first_step": first_step, "ranks": ranks})
 
     world.ranks.from_rank_0(lambda: try_to_write(path, write, logger.warning))
 

@@ -41,7 +41,7 @@ def activation_bytes(
         device: The device of a rank.
     """
     module = _fake_copy(parts.model, policy, device)
-    prepare(module, policy, device.type)
+    prepare(module, policy.wide, device.type)
     prepare_blocks(module, ParallelConfig(config.sharding, config.activation_checkpointing))
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -52,7 +52,7 @@ def activation_bytes(
         live.label([*module.parameters(), *module.buffers(), *tensors], PARAMETERS)
         live.phase = ACTIVATIONS
         live.start()
-        with autocast_context(policy, device):
+        with autocast_context(policy.wide, device):
             loss, _ = parts.loss(module, batch)
         loss.float().backward()
     return sum(live.peak.values()) - live.peak.get(PARAMETERS, 0)

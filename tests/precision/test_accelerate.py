@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from distmp.errors import ConfigError
-from distmp.precision import PRESETS, policy
+from distmp.precision import PRESETS, PrecisionPolicy, policy
 from distmp.precision.accelerate import (
     autocast_kwargs,
     check_replicated,
@@ -35,7 +36,23 @@ WANTED: dict[str, tuple[str, bool, torch.dtype | None, str]] = {
 
 
 def test_every_preset_is_expected() -> None:
-    assert PRESETS.keys() == {text.partition(",")[0] for text in WANTED}
+    wide = {name for name, preset in PRESETS.items() if not preset.is_narrow}
+    assert wide == {text.partition(",")[0] for text in WANTED}
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].is_narrow])
+@pytest.mark.parametrize(
+    "build",
+    [
+        mixed_precision,
+        check_replicated,
+        fsdp_plugin,
+        lambda built: prepare_to_shard(nn.Linear(16, 16), built, "cpu", mixed_dtypes=True),
+    ],
+)
+def test_narrow_products_are_refused(build: Callable[[PrecisionPolicy], Any], name: str) -> None:
+    with pytest.raises(ConfigError, match="fewer than 16 bits, which only"):
+        build(policy(name))
 
 
 @pytest.mark.parametrize("text", WANTED)

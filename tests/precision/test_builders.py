@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,7 +54,7 @@ class Module(nn.Module):
 def call(preset: PrecisionPolicy) -> tuple[Module, Output]:
     module = Module(preset.compute_dtype if preset.casts_parameters else FP32)
     cast_inputs_and_outputs(module, preset)
-    with autocast_context(preset, CPU):
+    with autocast_context(preset.wide, CPU):
         output = module(
             torch.ones(2, 3), mask=torch.tensor([True]), nested={"a": [torch.ones(2)]}, k=3
         )
@@ -152,7 +154,37 @@ EXPECTED = {
 
 
 def test_every_preset_is_expected() -> None:
-    assert set(PRESETS) < set(EXPECTED)
+    wide = {name for name, preset in PRESETS.items() if not preset.is_narrow}
+    assert wide < set(EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        *((name, "bf16") for name, preset in PRESETS.items() if preset.is_narrow),
+        ("mxfp8,autocast=true", "bf16-autocast"),
+        ("fp8,reduce=bf16", "compute=bf16,reduce=bf16"),
+    ],
+)
+def test_narrow_products_are_refused_in_one_message(text: str, instead: str) -> None:
+    built, module = policy(text), nn.Linear(16, 16)
+    builders: list[Callable[[], Any]] = [
+        lambda: autocast_context(built, CPU),
+        lambda: fsdp1_policy(built, own_accumulator=True),
+        lambda: fsdp2_policy(built),
+        lambda: ddp_comm_hook(built),
+        lambda: prepare(module, built, "cpu"),
+    ]
+    for build in builders:
+        with pytest.raises(ConfigError) as caught:
+            build()
+        assert str(caught.value) == (
+            f"precision.policy = {text!r}: has matrix products with fewer than 16 bits, which only "
+            f"distmp.Engine and the trainer compute; use one of them, or here {instead!r}"
+        )
+    # What the message suggests has the same dtypes.
+    assert replace(policy(instead), name=built.name) == built.wide
+    assert module.weight.dtype == FP32
 
 
 @pytest.mark.parametrize(("text", "expected"), EXPECTED.items(), ids=EXPECTED)

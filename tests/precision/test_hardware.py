@@ -9,6 +9,7 @@ from distmp.errors import ConfigError
 from distmp.precision import PrecisionPolicy, policy, resolve
 
 CPU = torch.device("cpu")
+EMULATES = "only emulates {}-bit matrix products: slow, for tests and planning"
 
 
 @pytest.mark.parametrize(
@@ -19,9 +20,10 @@ CPU = torch.device("cpu")
         ((7, 0), "fp16", "only emulates bfloat16"),
         ((7, 5), "fp16", "only emulates bfloat16"),
         ((8, 0), "bf16", "computes bfloat16 natively"),
-        ((8, 9), "bf16", "computes bfloat16 natively"),
-        ((9, 0), "bf16", "computes bfloat16 natively"),
-        ((12, 0), "bf16", "computes bfloat16 natively"),
+        ((8, 6), "bf16", "computes bfloat16 natively"),
+        ((8, 9), "bf16", "natively; fp8 may be faster: distmp calibrate --formats fp8"),
+        ((9, 0), "bf16", "natively; fp8 may be faster: distmp calibrate --formats fp8"),
+        ((12, 0), "bf16", "natively; fp8 may be faster: distmp calibrate --formats fp8"),
     ],
 )
 def test_auto_on_cuda(
@@ -34,6 +36,7 @@ def test_auto_on_cuda(
     major, minor = capability
     assert found.reason.startswith(f"GPU 3 (compute capability {major}.{minor}) ")
     assert reason in found.reason
+    assert ("fp8" in found.reason) == ("fp8" in reason)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
         ("fp16-autocast", "avx512_fp16", "configured"),
         ("fp16", "amx_bf16", "configured; this CPU only emulates float16, which is slow"),
         ("tf32", "amx_bf16", "configured; a CPU has no TF32, so products keep all bits of float32"),
+        ("fp8", "amx_bf16", f"configured; a CPU {EMULATES.format(8)}"),
+        ("mxfp8", "avx2", f"configured; a CPU {EMULATES.format(8)}"),
+        ("nvfp4", "amx_bf16", f"configured; a CPU {EMULATES.format(4)}"),
     ],
 )
 def test_what_a_cpu_cannot_do_is_said(
@@ -105,6 +111,14 @@ def test_what_a_cpu_cannot_do_is_said(
         ("tf32", (8, 0), ""),
         ("tf32", (7, 5), "has no TF32, so products keep all bits of float32"),
         ("fp32", (3, 5), ""),
+        ("fp8", (7, 0), EMULATES.format(8)),
+        ("fp8", (8, 6), EMULATES.format(8)),
+        ("fp8", (8, 9), ""),
+        ("fp8-rowwise", (9, 0), ""),
+        ("mxfp8", (9, 0), EMULATES.format(8)),
+        ("mxfp8", (10, 0), ""),
+        ("nvfp4", (9, 0), EMULATES.format(4)),
+        ("nvfp4", (12, 0), ""),
     ],
 )
 def test_what_a_gpu_cannot_do_is_said(

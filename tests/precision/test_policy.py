@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+import re
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any, Literal
 
 import pytest
@@ -13,9 +14,18 @@ from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
 from distmp.precision.builders import autocast_context, prepare
 from distmp.precision.policy import dtype_word
+from distmp.quantization import narrow_layers
 from distmp.utils.dtypes import dtype_name
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+# Formats of forward, grad and wgrad, the scales, and the wide layers.
+NARROW = {
+    "fp8": ("e4m3", "e5m2", "e5m2", "tensor", ("head", "embedding")),
+    "fp8-rowwise": ("e4m3", "e4m3", "e4m3", "row", ("head", "embedding")),
+    "mxfp8": ("e4m3", "e4m3", "e4m3", "block32", ("head", "embedding")),
+    "nvfp4": ("e2m1", "e2m1", "e2m1", "block16", ("head", "embedding", "last15%")),
+}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +74,27 @@ def test_no_preset_is_left_untested() -> None:
     assert list(PRESETS) == [
         *("fp32", "tf32", "bf16", "bf16-autocast", "bf16-pure"),
         *("fp16", "fp16-autocast", "fp16-static"),
+        *NARROW,
     ]
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_presets(name: str) -> None:
+    forward, grad, wgrad, scaling, hp = NARROW[name]
+    expected = PrecisionPolicy(
+        name,
+        compute_dtype=BF16,
+        forward_format=forward,
+        grad_format=grad,
+        wgrad_format=wgrad,
+        scaling=scaling,
+        hp=hp,
+    )
+    assert policy(name) == expected
+    assert expected.is_narrow
+    # Everything else is as in bf16.
+    assert replace(expected.wide, name="bf16") == policy("bf16")
+    assert policy("bf16").wide is policy("bf16")
 
 
 B, H = {"compute_dtype": BF16}, {"compute_dtype": FP16, "loss_scale": "dynamic"}
@@ -140,9 +170,9 @@ def test_bad_policies_are_refused_with_one_message(
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 2)
+        self.first = nn.Linear(32, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = x.dtype
@@ -162,6 +192,11 @@ _CHANGES = {
     "cast_inputs": st.booleans(),
     "tf32": st.booleans(),
     "stochastic_rounding": st.booleans(),
+    "forward_format": st.sampled_from([None, "e4m3", "e5m2", "e2m1", "e3m4"]),
+    "grad_format": st.sampled_from([None, "e4m3", "e5m2", "e2m1"]),
+    "wgrad_format": st.sampled_from([None, "e4m3", "e5m2", "e2m1"]),
+    "scaling": st.sampled_from(["tensor", "row", "block32", "block16", "block"]),
+    "hp": st.sampled_from([(), ("head",), ("first", "head"), ("hea",), ["head"], ("first1",)]),
 }
 
 
@@ -179,14 +214,16 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
     model = Model()
     try:
         built = PrecisionPolicy(**fields)
-        prepare(model, built, "cpu")
+        # As the engine does, which alone computes narrow products.
+        narrow = narrow_layers(model, built, [], torch.device("cpu"))
+        prepare(model, built.wide, "cpu")
     except ConfigError as refused:
         message = str(refused)
     else:
         message = ""
     if message:
         event("refused")
-        assert message.startswith("precision.policy.")
+        assert re.match(r"precision\.policy[. ]", message)
         assert "\n" not in message
         return
     event("runs")
@@ -196,8 +233,8 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
     for name in ("first", "head"):
         part = model.get_submodule(name)
         part.register_forward_hook(lambda _, x, y, name=name: seen.update({name: y.dtype}))
-    x = torch.ones(3, 3, dtype=FP32 if built.cast_inputs else held)
-    with autocast_context(built, torch.device("cpu")):
+    x = torch.ones(3, 32, dtype=FP32 if built.cast_inputs else held)
+    with autocast_context(built.wide, torch.device("cpu")):
         output = model(x)
     output.sum().backward()
     assert model.seen == held
@@ -206,6 +243,9 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
     kept = {name for name in ("first", "norm", "head") if name in patterns}
     if built.buffer_dtype in (None, FP32):
         kept.add("norm")
+    assert (narrow is not None) == built.is_narrow
+    if narrow is not None:
+        assert {*narrow.modules} == {"first", "head"} - kept - {*built.hp}
     for name, parameter in model.named_parameters():
         expected = FP32 if name.partition(".")[0] in kept else held
         assert parameter.dtype == expected, name

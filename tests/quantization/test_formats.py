@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -38,7 +39,7 @@ def test_values_are_rounded_to_the_nearest_number(name: str, values: list[float]
 @pytest.mark.parametrize("name", NAMES)
 def test_ties_and_numbers_of_the_format(name: str) -> None:
     known = oracle.numbers(name)
-    middles = [(a + b) / 2 for a, b in zip(known, known[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(known)]
     values = torch.tensor([*known, *middles])
     expected = torch.tensor([oracle.rounded(value.item(), name) for value in values])
     assert torch.equal(round_to_nearest(values, FORMATS[name]), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_rounded_weight_is_not_changed_by_rounding_it_again(scaling: str, name
 def test_shards_have_the_scales_of_the_full_weight(scaling: str, name: str) -> None:
     weight = random(70, 64)
     bounds = [0, 9, 9, 41, 70]
-    shards = [weight[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    shards = [weight[a:b] for a, b in itertools.pairwise(bounds)]
     found = [
         largest_in_weight(shard, scaling, first_row=first, rows=70)
         for shard, first in zip(shards, bounds, strict=False)
@@ -189,3 +190,14 @@ def test_the_scale_of_an_operand_keeps_the_relative_error(scaling: str, name: st
         error = (quantize(scaled, name, scaling).dequantized().double() - scaled.double()).norm()
         assert error < limit * scaled.double().norm()
         assert error > 0
+
+
+@EACH
+def test_a_product_in_bfloat16_is_rounded_once(scaling: str, name: str) -> None:
+    a, b = random(48, 1024), random(32, 1024, seed=1)
+    first, second = quantize(a, name, scaling), quantize_weight(b, name, scaling)
+    product = emulated_product(first, second, torch.bfloat16)
+    assert product.dtype == torch.bfloat16
+    exact = first.dequantized().double() @ second.dequantized().double().t()
+    bound = exact.abs() * 2.0**-8 + 1e-5 * exact.abs().max()
+    assert ((product.double() - exact).abs() <= bound).all()

@@ -99,5 +99,5 @@ def test_errors(text: str, problem: str) -> None:
 def test_a_model_without_blocks_or_layers() -> None:
     with pytest.raises(ConfigError, match="its blocks are unknown"):
         selected("fp8,hp=first1", nn.Sequential(nn.Linear(32, 32)), blocks=[])
-    with pytest.raises(ConfigError, match="the model has no nn.Linear"):
+    with pytest.raises(ConfigError, match=r"the model has no nn\.Linear"):
         selected("fp8", nn.Sequential(nn.LayerNorm(32)))

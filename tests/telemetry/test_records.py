@@ -71,7 +71,10 @@ def test_round_trip(records: list[StepRecord]) -> None:
     ]
     expected = [
         dataclasses.replace(
-            item, overflow=_named(item.overflow), divergence=_named(item.divergence)
+            item,
+            overflow=_named(item.overflow),
+            divergence=_named(item.divergence),
+            narrow_operands=_named(item.narrow_operands),
         )
         for item in records
     ]

@@ -88,7 +88,12 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     warnings: list[str] = []
     loggers = start([NAME], tmp_path, warnings)
     loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
-    more = {"validation_metrics": {"accuracy": 0.75}, "layer_grad_norms": {"blocks.0": 2.5}}
+    weight = {"saturated": 0.0, "underflowed": 0.25, "largest": 8.0, "most_saturated": None}
+    more = {
+        "validation_metrics": {"accuracy": 0.75},
+        "layer_grad_norms": {"blocks.0": 2.5},
+        "narrow_operands": {"weight": weight},
+    }
     loggers.write(record(step=2, validation_loss=1.5, unit="sample", **more))
     loggers.close()
     project, _, configuration, first, second, finished = calls(tmp_path)
@@ -101,7 +106,8 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     assert (second[0], second[1]["validation_loss"]) == (2, 1.5)
     assert second[1]["validation_accuracy"] == 0.75
     assert second[1]["layer_grad_norms/blocks.0"] == 2.5
-    assert {"validation_metrics", "layer_grad_norms"}.isdisjoint(second[1])
+    assert second[1]["narrow_operands/weight/underflowed"] == 0.25
+    assert {"validation_metrics", "layer_grad_norms", "narrow_operands"}.isdisjoint(second[1])
     assert first[1]["tokens_per_second"] == second[1]["samples_per_second"] == 12345.0
     assert "samples_per_second" not in first[1]
     assert finished == ["finished"]

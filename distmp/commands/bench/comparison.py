@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from distmp.utils.units import bytes_text
 
 # Policies within this factor of the fastest count as equally fast, because of noise.
 SAME_SPEED = 1.05
+# A final loss agrees with that of the reference if it differs by at most this number of standard
+# deviations of the reference's final losses over seeds: another seed changes it as much.
+DEVIATIONS = 2.0
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class PolicyResult:
         seconds: Duration of every step after the warm-up.
         memory_bytes: Maximum over the ranks of the additional peak memory.
         skipped: Number of skipped steps.
+        held_out: Loss on held-out samples after the last step; None if it was not computed.
     """
 
     reason: str
@@ -32,6 +37,12 @@ class PolicyResult:
     seconds: tuple[float, ...]
     memory_bytes: int
     skipped: int
+    held_out: float | None = None
+
+    @property
+    def final_loss(self) -> float:
+        """The loss on held-out samples, if it was computed, or else `last_loss`."""
+        return self.last_loss if self.held_out is None else self.held_out
 
     @property
     def last_loss(self) -> float:
@@ -64,12 +75,14 @@ class Comparison:
         world_size: Number of ranks.
         tolerance: Largest accepted relative difference of the last loss from the reference.
         results: The result of each policy, by its name.
+        seeds: The results of the reference with other seeds.
     """
 
     steps: int
     world_size: int
     tolerance: float
     results: dict[str, PolicyResult | PolicyRefused]
+    seeds: tuple[PolicyResult, ...] = ()
 
     @property
     def measured(self) -> dict[str, PolicyResult]:
@@ -81,12 +94,32 @@ class Comparison:
         first = next(iter(self.measured.values())).last_loss
         return abs(self.measured[name].last_loss - first) / abs(first) if first else math.nan
 
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the final losses of the reference over seeds, its own included."""
+        losses = [one.final_loss for one in (next(iter(self.measured.values())), *self.seeds)]
+        return statistics.stdev(losses) if all(map(math.isfinite, losses)) else math.nan
+
+    def excess(self, name: str) -> float:
+        """Return how much larger a policy's final loss is than that of the reference."""
+        return self.measured[name].final_loss - next(iter(self.measured.values())).final_loss
+
+    def agrees(self, name: str) -> bool:
+        """Return whether a policy's loss agrees with that of the reference.
+
+        With other seeds, final losses differ by at most `DEVIATIONS` times the noise; without, last
+        losses differ by at most `tolerance`.
+        """
+        if self.seeds:
+            return abs(self.excess(name)) <= DEVIATIONS * self.noise
+        return self.difference(name) <= self.tolerance
+
     def recommendation(self) -> tuple[str | None, str]:
         """Return the recommended policy and the reason; None if no policy is accurate enough.
 
         It is the fastest of the accurate policies; of equally fast ones, the one with least memory.
         """
-        accurate = {n: m for n, m in self.measured.items() if self.difference(n) <= self.tolerance}
+        accurate = {name: one for name, one in self.measured.items() if self.agrees(name)}
         if not accurate:
             return None, "no policy ran with a finite loss"
         fastest = min(one.step_seconds for one in accurate.values())
@@ -94,9 +127,8 @@ class Comparison:
         best = min(fast, key=lambda name: (fast[name].memory_bytes, fast[name].step_seconds))
         excluded = [name for name in self.measured if name not in accurate]
         note = f"; {', '.join(excluded)} has a different loss" if excluded else ""
-        return best, (
-            f"least memory of the fastest policies whose loss is within {self.tolerance:.1%}{note}"
-        )
+        within = "the noise between seeds" if self.seeds else f"{self.tolerance:.1%}"
+        return best, f"least memory of the fastest policies whose loss is within {within}{note}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
@@ -106,19 +138,36 @@ class Comparison:
             "world_size": self.world_size,
             "recommended": recommended,
             "reason": reason,
+            "noise": self._noise_as_json(),
             "policies": {
                 name: {"refused": one.reason}
                 if isinstance(one, PolicyRefused)
                 else {
                     "reason": one.reason,
-                    "losses": [loss if math.isfinite(loss) else None for loss in one.losses],
+                    "losses": [_finite(loss) for loss in one.losses],
                     "step_seconds": one.step_seconds,
                     "memory_bytes": one.memory_bytes,
                     "skipped": one.skipped,
+                    "final_loss": _finite(one.final_loss),
+                    "agrees": self.agrees(name),
                 }
                 for name, one in self.results.items()
             },
         }
+
+    def _noise_as_json(self) -> dict[str, Any] | None:
+        if not self.seeds:
+            return None
+        return {
+            "final_losses": [_finite(one.final_loss) for one in self.seeds],
+            "standard_deviation": _finite(self.noise),
+            "accepted_deviations": DEVIATIONS,
+        }
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinities and no NaN."""
+    return number if math.isfinite(number) else None
 
 
 def report(compared: Comparison) -> str:
@@ -150,7 +199,26 @@ def report(compared: Comparison) -> str:
     ranks = "1 rank" if compared.world_size == 1 else f"{compared.world_size} ranks"
     recommended, reason = compared.recommendation()
     advice = f"use {recommended}: {reason}" if recommended else f"nothing to recommend: {reason}"
-    return "\n".join([f"{compared.steps} steps on {ranks}", *lines, advice])
+    return "\n".join([f"{compared.steps} steps on {ranks}", *lines, *_agreement(compared), advice])
+
+
+def _agreement(compared: Comparison) -> Iterator[str]:
+    """Yield whether the loss of each policy is that of the reference, up to the noise."""
+    if not compared.seeds:
+        return
+    reference, *others = compared.measured
+    first = compared.measured[reference]
+    kind = "loss of the last quarter" if first.held_out is None else "held-out loss"
+    yield (
+        f"noise: the {kind} under {reference}, {first.final_loss:.4f}, has a standard deviation of "
+        f"{compared.noise:.4f} over {1 + len(compared.seeds)} seeds; up to {DEVIATIONS:g} of them "
+        "agree"
+    )
+    for name in others:
+        excess = compared.excess(name)
+        ratio = abs(excess) / compared.noise if compared.noise else math.inf if excess else 0.0
+        verdict = "agrees" if compared.agrees(name) else "DIFFERS"
+        yield f"{name} {verdict}: {excess:+.4f}, {ratio:.1f} standard deviations"
 
 
 def draw(compared: Comparison, path: str | os.PathLike[str]) -> None:
@@ -164,6 +232,9 @@ def draw(compared: Comparison, path: str | os.PathLike[str]) -> None:
     names = list(compared.measured)
     for name, one in compared.measured.items():
         panels["loss"].plot(range(1, compared.steps + 1), one.losses, label=name, linewidth=1.2)
+    for one in compared.seeds:
+        steps = range(1, compared.steps + 1)
+        panels["loss"].plot(steps, one.losses, color="0.7", linewidth=0.8, zorder=0)
     panels["loss"].set(title="Loss", xlabel="step")
     panels["loss"].legend(fontsize=9, frameon=False)
     times = [1000 * compared.measured[name].step_seconds for name in names]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 
 from distmp.commands.bench.comparison import Comparison, PolicyRefused, PolicyResult
 from distmp.commands.bench.settings import WARM_UP, BenchPrecisionConfig
+from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
+from distmp.engine import Engine
 from distmp.errors import SetupError
 from distmp.precision import resolve
 from distmp.telemetry.memory import begin_peak, peak_since
 from distmp.training.setup import (
     Progress,
+    RunComponents,
     build_engine,
     prepare,
     start_from_weights,
@@ -39,7 +43,28 @@ def compare(config: BenchPrecisionConfig, world: World) -> Comparison:
     results = {
         name: measure(config, world, name, steps=config.bench_steps) for name in config.policies
     }
-    return Comparison(config.bench_steps, world.world_size, config.tolerance, results)
+    return Comparison(
+        config.bench_steps,
+        world.world_size,
+        config.tolerance,
+        results,
+        _other_seeds(config, world, results),
+    )
+
+
+def _other_seeds(
+    config: BenchPrecisionConfig, world: World, results: dict[str, PolicyResult | PolicyRefused]
+) -> tuple[PolicyResult, ...]:
+    """Train the first policy that ran again, with other data orders and initial weights."""
+    ran = [name for name, one in results.items() if isinstance(one, PolicyResult)]
+    others = [
+        measure(
+            replace(config, seed=config.seed + 1 + index), world, name, steps=config.bench_steps
+        )
+        for name in ran[:1]
+        for index in range(config.seeds)
+    ]
+    return tuple(one for one in others if isinstance(one, PolicyResult))
 
 
 def measure(
@@ -73,4 +98,21 @@ def measure(
     if world.group is not None:
         torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX, world.group)
     _, reason = resolve(name, world.device)
-    return PolicyResult(reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped)
+    held_out = _held_out(config, parts, engine) if config.seeds else None
+    return PolicyResult(
+        reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped, held_out
+    )
+
+
+def _held_out(config: BenchPrecisionConfig, parts: RunComponents, engine: Engine) -> float | None:
+    """Return the loss on held-out samples, the same under every policy and seed."""
+    if parts.datasets.validation is None:
+        return None
+    batches = evaluation_batches(
+        parts.datasets.validation,
+        samples=config.validation.samples,
+        microbatch_size=config.batch.microbatch_size,
+        rank=engine.world.rank,
+        world_size=engine.world.world_size,
+    )
+    return engine.evaluate(batches)

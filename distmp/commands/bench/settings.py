@@ -10,6 +10,7 @@ from distmp.errors import ConfigError
 
 # Steps that compile, allocate and fill caches, which are not timed.
 WARM_UP = 3
+LEAST_SEEDS = 2
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class BenchPrecisionConfig(RunConfig):
 
     policies: tuple[str, ...] = ("fp32", "tf32", "bf16", "bf16-autocast", "fp16", "fp16-autocast")
     """Policies to compare; the first one is the reference."""
+
+    seeds: int = 0
+    """Other seeds with which the reference is trained, too. A policy then agrees if its final loss
+    differs by at most 2 standard deviations of the reference's losses over seeds. 0 uses
+    `tolerance`."""
 
     tolerance: float = 0.01
     """Largest accepted relative difference of a policy's last loss from the reference."""
@@ -35,8 +41,16 @@ class BenchPrecisionConfig(RunConfig):
         super().__post_init__()
         if self.bench_steps <= WARM_UP:
             raise ConfigError("bench_steps", self.bench_steps, f"use more than {WARM_UP} steps")
+        object.__setattr__(self, "policies", _split(self.policies))
         if not self.policies:
             raise ConfigError("policies", self.policies, "name at least one")
+        if self.seeds != 0 and self.seeds < LEAST_SEEDS:
+            raise ConfigError(
+                "seeds",
+                self.seeds,
+                f"use {LEAST_SEEDS} or more other seeds, because fewer losses have no meaningful "
+                "standard deviation; 0 compares with tolerance",
+            )
         if not 0 < self.tolerance < 1:
             raise ConfigError("tolerance", self.tolerance, "use a number between 0 and 1")
         if self.picture is not None and not Path(self.picture).absolute().parent.is_dir():
@@ -49,3 +63,13 @@ class BenchPrecisionConfig(RunConfig):
 
         for name in self.policies:
             policy(name)
+
+
+def _split(policies: tuple[str, ...]) -> tuple[str, ...]:
+    """Split `bf16,fp8`; the text of a policy, such as `bf16,reduce=bf16`, has a `=`."""
+    names = [
+        name
+        for text in policies
+        for name in ([text] if "=" in text else [word.strip() for word in text.split(",")])
+    ]
+    return tuple(dict.fromkeys(names))

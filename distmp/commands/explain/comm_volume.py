@@ -37,7 +37,7 @@ class Collective(NamedTuple):
         dtype: Communication dtype.
         elements: Number of elements of the full tensor.
         ranks: The ranks of the group. Rank 0, whose bytes are counted, is one of them.
-        microbatch: Microbatch of the step in which it was started, from 0.
+        microbatch: Microbatch of the step in which it was started, from 0; -1 before the first.
         updated: Whether it was started after the optimizer's step.
     """
 
@@ -108,7 +108,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def start(self) -> None:
         """Start recording a new step."""
-        self.collectives, self.microbatch, self.updated = [], 0, False
+        self.collectives, self.microbatch, self.updated = [], -1, False
 
 
 class CommVolume(NamedTuple):
@@ -170,6 +170,14 @@ def comm_volumes(
 def _purpose(collective: Collective, *, shards: bool) -> str:
     if collective.kind == "broadcast":
         return "module buffers"
+    if collective.kind == "all-gather" and shards and collective.dtype == torch.uint8:
+        return "parameters"  # of narrow layers, see `distmp.parallel.quantized_gather`
+    if (
+        collective.kind == "all-reduce"
+        and collective.dtype.is_floating_point
+        and (collective.microbatch < 0 and shards)
+    ):
+        return "scales" if collective.dtype != torch.float64 else "decision"
     if collective.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "decision" if collective.dtype == torch.float64 else "agreement"
     if collective.kind == "all-gather" and (shards or collective.updated):

@@ -12,7 +12,14 @@ import torch
 
 from distmp.commands.explain.comm_volume import CommVolume, comm_volumes
 from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.commands.explain.hardware_rates import (
+    DATASHEET,
+    EIGHT_BITS,
+    FOUR_BITS,
+    largest_gain,
+)
 from distmp.commands.explain.observe import ObservedDtypes, differences, observe, smaller, types_of
+from distmp.commands.explain.product_flops import Products
 from distmp.commands.explain.trace_steps import trace_steps
 from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
@@ -23,6 +30,7 @@ from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, as_mapping, resolve
 from distmp.precision.costs import costs
 from distmp.precision.policy import dtype_word
+from distmp.quantization.selection import OPTIONAL
 from distmp.training.setup import prepare, round_frozen
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import live_bytes as memory_parts
@@ -46,6 +54,7 @@ class Prediction(NamedTuple):
         memory: Memory of a rank at the peak of a step, in bytes by part.
         start_memory_bytes: Peak memory of a rank while the engine is built, in bytes.
         communication: What a rank sends in a step.
+        products: The matrix products of a rank in a step.
     """
 
     strategy: str
@@ -56,6 +65,7 @@ class Prediction(NamedTuple):
     memory: dict[str, int]
     start_memory_bytes: int
     communication: list[CommVolume]
+    products: Products
 
     @property
     def parameters(self) -> int:
@@ -128,6 +138,11 @@ class Explanation(NamedTuple):
             ],
             "wire_bytes": predicted.communication_bytes,
             "wire_bytes_between_machines": predicted.between_machines_bytes,
+            "products": {
+                "flops": predicted.products.flops,
+                "layers": predicted.products.layers,
+                "largest_gain": largest_gains(predicted.products),
+            },
             "observed": None if self.observed is None else _observed_as_json(self.observed),
             "differences": self.differences,
             "warnings": self.warnings,
@@ -137,7 +152,9 @@ class Explanation(NamedTuple):
         """Return the dtypes in which a group was observed to compute, or an empty string."""
         if self.observed is None:
             return ""
-        return " ".join(sorted(map(dtype_word, types_of(self.observed, group.name))))
+        dtypes = sorted(map(dtype_word, types_of(self.observed, group.name)))
+        narrow = sorted(self.observed.narrow.get(group.name, ())) if group.narrow else []
+        return " ".join([*narrow, *([] if narrow else dtypes)])
 
     def _group_as_json(self, group: ModuleGroup) -> dict[str, Any]:
         entry = {
@@ -185,7 +202,11 @@ def explain(
     predicted = predict(config, policy, world_size, device, ranks_per_machine)
     small = smaller(config, predicted.parameters)
     with _restored_settings():
-        observed = None if small is None else observe(small, policy, predicted.strategy)
+        observed = (
+            None
+            if small is None
+            else observe(small, _for_small_model(policy, config, small), predicted.strategy)
+        )
     mismatches = [] if observed is None else [*differences(observed, policy)]
     return Explanation(
         world_size,
@@ -197,6 +218,16 @@ def explain(
         [*mismatches, *_communication_differences(predicted)],
         costs(policy),
     )
+
+
+def _for_small_model(
+    policy: PrecisionPolicy, config: RunConfig, small: RunConfig
+) -> PrecisionPolicy:
+    """Return the policy without patterns of blocks that a smaller model does not have."""
+    if small.model == config.model or not policy.is_narrow:
+        return policy
+    words = tuple(pattern for pattern in policy.hp if pattern in OPTIONAL)
+    return replace(policy, hp=words)
 
 
 def predict(
@@ -229,7 +260,7 @@ def predict(
         config, auto_reason = choose_strategy(config, parts, world)
         strategy = resolve_strategy(config.strategy, world)
         round_frozen(config, parts, policy)
-        groups = expected_groups(parts.model, policy, strategy)
+        groups = expected_groups(parts.model, policy, strategy, config.sharding.wrap)
         run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
         trace = trace_steps(config, parts, world, policy, microbatches=min(run, parts.microbatches))
     return Prediction(
@@ -243,7 +274,22 @@ def predict(
         comm_volumes(
             trace.collectives, parts.microbatches, local, shards=strategy in SHARDED_STRATEGIES
         ),
+        _of_all_microbatches(trace.products, parts.microbatches, min(run, parts.microbatches)),
     )
+
+
+def _of_all_microbatches(products: Products, microbatches: int, run: int) -> Products:
+    """Return the products of a step; each microbatch has the same."""
+    flops = {label: count * microbatches // run for label, count in products.flops.items()}
+    return products._replace(flops=flops)
+
+
+def largest_gains(products: Products) -> dict[str, float | None]:
+    """Return upper limits of the gain over bfloat16 by GPU; empty without narrow products."""
+    eight_bits, four_bits = products.share(EIGHT_BITS), products.share(FOUR_BITS)
+    if not (eight_bits or four_bits):
+        return {}
+    return {name: largest_gain(rates, eight_bits, four_bits) for name, rates in DATASHEET.items()}
 
 
 def _add_partial_sums(

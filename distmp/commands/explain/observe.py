@@ -14,11 +14,13 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.commands.explain.product_flops import is_transform, watch_products
 from distmp.commands.explain.types import NO_MODULE, ModuleGroup, expected_groups, group_name
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import PrecisionPolicy
+from distmp.quantization import NarrowLayers
 from distmp.training.setup import (
     Progress,
     build_engine,
@@ -81,6 +83,7 @@ class ObservedDtypes(NamedTuple):
         backward: Dtypes of the matrix products in backward.
         accumulated: Dtypes of the buffers in which gradients were summed.
         groups: The dtypes that the policy specifies for this step.
+        narrow: Formats of the operands of narrow products, by group.
     """
 
     of: str
@@ -89,6 +92,7 @@ class ObservedDtypes(NamedTuple):
     backward: set[torch.dtype]
     accumulated: set[torch.dtype]
     groups: list[ModuleGroup]
+    narrow: dict[str, set[str]]
 
 
 class DtypeRecorder(TorchDispatchMode):
@@ -98,6 +102,8 @@ class DtypeRecorder(TorchDispatchMode):
         super().__init__()
         self.forward: dict[str, dict[str, set[torch.dtype]]] = {}
         self.backward: set[torch.dtype] = set()
+        self.narrow: dict[str, set[str]] = {}
+        self._in_narrow_product = False
         self._names = {
             id(part): parameter_name(name).removeprefix("module.")
             for name, part in model.named_modules()
@@ -122,14 +128,14 @@ class DtypeRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KIND.get(func.overloadpacket.__name__)
-        if kind is not None:
+        if kind is not None and not self._in_narrow_product:
             inputs = [
                 leaf.dtype
                 for leaf in pytree.tree_leaves(args)
                 if isinstance(leaf, Tensor) and leaf.is_floating_point()
             ]
             if torch._C._current_graph_task_id() != -1:
-                if kind == "products":
+                if kind == "products" and not is_transform(inputs[0]):
                     self.backward.update(inputs)
             else:
                 name = self._running[-1] if self._running else NO_MODULE
@@ -138,6 +144,19 @@ class DtypeRecorder(TorchDispatchMode):
                 relevant = inputs if kind == "products" else inputs[:1]
                 self.forward.setdefault(name, {}).setdefault(kind, set()).update(relevant)
         return func(*args, **(kwargs or {}))
+
+    def watch(self, layers: NarrowLayers | None) -> None:
+        """Record the formats of narrow products, in place of the dtype that emulates them."""
+        watch_products(layers, self._inside)
+
+    @contextlib.contextmanager
+    def _inside(self, layer: str, a: str, b: str) -> Iterator[None]:
+        self.narrow.setdefault(group_name(layer), set()).update((a, b))
+        self._in_narrow_product = True
+        try:
+            yield
+        finally:
+            self._in_narrow_product = False
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module), NO_MODULE)
@@ -175,7 +194,7 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
     with _one_rank(needs_group=strategy != "single") as world:
         parts = prepare(small, world)
         round_frozen(small, parts, policy)
-        groups = expected_groups(parts.model, policy, strategy)
+        groups = expected_groups(parts.model, policy, strategy, small.sharding.wrap)
 
         def loss(module: nn.Module, batch: Any) -> Any:
             # Between microbatches, because FSDP rounds the sums to the dtype of the weights.
@@ -199,11 +218,18 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
         with contextlib.closing(training_batches(small, parts, world, Progress())) as batches:
             batch = next(batches)
         with DtypeRecorder(model) as recorder:
+            recorder.watch(engine.narrow_products.layers)
             engine.step(batch)
     count = sum(value.numel() for value in model.parameters())
     description = f"one step with {count:,} parameters as {strategy!r} on one CPU rank"
     return ObservedDtypes(
-        description, stored, recorder.forward, recorder.backward, accumulated, groups
+        description,
+        stored,
+        recorder.forward,
+        recorder.backward,
+        accumulated,
+        groups,
+        recorder.narrow,
     )
 
 
@@ -242,6 +268,12 @@ def differences(observed: ObservedDtypes, policy: PrecisionPolicy) -> Iterator[s
             expected = group.computed
             if expected is not None and _differs(actual, expected, exact=kind == "products"):
                 yield line(f"{group.name} computes {kind}", actual, expected)
+        if group.narrow and observed.narrow.get(group.name, set()) != {*group.narrow}:
+            found = " and ".join(sorted(observed.narrow.get(group.name, ()))) or "none"
+            yield (
+                f"{group.name} has narrow operands in {found}, but the policy {policy.name} "
+                f"specifies {' and '.join(group.narrow)}"
+            )
     known = {group.name for group in observed.groups}
     for name, kinds in observed.computed.items():
         for kind, actual in kinds.items() if name not in known else ():

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from distmp.commands.explain.explanation import Explanation, Prediction
+from distmp.commands.explain.explanation import Explanation, Prediction, largest_gains
+from distmp.commands.explain.hardware_rates import MEASURED, MEASURED_BY
 from distmp.commands.explain.observe import ObservedDtypes
-from distmp.commands.explain.types import NO_MODULE
+from distmp.commands.explain.types import NO_MODULE, ModuleGroup
 from distmp.precision.policy import dtype_word
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.units import bytes_text, quantity
@@ -30,6 +31,8 @@ def report(explanation: Explanation) -> Iterator[str]:
     yield from _memory(predicted)
     yield ""
     yield from _communication(explanation)
+    yield ""
+    yield from _products(explanation)
     for warning in explanation.warnings:
         yield from ("", *_wrapped(f"warning: {warning}"))
     for difference in explanation.differences:
@@ -64,7 +67,7 @@ def _types(explanation: Explanation) -> Iterator[str]:
             quantity(group.parameters),
             dtype_word(group.stored),
             dtype_word(group.stepped),
-            "autocast" if group.computed is None else dtype_word(group.computed),
+            _computed(group),
             explanation.seen(group) or "-",
             dtype_word(group.reduced) if several else "-",
             dtype_word(group.accumulated),
@@ -77,6 +80,12 @@ def _types(explanation: Explanation) -> Iterator[str]:
         yield "observed: nothing; the model is too large to run on this machine"
     else:
         yield from _wrapped(f"observed: {_observed(explanation.observed, predicted)}")
+
+
+def _computed(group: ModuleGroup) -> str:
+    if group.narrow:
+        return " ".join(group.narrow)
+    return "autocast" if group.computed is None else dtype_word(group.computed)
 
 
 def _observed(observed: ObservedDtypes, predicted: Prediction) -> str:
@@ -134,6 +143,40 @@ def _communication(explanation: Explanation) -> Iterator[str]:
         yield from _wrapped(
             f"{machines} of {_count(local, 'rank')}; with one network card for each rank, "
             f"each card sends {sent}"
+        )
+
+
+def _products(explanation: Explanation) -> Iterator[str]:
+    products = explanation.predicted.products
+    total = max(1, sum(products.flops.values()))
+    rows = [("matrix products of a rank per step", "TFLOP", "share")]
+    rows += [
+        (label, f"{flops / 1e12:.4g}", f"{flops / total:.1%}")
+        for label, flops in sorted(products.flops.items(), key=lambda item: -item[1])
+    ]
+    yield from _table(rows, right=(1, 2))
+    gains = largest_gains(products)
+    if not gains:
+        return
+    yield from _wrapped(products.layers)
+    known = [f"{name} {gain:.2f}" for name, gain in gains.items() if gain is not None]
+    yield from _wrapped(
+        "datasheet: over bf16, a step can be faster by at most this factor, if it took only the "
+        f"time of its products at the rates of the datasheet: {', '.join(known) or 'none'}"
+    )
+    if emulated := [name for name, gain in gains.items() if gain is None]:
+        yield from _wrapped(f"without instructions for these formats: {', '.join(emulated)}")
+    measured = [
+        f"{one.narrow / one.wide:.2f} ({one.policy}: {one.what}, {one.hardware})"
+        for one in MEASURED
+        if one.policy == explanation.policy.name
+    ]
+    if measured:
+        yield from _wrapped(f"measured by {MEASURED_BY}: {', '.join(measured)}")
+    if explanation.device == "cpu":
+        yield from _wrapped(
+            "this CPU emulates narrow products: their values are exact, but a step is slower than "
+            "in bf16"
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.commands.explain.comm_volume import Collective, CollectiveRecorder
+from distmp.commands.explain.product_flops import FlopRecorder, Products
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
@@ -30,12 +31,14 @@ class StepTrace(NamedTuple):
         peak: Memory at the peak, in bytes by part, see `distmp.utils.live_bytes`.
         start_peak: Memory at the peak while the engine was built, in bytes.
         collectives: The collectives of the step, in order.
+        products: The matrix products of the microbatches that were run.
     """
 
     strategy_reason: str
     peak: dict[str, int]
     start_peak: int
     collectives: list[Collective]
+    products: Products
 
 
 def trace_steps(
@@ -63,7 +66,7 @@ def trace_steps(
     Raises:
         ConfigError: If the run itself would raise it.
     """
-    with LiveBytes() as memory, CollectiveRecorder() as recorder:
+    with LiveBytes() as memory, CollectiveRecorder() as recorder, FlopRecorder() as flops:
         tracker = _PhaseTracker(memory, recorder, parts.loss)
         engine = build_engine(
             config,
@@ -78,6 +81,8 @@ def trace_steps(
         average = _average(engine) if config.ema.decay > 0 else []
         memory.label(average, memory_parts.AVERAGE)
         tracker.engine = engine
+        narrow = engine.narrow_products.layers
+        flops.watch(narrow)
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
         with closing(training_batches(config, parts, world, Progress())) as batches:
@@ -88,6 +93,7 @@ def trace_steps(
                 memory.phase = memory_parts.REST
                 memory.start()
                 recorder.start()
+                flops.start()
                 tracker.microbatch = 0
                 engine.step(batch)
     peak = dict(memory.peak)
@@ -96,7 +102,8 @@ def trace_steps(
         kept_steps = 1 + (STEPS_KEPT if config.precision.attribution else 0)
         microbatch_bytes = _size(batch) / len(batch)
         peak[memory_parts.BATCHES] = round(microbatch_bytes * kept_steps * parts.microbatches)
-    return StepTrace(engine.strategy_reason, peak, start_peak, recorder.collectives)
+    products = Products(dict(flops.flops), "" if narrow is None else narrow.describe())
+    return StepTrace(engine.strategy_reason, peak, start_peak, recorder.collectives, products)
 
 
 def _average(engine: Engine) -> list[Tensor]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from distmp.parallel.blocks import find_blocks, outermost
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision.keep import modules_in_fp32
 from distmp.precision.policy import PrecisionPolicy
+from distmp.quantization.layers import product_formats
+from distmp.quantization.selection import select
 
 NO_MODULE = "(outside of modules)"
 
@@ -28,6 +32,7 @@ class ModuleGroup(NamedTuple):
         reduced: Communication dtype of gradients.
         accumulated: Dtype in which gradients of microbatches are summed.
         kept: Whether the modules run in FP32 under a 16-bit policy.
+        narrow: Formats of the operands of narrow products; empty without any.
     """
 
     name: str
@@ -39,6 +44,7 @@ class ModuleGroup(NamedTuple):
     reduced: torch.dtype
     accumulated: torch.dtype
     kept: bool
+    narrow: tuple[str, ...] = ()
 
 
 def group_name(name: str) -> str:
@@ -46,31 +52,46 @@ def group_name(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def expected_groups(model: nn.Module, policy: PrecisionPolicy, strategy: str) -> list[ModuleGroup]:
+def expected_groups(
+    model: nn.Module, policy: PrecisionPolicy, strategy: str, wrap: Sequence[str] = ()
+) -> list[ModuleGroup]:
     """Return the groups of modules that own parameters, in order of registration.
 
     Args:
         model: The model before a strategy changes it; its values do not matter.
         policy: The resolved policy.
         strategy: The resolved strategy.
+        wrap: Patterns of the model's blocks, see `distmp.parallel.blocks.find_blocks`.
+
+    Raises:
+        ConfigError: If the policy has narrow products and does not fit the model.
     """
+    narrow = _narrow_modules(model, policy, wrap)
     kept = {id(part) for top in modules_in_fp32(model, policy).values() for part in top.modules()}
-    groups: dict[tuple[str, bool], ModuleGroup] = {}
+    groups: dict[tuple[str, bool, bool], ModuleGroup] = {}
     counted: set[int] = set()
     for name, part in model.named_modules():
         own = [value for value in part.parameters(recurse=False) if id(value) not in counted]
         if not own:
             continue
         counted.update(map(id, own))
-        key = (group_name(name) or type(part).__name__, id(part) in kept)
+        key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in narrow)
         group = groups.get(key) or _group(*key, part, policy, strategy)
         count = sum(value.numel() for value in own)
         groups[key] = group._replace(modules=group.modules + 1, parameters=group.parameters + count)
     return list(groups.values())
 
 
+def _narrow_modules(model: nn.Module, policy: PrecisionPolicy, wrap: Sequence[str]) -> set[int]:
+    """Return the `id` of each linear layer with narrow products."""
+    if not policy.is_narrow:
+        return set()
+    selection = select(model, policy, [*outermost(find_blocks(model, wrap))])
+    return {id(part) for part in selection.narrow.values()}
+
+
 def _group(
-    name: str, kept: bool, part: nn.Module, policy: PrecisionPolicy, strategy: str
+    name: str, kept: bool, narrow: bool, part: nn.Module, policy: PrecisionPolicy, strategy: str
 ) -> ModuleGroup:
     fp32 = torch.float32
     sharded = strategy in SHARDED_STRATEGIES
@@ -92,7 +113,13 @@ def _group(
         reduced=fp32 if reduces_in_fp32 else policy.reduce_dtype,
         accumulated=policy.accumulate_dtype,
         kept=kept,
+        narrow=_operand_formats(policy) if narrow else (),
     )
+
+
+def _operand_formats(policy: PrecisionPolicy) -> tuple[str, ...]:
+    formats = product_formats(policy)
+    return tuple(sorted({formats.operand, *filter(None, (formats.grad, formats.wgrad))}))
 
 
 def _computed(part: nn.Module, policy: PrecisionPolicy) -> torch.dtype | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distmp.commands.report.formats import OPERANDS
 from distmp.commands.report.run import Run
 from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord
@@ -39,6 +40,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         _chart("Throughput", throughput, runs, _steady(lambda r: r.weight_per_second)),
         _chart("Time of a step", "s", runs, _steady(lambda r: r.step_seconds)),
         *_rank_times(runs),
+        *_narrow_operands(runs),
         _chart("Peak memory of the first rank", "MiB", runs, lambda r: r.memory_bytes / 2**20),
     ]
 
@@ -121,6 +123,29 @@ def _of_rank(rank: int) -> Value:
         return times[rank] if rank < len(times) else math.nan
 
     return seconds
+
+
+def _narrow_operands(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield a chart of each share of the operands of narrow products, if there are any."""
+    for share in ("underflowed", "saturated"):
+        series: list[Chart] = []
+        for index, run in enumerate(runs):
+            measured = [record for record in run.records if record.narrow_operands]
+            found = [name for record in measured for name in record.narrow_operands or {}]
+            for name in dict.fromkeys(found):
+                label = OPERANDS[name] if len(runs) == 1 else f"{run.name}, {OPERANDS[name]}"
+                series.append(_line(label, measured, _of_operand(name, share)) | {"run": index})
+        if series:
+            title = f"{share.capitalize()} operands of narrow products"
+            yield {"title": title, "unit": "%", "logarithm": 0, "series": series}
+
+
+def _of_operand(name: str, share: str) -> Value:
+    def percent(record: StepRecord) -> float:
+        statistics = (record.narrow_operands or {}).get(name)
+        return math.nan if statistics is None else 100 * statistics[share]
+
+    return percent
 
 
 def _steady(value: Value) -> Value:

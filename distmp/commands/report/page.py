@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 
 from distmp import __version__
+from distmp.commands.report import formats
 from distmp.commands.report.charts import charts
+from distmp.commands.report.elements import table
 from distmp.commands.report.run import Run, as_text
 from distmp.telemetry.records import StepRecord
 from distmp.utils.units import scale_text
@@ -32,6 +34,7 @@ def page(runs: Sequence[Run]) -> str:
                 for i in range(len(charts(runs)))
             ),
             *(_section(_titled("Where the time went", run, runs), _profile(run)) for run in runs),
+            *(_section(_titled("Formats", run, runs), formats.section(run)) for run in runs),
             *(_section(_titled("Skipped steps", run, runs), _skipped(run)) for run in runs),
             *(_section(_titled("Out of bounds", run, runs), _divergence(run)) for run in runs),
             _section("Configuration", _configuration(runs)),
@@ -76,7 +79,7 @@ def _summary(runs: Sequence[Run]) -> str:
     columns = [run.summary() for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = ((name, *(column.get(name, "") for column in columns)) for name in names)
-    return _table(["", *(run.name for run in runs)], rows)
+    return table(["", *(run.name for run in runs)], rows)
 
 
 def _profile(run: Run) -> str:
@@ -84,7 +87,7 @@ def _profile(run: Run) -> str:
         return ""
     head, *rows = run.profile.table()
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.profile.notes())
-    return f"<p>{escape(run.profile.title)}</p>{_table(head, rows)}<ul>{notes}</ul>"
+    return f"<p>{escape(run.profile.title)}</p>{table(head, rows)}<ul>{notes}</ul>"
 
 
 def _skipped(run: Run) -> str:
@@ -97,14 +100,14 @@ def _skipped(run: Run) -> str:
     )
     more = len(skipped) - MAX_SKIPPED
     rest = f"<p>and {more:,} more, in steps.jsonl</p>" if more > 0 else ""
-    table = _table(["step", "loss scale", "why", "what to do"], rows)
-    return f'<div class="skipped">{table}</div>{rest}'
+    listed = table(["step", "loss scale", "why", "what to do"], rows)
+    return f'<div class="skipped">{listed}</div>{rest}'
 
 
 def _divergence(run: Run) -> str:
     events = [record for record in run.records if record.divergence]
     rows = ((f"{record.step:,}", *_event(record)) for record in events[:MAX_SKIPPED])
-    return _table(["step", "problem", "action"], rows) if events else ""
+    return table(["step", "problem", "action"], rows) if events else ""
 
 
 def _event(record: StepRecord) -> Iterator[str]:
@@ -128,26 +131,17 @@ def _configuration(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.config)
     rows = {name: [as_text(run.config.get(name)) for run in runs] for name in names}
     head = ["", *(run.name for run in runs)]
-    every = _table(head, ((name, *values) for name, values in rows.items()))
+    every = table(head, ((name, *values) for name, values in rows.items()))
     if len(runs) == 1:
         return f"<details><summary>{len(rows)} settings</summary>{every}</details>" if rows else ""
     different = [(name, *values) for name, values in rows.items() if len(set(values)) > 1]
     return (
-        _table(head, different) if different else "<p>No differences.</p>"
+        table(head, different) if different else "<p>No differences.</p>"
     ) + f"<details><summary>all {len(rows)} settings</summary>{every}</details>"
 
 
 def _pairs(values: dict[str, object]) -> str:
     if not values:
         return ""
-    table = _table(["", ""], ((name, as_text(value)) for name, value in values.items()))
-    return f"<details><summary>{len(values)} values</summary>{table}</details>"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    top = f"<thead>{row(head, 'th')}</thead>" if any(head) else ""
-    return f'<div class="wide"><table>{top}<tbody>{body}</tbody></table></div>'
+    every = table(["", ""], ((name, as_text(value)) for name, value in values.items()))
+    return f"<details><summary>{len(values)} values</summary>{every}</details>"

@@ -6,6 +6,7 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distmp.errors import ConfigError
 from distmp.telemetry.profiling.summary import SUMMARY, Summary
@@ -30,6 +31,8 @@ class Run:
         config: The resolved configuration by dotted name; empty if missing.
         environment: Machine and versions by dotted name; empty if missing.
         profile: The profile of recorded steps, or None.
+        narrow_products: Which products have fewer than 16 bits, see
+            `distmp.quantization.description.formats_record`; None if none has.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Run:
     config: dict[str, object]
     environment: dict[str, object]
     profile: Summary | None = None
+    narrow_products: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -57,13 +61,16 @@ class Run:
         if directory.config.is_file():
             config = flat(read_yaml(directory.config))
         environment: dict[str, object] = {}
+        narrow_products = None
         if directory.manifest.is_file():
             last = dict(manifest.read(directory.manifest)[-1])
             last.pop("configuration", None)
+            narrow_products = last.pop("narrow_products", None)
             environment = flat(last)
         summary = directory.profile / SUMMARY
         profile = Summary.read(summary) if summary.is_file() else None
-        return cls(folder.resolve().name, records, config, environment, profile)
+        name = folder.resolve().name
+        return cls(name, records, config, environment, profile, narrow_products)
 
     @property
     def throughput_unit(self) -> str:

@@ -12,6 +12,7 @@ from distmp.errors import ConfigError
 from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
+from distmp.precision.builders import refuse_narrow
 from distmp.precision.keep import cast_buffers, keep_in_fp32, storage_dtypes
 from distmp.precision.notation import LIGHTNING_POLICIES
 from distmp.precision.policy import dtype_word
@@ -32,6 +33,7 @@ def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
     resolution = resolve(name, device)
     if name == "auto" and resolution.policy.has_masters:
         resolution = Resolution(policy(f"{resolution.policy.name}-autocast"), resolution.reason)
+    refuse_narrow(resolution.policy)
     check_policy(resolution.policy)
     return resolution
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.engine.format_schedule import StepFormats
+from distmp.engine.narrow_products import NarrowStatistics
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.training.spikes import SpikeAction
 
@@ -53,6 +54,7 @@ class StepResult:
         layer_grad_norms: Norm of the gradient of each layer by name, before clipping; None in steps
             without a measurement.
         formats: The formats of narrow products; None if they never change.
+        narrow_statistics: Statistics of narrow products; None under policies without any.
     """
 
     step: int
@@ -66,6 +68,7 @@ class StepResult:
     rank_seconds: list[float] | None = None
     layer_grad_norms: dict[str, float] | None = None
     formats: StepFormats | None = None
+    narrow_statistics: NarrowStatistics | None = None
 
     @property
     def rolls_back(self) -> bool:

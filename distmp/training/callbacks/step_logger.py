@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from distmp.engine.outcome import advice
 from distmp.telemetry import StepLog, StepRecord, peak_memory_bytes, trackers
+from distmp.telemetry.narrow_operands import summarize
 from distmp.telemetry.trackers import Trackers
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult
 from distmp.training.weight_unit import weight_unit
@@ -34,12 +35,14 @@ class StepLogger(Callback):
             run.config.steps,
         )
         self._rollback: Rollback | None = None
+        self._started = 0
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Write the record of a step and print its messages."""
         memory = peak_memory_bytes(trainer.world.device)
         unit = weight_unit(trainer.config, result.numbers.weight)
-        self._log.write(_record(result, memory, self._divergence(result), unit))
+        operands = self._operands(result, trainer)
+        self._log.write(_record(result, memory, self._divergence(result), unit, operands))
         for message in _messages(result):
             trainer.console.message(message)
 
@@ -56,6 +59,18 @@ class StepLogger(Callback):
     def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
         """Close the record file and the trackers."""
         self._log.close()
+
+    def _operands(self, result: StepResult, trainer: Trainer) -> dict[str, Any] | None:
+        """Return the statistics of narrow operands in the steps of which a line is printed."""
+        statistics, self._started = result.narrow_statistics, self._started or result.step
+        if statistics is None or trainer.world.rank != 0:
+            return None
+        config = trainer.config
+        last = result.step >= config.steps
+        first = result.step == self._started
+        if first or last or result.numbers.skipped or result.step % config.log.every == 0:
+            return summarize(statistics)
+        return None
 
     def _divergence(self, result: StepResult) -> dict[str, Any] | None:
         """Return the spike of a step, and the rollback before it, if any."""
@@ -79,7 +94,11 @@ def _start_trackers(run: Run) -> Trackers:
 
 
 def _record(
-    result: StepResult, memory_bytes: int, divergence: dict[str, Any] | None, unit: str
+    result: StepResult,
+    memory_bytes: int,
+    divergence: dict[str, Any] | None,
+    unit: str,
+    narrow_operands: dict[str, Any] | None,
 ) -> StepRecord:
     numbers = result.numbers
     return StepRecord(
@@ -105,6 +124,7 @@ def _record(
         rank_seconds=result.rank_seconds,
         layer_grad_norms=result.layer_grad_norms,
         formats=None if result.formats is None else result.formats._asdict(),
+        narrow_operands=narrow_operands,
     )
 
 

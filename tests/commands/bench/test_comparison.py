@@ -73,3 +73,49 @@ def test_json_and_picture(tmp_path: Path) -> None:
     assert json.loads(text)["policies"]["bf16"] == {"refused": "no"}
     draw(compared, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Noise between seeds
+
+
+def held_out(loss: float) -> PolicyResult:
+    return PolicyResult("native", (5.0, 4.0), (0.01,), 100, 0, loss)
+
+
+def with_seeds(*seeds: float, **losses: float) -> Comparison:
+    results = {name: held_out(loss) for name, loss in losses.items()}
+    return Comparison(2, 1, 0.01, {**results}, tuple(map(held_out, seeds)))
+
+
+def test_losses_within_the_noise_between_seeds_agree() -> None:
+    # The standard deviation of 2.0, 2.1 and 1.9 is 0.1.
+    compared = with_seeds(2.1, 1.9, bf16=2.0, near=2.19, below=1.81, far=2.21, lower=1.79)
+    assert compared.noise == pytest.approx(0.1)
+    found = {name: compared.agrees(name) for name in compared.measured}
+    assert found == {"bf16": True, "near": True, "below": True, "far": False, "lower": False}
+    lines = report(compared).splitlines()
+    assert lines[-6].startswith("noise: the held-out loss under bf16, 2.0000, has a standard dev")
+    assert "of 0.1000 over 3 seeds; up to 2 of them agree" in lines[-6]
+    assert lines[-5:-1] == [
+        "near agrees: +0.1900, 1.9 standard deviations",
+        "below agrees: -0.1900, 1.9 standard deviations",
+        "far DIFFERS: +0.2100, 2.1 standard deviations",
+        "lower DIFFERS: -0.2100, 2.1 standard deviations",
+    ]
+    assert "within the noise between seeds; far, lower has a different loss" in lines[-1]
+
+
+def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
+    nan = float("nan")
+    assert not with_seeds(2.1, 1.9, bf16=2.0, fp8=nan).agrees("fp8")
+    assert not with_seeds(2.1, nan, bf16=2.0, fp8=2.0).agrees("fp8")
+    found = with_seeds(2.1, nan, bf16=2.0, fp8=nan).as_json()
+    assert json.loads(json.dumps(found, allow_nan=False))["noise"]["final_losses"] == [2.1, None]
+
+
+def test_without_held_out_samples_the_last_steps_are_compared() -> None:
+    results = {"bf16": measured(2.0, 10, 1), "fp8": measured(2.3, 10, 1)}
+    compared = Comparison(4, 1, 0.01, {**results}, (measured(2.4, 9, 1), measured(1.6, 9, 1)))
+    assert compared.noise == pytest.approx(0.4)
+    assert compared.agrees("fp8")
+    assert "noise: the loss of the last quarter under bf16" in report(compared)

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 
 from distmp.cli import main
-from distmp.commands.bench.measure import compare
+from distmp.commands.bench.comparison import PolicyResult
+from distmp.commands.bench.measure import compare, measure
 from distmp.commands.bench.precision import load
 from distmp.distributed.world import World
 from tests.ranks import ranks
+from tests.torchrun import corpus
 
 RUN = (
     "--model.size=1m",
@@ -43,6 +47,26 @@ def test_policies_are_compared_on_the_same_steps(
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
+def test_the_noise_is_that_of_other_seeds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--validation.samples=4"]
+    data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3"]
+    options = [*size, *data, "--policies", "bf16,fp8", "--seeds=2", "--json", "true"]
+    assert bench(*options) == 0
+    found = json.loads(capsys.readouterr().out)
+    losses = [found["policies"]["bf16"]["final_loss"], *found["noise"]["final_losses"]]
+    assert len({*losses}) == 3
+    assert found["noise"]["standard_deviation"] == pytest.approx(statistics.stdev(losses))
+    # Each is the loss of a run with another seed, on the same held-out samples.
+    config = load([*RUN, *options])
+    for index, loss in enumerate(losses):
+        seeded = dataclasses.replace(config, seed=config.seed + index)
+        again = measure(seeded, World.current("cpu"), "bf16", steps=config.bench_steps)
+        assert isinstance(again, PolicyResult)
+        assert again.held_out == pytest.approx(loss, rel=1e-6)
+
+
 @ranks(2)
 def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
     options = ["--policies", "fp32", "bf16-autocast", "--sharding.accumulate=sharded"]
@@ -54,6 +78,7 @@ def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
     ("arguments", "message"),
     [
         (["precision", *RUN, "--policies", "fp32", "bf17"], "did you mean"),
+        (["precision", *RUN, "--seeds=1"], "seeds = 1: use 2 or more other seeds"),
         (["precision", *RUN, "--bench-steps=3"], "use more than 3 steps"),
         (["precison"], "did you mean 'precision'"),
     ],

@@ -54,6 +54,7 @@ TWO_RANKS = {
         sharding={"accumulate": "sharded"},
         batch={"global_batch_size": 80},  # five microbatches: more than are run to predict them
     ),
+    "fsdp, 8 bits": run(precision=policy("fp8"), strategy="fsdp"),
     "fsdp1": run(precision=policy("bf16"), strategy="fsdp1"),
 }
 

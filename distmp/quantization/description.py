@@ -1,0 +1,60 @@
+"""Says which products of a model are narrow, for messages and records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distmp.quantization.layers import NarrowLayers
+from distmp.quantization.linear import ProductFormats
+from distmp.quantization.products import emulated_product
+
+# The scales of `ProductFormats.scaling` in words.
+_SCALES = {
+    "tensor": "a scale per tensor",
+    "row": "a scale per row",
+    "block32": "a scale per 32 values",
+    "block16": "a scale per 16 values",
+}
+
+
+def describe_formats(layers: NarrowLayers) -> str:
+    """Return the formats of the products, how they are computed, and which layers have them.
+
+    Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor, emulated; 8 of 9 linear
+    layers have narrow products; wide: head (hp=head)".
+    """
+    formats = "; ".join(dict.fromkeys(map(_formats, _used(layers))))
+    how = ", emulated" if is_emulated(layers) else ""
+    return f"{formats}{how}; {layers.describe()}"
+
+
+def formats_record(layers: NarrowLayers) -> dict[str, Any]:
+    """Return what `describe_formats` says, as JSON values.
+
+    Returns:
+        "formats", a list of texts; "emulated"; "narrow", the names of the layers with narrow
+        products; "wide", why each other linear layer stays in the compute dtype, by name.
+    """
+    return {
+        "formats": [*dict.fromkeys(map(_formats, _used(layers)))],
+        "emulated": is_emulated(layers),
+        "narrow": [*layers.modules],
+        "wide": dict(layers.wide),
+    }
+
+
+def is_emulated(layers: NarrowLayers) -> bool:
+    """Return whether narrow products are emulated, which is slow."""
+    return any(state.product is emulated_product for state in layers.states.values())
+
+
+def _used(layers: NarrowLayers) -> list[ProductFormats]:
+    return [state.formats for state in layers.states.values()]
+
+
+def _formats(formats: ProductFormats) -> str:
+    products = ", ".join(
+        f"{product} {getattr(formats, product) or 'bf16'}"
+        for product in ("forward", "grad", "wgrad")
+    )
+    return f"{products}, {_SCALES[formats.scaling]}"

@@ -1,0 +1,256 @@
+"""The command `distmp calibrate --formats`: the measurements, the choice, tables and plot."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distmp import cli
+from distmp.commands.calibrate import load
+from distmp.commands.narrow_formats.choice import choose, patterns
+from distmp.commands.narrow_formats.measure import (
+    FormatCalibration,
+    FormatResult,
+    measure_formats,
+    narrow_policy,
+    wide_policy,
+)
+from distmp.commands.narrow_formats.plot import draw
+from distmp.commands.narrow_formats.report import as_json, report
+from distmp.diagnosis.product_errors import ProductError
+from distmp.diagnosis.weight_gradients import GradientMatch
+from distmp.distributed.world import World
+from distmp.precision import PRESETS, policy
+from distmp.quantization.selection import select
+from distmp.training.setup import prepare
+from tests.ranks import run_ranks
+from tests.torchrun import TINY, corpus
+
+WORLD = World.current("cpu")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--calibrate-steps=2"]
+
+
+# The command
+
+
+def test_the_command_writes_a_policy_that_a_run_takes(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["calibrate", *arguments, "--formats", "mxfp8,fp8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "calibration.png",
+        "corpus",
+        "policy.txt",
+    ]
+    text = Path("policy.txt").read_text().strip()
+    assert found["policy"] == text == "fp8"
+    assert [*found["formats"]] == ["fp8", "mxfp8"]
+    for of_format in found["formats"].values():
+        assert len(of_format["layers"]) == 8
+        for layer in of_format["layers"].values():
+            assert all(0 < one["error"] < 0.1 for one in layer["products"].values())
+            assert 0.98 < layer["gradient"]["cosine"] < 1
+        assert 0.99 < of_format["gradient"]["cosine"] < found["wide"]["gradient"]["cosine"]
+
+
+def test_layers_above_the_error_stay_wide_in_the_written_policy(arguments: list[str]) -> None:
+    """The first block has values of very different magnitudes, which 4 bits cannot represent."""
+    config = load([*arguments, "--formats=fp8"])
+    found = measure_formats(config, WORLD, 2, config.formats)
+    products = found.results["fp8"].products
+    errors = {name: max(one.error or 0.0 for one in each) for name, each in products.items()}
+    middle = sorted(errors.values())[len(errors) // 2]
+    choice = choose(found, middle)
+    above = {name for name, error in errors.items() if error > middle}
+    assert {*choice.above} == above
+    model = prepare(config, WORLD).model
+    written = policy(choice.text)
+    assert {*select(model, written, []).narrow} == errors.keys() - above
+    assert load([*arguments, f"--precision.policy={choice.text}"]).precision.policy == choice.text
+
+
+def test_the_tables_have_the_layers_and_the_policy(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--formats", "fp8-rowwise", "--picture=null", "--policy-file=null"]
+    assert cli.main(["calibrate", *arguments, *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith("blocks.*.attention.output") for line in lines)
+    assert lines[-1] == "fp8-rowwise"
+    assert "8 of 8 layers of fp8-rowwise are below the error" in lines[-2]
+    assert [path.name for path in Path.cwd().iterdir()] == ["corpus"]
+
+
+def measured(options: list[str]) -> FormatCalibration:
+    config = load(options)
+    return measure_formats(config, World.current("cpu"), 1, config.formats)
+
+
+def test_ranks_measure_together_under_fsdp(arguments: list[str]) -> None:
+    """The same samples give the same errors on one rank and, sharded, on two."""
+    options = [*arguments, "--formats=fp8", "--data.workers=0"]
+    sharded, _ = run_ranks(measured, 2, [*options, "--strategy=fsdp"])
+    alone = measured(options)
+    assert (sharded.world_size, sharded.microbatches * 2) == (2, alone.microbatches)
+    ours, theirs = (found.results["fp8"] for found in (sharded, alone))
+    for layer in theirs.products:
+        for one, two in zip(ours.products[layer], theirs.products[layer], strict=True):
+            assert one.error == pytest.approx(two.error, rel=1e-2)
+        # A rank sums fewer microbatches, so that fewer errors cancel.
+        cosine = theirs.gradients[layer].cosine
+        assert ours.gradients[layer].cosine == pytest.approx(cosine, abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--formats=fp9"], "formats = 'fp9': did you mean 'fp8'?"),
+        (["--formats=fp8", "--max-error=2"], "max_error = 2.0: use a number between 0 and 1"),
+        (["--max-error=0.2"], "max_error = 0.2: applies to formats; set --formats"),
+        (["--policy-file=a.txt"], "policy_file = 'a.txt': applies to formats; set --formats"),
+        (["--formats=fp8", "--policy-file=no/a"], "policy_file = 'no/a': name a file in a folder"),
+    ],
+)
+def test_invalid_options_are_refused_by_name(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["calibrate", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_suitable_layers_is_one_message(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--model.dimension=24", "--model.hidden=40"]
+    assert cli.main(["calibrate", *arguments, *sizes, "--formats=mxfp8"]) == 2
+    error = capsys.readouterr().err
+    assert "formats = 'mxfp8'" in error
+    assert "which are not multiples of 32" in error
+    assert error.count("\n") == 1
+
+
+# The policies
+
+
+def test_the_wide_policy_keeps_what_is_configured() -> None:
+    configured = "fp8,keep_fp32=norm,reduce=bf16"
+    wide = wide_policy(configured, CPU)
+    assert not wide.is_narrow
+    assert (wide.keep_fp32, wide.reduce_dtype) == (("norm",), torch.bfloat16)
+    assert narrow_policy(wide, "fp8") == policy(f"{configured},name=calibrated-fp8")
+    assert wide_policy("nvfp4", CPU) == wide_policy("fp32", CPU) == PRESETS["bf16"]
+    assert narrow_policy(PRESETS["bf16"], "nvfp4") == PRESETS["nvfp4"]
+
+
+LAYERS = [f"blocks.{block}.{part}" for block in range(3) for part in ("a", "b")]
+
+
+def calibration(**errors: dict[str, tuple[float | None, ...]]) -> FormatCalibration:
+    """Return measurements with the errors of the products of each layer, by preset."""
+    match = GradientMatch(0.99, 1.01)
+    results = {
+        name: FormatResult(
+            PRESETS[name],
+            {
+                layer: [ProductError(error, 0.0, 0.25) for error in of_layer]
+                for layer, of_layer in layers.items()
+            },
+            dict.fromkeys(layers, match),
+            match,
+        )
+        for name, layers in errors.items()
+    }
+    return FormatCalibration(3, 2, 1, PRESETS["bf16"], (*LAYERS, "head"), results, match, {})
+
+
+def all_layers(*errors: float | None) -> dict[str, tuple[float | None, ...]]:
+    return dict.fromkeys(LAYERS, errors)
+
+
+GOOD, BAD = all_layers(0.05, 0.05, 0.05), all_layers(0.2, 0.2, 0.2)
+
+
+def test_the_cheapest_format_below_the_error_is_chosen() -> None:
+    assert choose(calibration(nvfp4=GOOD, fp8=GOOD), 0.1).text == "nvfp4"
+    assert choose(calibration(nvfp4=BAD, fp8=GOOD), 0.1).text == "fp8"
+    assert choose(calibration(nvfp4=BAD, fp8=GOOD), 0.3).text == "nvfp4"
+    neither = choose(calibration(nvfp4=BAD, fp8=BAD), 0.1)
+    assert neither.text == "bf16"
+    assert "all three products of nvfp4 are above the error in most layers" in neither.reason
+
+
+def test_a_product_that_is_the_cause_in_most_layers_becomes_wide() -> None:
+    chosen = choose(calibration(fp8=all_layers(0.05, 0.2, 0.05)), 0.1)
+    assert chosen.policy == policy("fp8,grad=bf16,name=calibrated-fp8")
+    assert policy(chosen.text) == chosen.policy
+    assert chosen.reason.endswith("6 of 6 layers of fp8 are below the error without grad")
+
+
+@pytest.mark.parametrize("error", [0.2, math.inf, math.nan])
+def test_single_layers_above_the_error_are_named(error: float) -> None:
+    layers = {**GOOD, "blocks.1.b": (0.05, 0.05, error)}
+    chosen = choose(calibration(fp8=layers), 0.1)
+    assert chosen.policy.hp == ("head", "embedding", "blocks.1.b")
+    assert policy(chosen.text) == chosen.policy
+    assert [*chosen.above] == ["blocks.1.b"]
+
+
+def test_a_format_is_not_used_if_most_layers_are_above_the_error() -> None:
+    layers = {
+        name: (0.2, 0.05, 0.05) if index < 2 else (0.05, 0.2, 0.05) if index < 4 else (0.05,) * 3
+        for index, name in enumerate(LAYERS)
+    }
+    chosen = choose(calibration(fp8=layers), 0.1)
+    assert chosen.text == "bf16"
+    assert chosen.reason == "4 of 6 layers are above the error with fp8"
+
+
+def test_products_that_do_not_exist_are_below_the_error() -> None:
+    assert choose(calibration(fp8=all_layers(0.05, 0.05, None)), 0.1).text == "fp8"
+
+
+def test_patterns_match_the_layers_and_no_other() -> None:
+    every_a = [name for name in LAYERS if name.endswith("a")]
+    assert patterns(every_a, LAYERS) == ["blocks.*.a"]
+    assert patterns(every_a[:2], LAYERS) == every_a[:2]
+    # `*` also matches dots.
+    assert patterns(every_a, [*LAYERS, "blocks.0.inner.a"]) == every_a
+
+
+# The report
+
+
+def test_the_table_has_the_largest_error_of_each_group() -> None:
+    layers = {**GOOD, "blocks.1.b": (0.05, 0.3, None)}
+    found = calibration(fp8=layers)
+    rows = [line.split() for line in report(found, choose(found, 0.1), 0.1).splitlines()]
+    shares = ["0", "25.00%", "0.9900", "1.0100"]
+    assert ["blocks.*.a", "3", "0.0500", "0.0500", "0.0500", "-", *shares] in rows
+    assert ["blocks.*.b", "3", "0.0500", "0.3000", "0.0500", "1", *shares] in rows
+
+
+@pytest.mark.parametrize("error", [0.05, math.nan, math.inf, None])
+def test_json_and_the_plot_take_all_errors(error: float | None, tmp_path: Path) -> None:
+    found = calibration(
+        fp8={**GOOD, "blocks.0.a": (0.0, error, 0.5)}, nvfp4={"blocks.1.a": (1.0,) * 3}
+    )
+    content: dict[str, Any] = json.loads(as_json(found, choose(found, 0.1), 0.1))
+    written = content["formats"]["fp8"]["layers"]["blocks.0.a"]["products"]["grad"]["error"]
+    assert written == (error if error in (0.05, None) else str(error))
+    draw(found, 0.1, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,41 @@
+"""The page on the costs of precision agrees with the commands that it describes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks.figures import ROOT
+from distmp.commands import calibrate
+from distmp.commands.bench import precision
+from distmp.commands.bench.comparison import DEVIATIONS
+from distmp.commands.narrow_formats.choice import MOST_LAYERS
+from distmp.commands.narrow_formats.settings import FORMATS, MAX_ERROR
+from distmp.diagnosis.weight_gradients import MOST_ELEMENTS
+
+PAGE = (ROOT / "docs" / "benchmarks-precision.md").read_text()
+TEXT = " ".join(PAGE.split())
+
+
+def test_the_commands_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    found = re.findall(r"^\.venv/bin/distmp (bench precision|calibrate) (.*)$", PAGE, re.MULTILINE)
+    loaders = {"bench precision": precision.load, "calibrate": calibrate.load}
+    assert [name for name, _ in found] == ["bench precision", "bench precision", "calibrate"]
+    for name, options in found:
+        assert loaders[name](shlex.split(options)).picture
+
+
+def test_the_rules_are_those_of_the_code() -> None:
+    assert DEVIATIONS == 2
+    assert "at most 2 standard deviations" in TEXT
+    assert MOST_LAYERS == 0.5
+    assert "more than half of the layers" in TEXT
+    assert f"(in at most {MOST_ELEMENTS:,} evenly spaced elements" in TEXT
+    assert f"The default, {MAX_ERROR:g}," in TEXT
+    assert f"({', '.join(FORMATS)}, then bfloat16)" in TEXT

@@ -1,0 +1,103 @@
+"""What the engine says about narrow products: formats at the start, and layers without calls."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmp.engine import Engine
+from distmp.quantization.description import describe_formats, formats_record
+from tests.reference import fused_adamw
+
+WIDTH = 32
+
+
+class Model(nn.Module):
+    """Calls its first layer, and uses only the weights of the others, or nothing."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for layer in [*self.layers][1:]:
+            x = F.linear(x, layer.weight, layer.bias)
+        return self.head(x)
+
+
+def make_engine(model: nn.Module, policy: str = "fp8", **options: bool) -> Engine:
+    def loss(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        return module(x).sum(), len(x)
+
+    return Engine(model, loss, fused_adamw, policy=policy, device="cpu", **options)
+
+
+def test_layers_that_are_not_called_are_named_once() -> None:
+    engine = make_engine(Model(3))
+    message = "no rank called the linear layers 'layers.1', 'layers.2' in the first step"
+    with pytest.warns(RuntimeWarning, match=re.escape(message)):
+        engine.step([torch.ones(4, WIDTH)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step([torch.ones(4, WIDTH)])
+
+
+def test_many_layers_are_counted() -> None:
+    engine = make_engine(Model(6))
+    with pytest.warns(RuntimeWarning, match=r"'layers.3' and 2 more in the first step"):
+        engine.step([torch.ones(4, WIDTH)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("fp8,hp=head|layers.1|layers.2", {}),
+        ("bf16", {}),
+        ("fp8", {"first_step_checks": False}),
+    ],
+)
+def test_no_warning(policy: str, options: dict[str, bool]) -> None:
+    engine = make_engine(Model(3), policy, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step([torch.ones(4, WIDTH)])
+
+
+@pytest.mark.parametrize("policy", ["fp8", "fp8-rowwise", "mxfp8,hp=none", "nvfp4,hp=none"])
+def test_a_step_without_samples(policy: str) -> None:
+    engine = make_engine(Model(1), policy)
+    none, some = torch.ones(0, WIDTH), torch.ones(4, WIDTH)
+    norms = []
+    for batches in ([some], [some, none]):
+        torch.manual_seed(0)
+        engine = make_engine(Model(1), policy)
+        norms.append(engine.step(batches).numbers.grad_norm)
+    assert norms[0] == norms[1] > 0
+    assert engine.step([none]).numbers.weight == 0
+
+
+def test_the_formats_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "distmp")
+    engine = make_engine(Model(2), "fp8-rowwise,wgrad=bf16,name=mine")
+    layers = engine.narrow_products.layers
+    assert layers is not None
+    text = (
+        "forward e4m3, grad e4m3, wgrad bf16, a scale per row, emulated; 2 of 3 linear layers have "
+        "narrow products; wide: head (hp=head)"
+    )
+    assert describe_formats(layers) == text
+    assert f"precision mine: {text}" in caplog.messages
+    assert formats_record(layers) == {
+        "formats": ["forward e4m3, grad e4m3, wgrad bf16, a scale per row"],
+        "emulated": True,
+        "narrow": ["layers.0", "layers.1"],
+        "wide": {"head": "hp=head"},
+    }

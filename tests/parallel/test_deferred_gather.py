@@ -1,0 +1,45 @@
+"""Weights that are built deferred are gathered in 8 bits, with the same results as in 16 bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from distmp.commands.bench.comparison import PolicyResult
+from distmp.commands.bench.measure import measure
+from distmp.commands.bench.precision import load
+from distmp.distributed.world import World
+from distmp.parallel import fsdp
+from tests.ranks import ranks
+
+RUN = (
+    "--model.layers=2",
+    "--model.dimension=32",
+    "--model.heads=2",
+    "--data.sequence-length=16",
+    "--batch.global-batch-size=4",
+    "--batch.microbatch-size=2",
+    "--strategy=fsdp",
+)
+
+
+@ranks(2)
+def test_deferred_weights_are_gathered_in_8_bits() -> None:
+    world, losses, gathered = World.current("cpu"), [], []
+
+    def gather(*args: object) -> int:
+        gathered.append(1)
+        return original(*args)  # type: ignore[arg-type]
+
+    original = fsdp.gather_quantized
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "gather_quantized", gather)
+        for quantized in ("true", "false"):
+            config = load([*RUN, f"--sharding.quantized-gather={quantized}"])
+            assert config.model.deferred
+            found = measure(config, world, "fp8", steps=5)
+            assert isinstance(found, PolicyResult)
+            losses.append(found.losses)
+            gathered.append(0)
+    assert losses[0] == losses[1]
+    assert 1 in gathered
+    assert gathered[gathered.index(0) :] == [0, 0]

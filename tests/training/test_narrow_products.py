@@ -1,0 +1,78 @@
+"""A run with narrow products says so: at its start, in its records and in its report."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from distmp.config import load
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.quantization.linear import OPERANDS
+from distmp.telemetry import Console, read_records
+from distmp.training.trainer import Trainer
+from tests.commands.report.test_report import report
+from tests.torchrun import TINY, corpus
+
+FORMATS = "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor, emulated"
+WIDE = {f"blocks.{block}.feed_forward.down": "hp=*.down" for block in range(2)}
+
+
+def trained(tmp_path: Path, *arguments: str) -> str:
+    """Train in `tmp_path`/run, and return the output."""
+    data = corpus(tmp_path / "corpus")
+    config = load(
+        [
+            *TINY,
+            f"--data.path={data}",
+            f"--run-dir={tmp_path / 'run'}",
+            "--log.console=plain",
+            "--log.every=3",
+            "--sample.length=0",
+            *arguments,
+        ]
+    )
+    output = io.StringIO()
+    run = Trainer(config, World.current("cpu"), Console(config.log, stream=output))
+    assert run.run(StopSignals())
+    return output.getvalue()
+
+
+def test_from_the_start_to_the_report(tmp_path: Path) -> None:
+    output = trained(tmp_path, "--steps=7", "--precision.policy=fp8,hp=*.down")
+    assert f"formats: {FORMATS}; 6 of 8 linear layers have narrow products; wide: " in output
+    assert "a CPU only emulates 8-bit matrix products: slow, for tests and planning" in output
+
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    assert [r.step for r in records if r.narrow_operands is not None] == [1, 3, 6, 7]
+    for record in (records[0], records[-1]):
+        assert record.narrow_operands is not None
+        assert tuple(record.narrow_operands) == OPERANDS
+        for values in record.narrow_operands.values():
+            assert values["saturated"] == 0
+            assert 0 <= values["underflowed"] < 0.5
+            assert values["largest"] > 0
+
+    page = report(tmp_path / "run")
+    section = page.texts[page.texts.index("Formats") : page.texts.index("Skipped steps") - 1]
+    assert section[1] == (
+        f"{FORMATS}: slow, for tests and planning. 6 of 8 linear layers have narrow products."
+    )
+    assert section[section.index("input in forward") + 1] == "0%"
+    assert any(text.startswith("Shares are means over 4 recorded steps.") for text in section)
+    assert section[-4:] == [text for item in WIDE.items() for text in item]
+    (saturated,) = (c for title, c in page.charts().items() if title.startswith("Saturated"))
+    assert [line["label"] for line in saturated["series"]][:2] == ["input in forward", "weight"]
+    assert all(line["x"] == [1, 3, 6, 7] for line in saturated["series"])
+
+
+def test_a_run_in_16_bits_has_no_such_section(tmp_path: Path) -> None:
+    assert "formats:" not in trained(tmp_path, "--steps=1", "--precision.policy=bf16")
+    (record,) = read_records(tmp_path / "run" / "steps.jsonl")
+    assert record.narrow_operands is None
+    (start,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["starts"]
+    assert "narrow_products" not in start
+    page = report(tmp_path / "run")
+    assert "Formats" not in page.texts
+    assert not any("narrow" in title for title in page.charts())
