@@ -36,7 +36,12 @@ from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
-from distmp.engine.format_schedule import FormatSchedule, check_guarded, phase_formats
+from distmp.engine.format_schedule import (
+    FormatSchedule,
+    allow_recompilation,
+    check_guarded,
+    phase_formats,
+)
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
 from distmp.engine.narrow_checks import CallCheck
 from distmp.engine.narrow_products import NarrowProducts
@@ -317,9 +322,12 @@ class Engine:
         if layers is None:
             return None
         config, quiet = self.config, self.world.rank != 0
-        return FormatSchedule(
+        schedule = FormatSchedule(
             layers, self.policy, config.precision_phases, config.precision_guard, quiet=quiet
         )
+        if schedule.changes_formats and config.parallel and config.parallel.compile != "none":
+            allow_recompilation()
+        return schedule
 
     def _warn_about_policy(self) -> None:
         if self.world.rank == 0:

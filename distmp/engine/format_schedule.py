@@ -18,6 +18,7 @@ hold, and that is the same on all ranks.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,6 +43,9 @@ from distmp.scaling import StepDecision
 from distmp.utils.host_copy import HostCopy
 
 logger = logging.getLogger("distmp")
+
+# Versions of a compiled block: a block of seven layers of which some are wide has up to 2^7.
+RECOMPILE_LIMIT = 128
 
 _WEIGHT = "weight"
 _UNTIL = "wide_until/"
@@ -155,20 +159,24 @@ class FormatSchedule:
                 state[f"{_UNTIL}{name}"] = until
         return state
 
-    def start_from_zero(self, names: Sequence[str]) -> None:
+    def reset(self, names: Sequence[str]) -> None:
         """Reset what a stored state lacks, because it was written under another policy or guard.
 
         Raises:
             CheckpointError: If a phase needs it.
         """
-        if _WEIGHT in names and self._needs_weight:
+        state = self.state_dict()
+        for name in names:
+            # A later state must not pass for a complete count.
+            state[name].fill_(math.nan if name == _WEIGHT else 0)
+        self._check_weight()
+
+    def _check_weight(self) -> None:
+        if self._needs_weight and bool(self._weights.isnan().any()):
             raise CheckpointError(
                 f"{PHASES}.after_tokens: the state lacks the number of tokens consumed, which a "
                 "policy without narrow products does not count; use after_steps"
             )
-        state = self.state_dict()
-        for name in names:
-            state[name].zero_()
 
     def continue_from(self, taken: int) -> None:
         """Set the formats of the next step, from the live state.
@@ -176,6 +184,7 @@ class FormatSchedule:
         Args:
             taken: Number of steps taken.
         """
+        self._check_weight()
         if self._guard is not None:
             self._guard.causes.zero_()
         self._copy = self._copied(1)
@@ -257,6 +266,18 @@ def phase_formats(
             )
         formats.append(found)
     return formats
+
+
+def allow_recompilation() -> None:
+    """Let torch compile a block for each combination of the formats of its layers.
+
+    By default, a block that needs a ninth version runs uncompiled, and rounds differently.
+    """
+    # Importing it takes a second, which only compiled models have to pay.
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
 
 
 def check_guarded(policy: PrecisionPolicy, guard: GuardConfig | None) -> None:

@@ -190,7 +190,7 @@ class EngineState:
         kept |= self._rates_to_keep(live, stored)
         if self._formats is not None:
             names = [name for name in lacking if name.startswith(NARROW)]
-            self._formats.start_from_zero([name.removeprefix(NARROW) for name in names])
+            self._formats.reset([name.removeprefix(NARROW) for name in names])
             kept |= {*names}
         return {name: tensor for name, tensor in live.items() if name not in kept}
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from distmp.engine import Engine
+from distmp.engine.format_schedule import RECOMPILE_LIMIT
 from distmp.engine.format_settings import GuardConfig, PrecisionPhase
 from distmp.engine.rank_consistency import check
 from distmp.engine.settings import DivergenceConfig
 from distmp.errors import CheckpointError
+from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.quantization.linear import OPERANDS
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, fused_adamw, snapshot
@@ -256,9 +258,11 @@ def test_any_policy_resumes_from_any_other() -> None:
     fewer = make_engine(policy="fp8,hp=left", precision_guard=GUARD)
     fewer.load_state_dict(narrow.state_dict())
     assert take(fewer, 5).widened == 3
+    # Tokens that a policy did not count: then the phase is refused, also some steps later.
     counting = make_engine(precision_phases=tokens)
-    with pytest.raises(CheckpointError, match="lacks the number of tokens consumed"):
-        counting.load_state_dict(wide.state_dict())
+    for state in (wide.state_dict(), narrow.state_dict()):
+        with pytest.raises(CheckpointError, match="lacks the number of tokens consumed"):
+            counting.load_state_dict(state)
 
 
 def test_evaluation_and_replay_use_the_formats_of_their_step() -> None:
@@ -294,7 +298,12 @@ def test_compiled_layers_change_their_formats() -> None:
         if compiled:
             engine.model.compile(backend="eager")
         found.append(([take(engine, step) for step in range(4)], snapshot(engine)))
-    torch._dynamo.reset()
+    # A block has more versions than the eight that torch compiles by default.
+    compiled_blocks = ParallelConfig(compile="blocks", sharding=ShardingConfig(wrap=("Block",)))
+    make_engine(
+        lambda: nn.Sequential(Block(), Block()), precision_guard=GUARD, parallel=compiled_blocks
+    )
+    assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
 

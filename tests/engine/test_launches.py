@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from distmp.commands.explain.fake_ranks import FakeCollectives
+from distmp.engine.format_settings import GuardConfig, PrecisionPhase
+from distmp.engine.settings import DivergenceConfig
 from tests.engine import launches
 from tests.engine.launches import CASES, LAYERS, STRATEGIES, Counts, steady_steps
 from tests.ranks import ranks
@@ -89,6 +91,20 @@ def test_the_host_waits_for_nothing(strategy: str, policy: str) -> None:
             waits["event.synchronize"] += 2 * LAYERS * microbatches
         assert dict(counts.waits) == waits
         assert (counts.reads, counts.pageable_copies) == (0, 0)
+
+
+def test_formats_that_change_take_no_other_wait() -> None:
+    (counts,) = steady_steps(
+        1,
+        strategy="ddp",
+        policy="fp8",
+        precision_guard=GuardConfig(saturated=0.1, on_spike=True),
+        precision_phases=(PrecisionPhase(after_tokens=1e9, forward="bf16"),),
+        divergence=DivergenceConfig(),
+    )
+    # The numbers of the step before, and its sums.
+    assert dict(counts.waits) == {"event.synchronize": 2}
+    assert (counts.reads, counts.pageable_copies) == (0, 0)
 
 
 @budget_of_this_torch
