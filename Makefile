@@ -99,6 +99,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.accumulation_step
 	$(VENV)/bin/python -m benchmarks.reproducible
 	$(VENV)/bin/python -m benchmarks.muon
+	$(VENV)/bin/python -m benchmarks.lean_state
 	$(VENV)/bin/python -m benchmarks.loss
 	$(VENV)/bin/python -m benchmarks.activation_checkpointing
 	$(VENV)/bin/python -m benchmarks.precision

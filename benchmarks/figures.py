@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "accumulation-microbatches": accumulation.accumulation_microbatches,
     "precision-errors": precision.precision_errors,
     "precision-training": precision.precision_training,
+    "lean-state": precision.lean_state,
     "policies": precision.policies,
     "loss": loss.loss,
     "activation-checkpointing": loss.activation_checkpointing,

@@ -61,9 +61,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", default="22m")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--samples", type=int, default=2, help="samples of a step")
+    parser.add_argument("--samples", type=int, default=4, help="samples of a step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     return parser.parse_args()
 
 

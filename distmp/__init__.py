@@ -21,8 +21,10 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Fp32GradBuckets",
+    "GuardConfig",
     "LossScaleConfig",
     "OverflowReport",
+    "PrecisionPhase",
     "PrecisionPolicy",
     "StepNumbers",
     "StepOutcome",
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from distmp.distributed.world import init
     from distmp.engine import Engine
     from distmp.engine.config import EngineConfig
+    from distmp.engine.format_settings import GuardConfig, PrecisionPhase
     from distmp.engine.outcome import StepNumbers, StepOutcome
     from distmp.engine.settings import DivergenceConfig
     from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
@@ -54,6 +57,7 @@ else:
         "distmp.engine": ("Engine",),
         "distmp.engine.config": ("EngineConfig",),
         "distmp.errors": ("CheckpointError", "ConfigError", "DistmpError", "TrainingError"),
+        "distmp.engine.format_settings": ("GuardConfig", "PrecisionPhase"),
         "distmp.engine.outcome": ("StepNumbers", "StepOutcome"),
         "distmp.parallel.global_mean": ("global_mean",),
         "distmp.precision": ("PrecisionPolicy", "policy", "resolve"),

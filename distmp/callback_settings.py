@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.settings import EMA_PREFIX
-from distmp.utils.imports import check_arguments, load_object
+from distmp.utils.imports import check_arguments, load_callable
 
 _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME: VALUE}}"
 # Metrics whose best value is the smallest one.
@@ -35,11 +35,7 @@ class CallbackSetting(NamedTuple):
             ConfigError: If it does not exist, is a class that is no callback, or does not take the
                 options.
         """
-        found = load_object("callbacks", self.path)
-        if not callable(found):
-            raise ConfigError(
-                "callbacks", self.path, f"is a {type(found).__name__}; name a class or a function"
-            )
+        found = load_callable("callbacks", self.path)
         # By name: the class belongs to a higher layer.
         if inspect.isclass(found) and "Callback" not in {base.__name__ for base in found.__mro__}:
             raise ConfigError(

@@ -14,6 +14,7 @@ from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.file_formats import check_token_paths
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
+from distmp.engine.format_settings import GuardConfig, PrecisionPhase, in_steps, parse_phases
 from distmp.engine.settings import DivergenceConfig, EmaConfig, RankConsistencyConfig
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
@@ -64,6 +65,7 @@ _ADVICE = {
     "batch": _BATCH,
     "batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
+    "micro_batch_size": _BATCH,
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS,
     "max_epochs": _EPOCHS,
@@ -162,7 +164,22 @@ class PrecisionConfig:
     """Repeat a step that overflowed, to report the rank, parameter and microbatch that caused
     it."""
 
+    phases: tuple[dict[str, Any], ...] = field(
+        default=(),
+        metadata=consequential("products change their formats at other steps from here on"),
+    )
+    """Formats of narrow products from some point of the run on: '{after_fraction: 0.9, forward:
+    bf16}'. Each has after_steps, after_tokens or after_fraction, and any of forward, grad and
+    wgrad; what it leaves out is as in the policy."""
+
+    guard: GuardConfig = field(
+        default_factory=GuardConfig,
+        metadata=consequential("products are widened for other reasons from here on"),
+    )
+    """When narrow products are computed in bf16 for some steps."""
+
     def __post_init__(self) -> None:
+        parse_phases(self.phases)
         if self.max_consecutive_skips < 1:
             raise ConfigError(
                 "precision.max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
@@ -172,12 +189,26 @@ class PrecisionConfig:
         """Check the policy, which imports torch.
 
         Raises:
-            ConfigError: If it is unknown, or does not fit the rules of the loss scale.
+            ConfigError: If it is unknown, or does not fit the rules of the loss scale, the phases
+                or the guard.
         """
         if self.policy != "auto":
+            from distmp.engine.format_schedule import check_guarded, phase_formats
             from distmp.precision import policy
 
-            loss_scale_rules(policy(self.policy).loss_scale, self.loss_scale)
+            chosen = policy(self.policy)
+            loss_scale_rules(chosen.loss_scale, self.loss_scale)
+            phase_formats(chosen, parse_phases(self.phases))
+            check_guarded(chosen, self.guard)
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether the policy rounds weights stochastically; imports torch."""
+        if self.policy == "auto":
+            return False
+        from distmp.precision import policy
+
+        return policy(self.policy).stochastic_rounding
 
 
 @dataclass(frozen=True)
@@ -411,6 +442,8 @@ class RunConfig:
                 f"must be less than steps = {self.steps}, or null for 5% of them",
             )
         self.profile.check(self.steps)
+        _ = self.precision_phases
+        self.precision.guard.check(self.divergence)
 
     def check_names(self) -> None:
         """Look up what settings name: files of token ids, functions, the policy, and others.
@@ -465,7 +498,8 @@ class RunConfig:
         """The function that builds the optimizer over named parameters."""
         from distmp.optim.build import optimizer_factory
 
-        return optimizer_factory(self.optim)
+        stochastic = self.precision.rounds_stochastically
+        return optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
 
     @cached_property
     def schedule_factory(self) -> ScheduleFactory:
@@ -497,7 +531,14 @@ class RunConfig:
             reproducible=self.reproducible,
             on_nonfinite=self.precision.on_nonfinite,
             divergence=self.divergence,
+            precision_phases=self.precision_phases,
+            precision_guard=self.precision.guard,
         )
+
+    @property
+    def precision_phases(self) -> tuple[PrecisionPhase, ...]:
+        """The phases of the formats of narrow products, each with its first step."""
+        return in_steps(parse_phases(self.precision.phases), self.steps)
 
     def parallel(self, microbatches: int | None) -> ParallelConfig:
         """Return the settings of a strategy, for steps of `microbatches` microbatches."""

@@ -80,6 +80,10 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--resume", ""], "resume"),
         (["--resume", "true"], "resume = 'true': write 'auto' for the latest checkpoint"),
         (["--batch-size", "4"], "batch_size = '4': unknown setting; set batch.global_batch_size"),
+        (
+            ["--micro-batch-size", "4"],
+            "micro_batch_size = '4': unknown setting; set batch.global_b",
+        ),
         (["--batch", "4"], "batch = '4': is a section; set batch.global_batch_size"),
         (["--epochs", "3"], "epochs = '3': unknown setting; a run is as long as its number of st"),
         (["--bf16"], "bf16 = '': unknown setting; set precision.policy"),
@@ -163,9 +167,11 @@ def test_optimizer_and_schedule_are_looked_up_once(monkeypatch: pytest.MonkeyPat
     for name in ("optimizer_factory", "schedule_factory"):
         original = getattr(build, name)
 
-        def counted(*arguments: Any, original: Any = original, name: str = name) -> Any:
+        def counted(
+            *arguments: Any, original: Any = original, name: str = name, **options: Any
+        ) -> Any:
             calls.append(name)
-            return original(*arguments)
+            return original(*arguments, **options)
 
         monkeypatch.setattr(build, name, counted)
     config = load(["--strategy=single", "--data.path=distmp"])

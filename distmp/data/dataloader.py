@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distmp.data.checks import check_dataset
 from distmp.data.evaluation import evaluation_batches
@@ -12,18 +12,25 @@ from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError, brief, check_argument_names
+from distmp.errors import ConfigError, attribute, brief, check_argument_names
 
 _ARGUMENTS = ("microbatch_size", "collate_fn", "workers", "seed", "shuffle", "first_sample")
 # What to do about arguments of torch's data loader.
 _INSTEAD_OF = {
     "num_workers": "use workers",
+    "micro_batch_size": "use microbatch_size",
     "drop_last": "leave it out: all steps are full, and no sample is dropped",
     "sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
     "batch_sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
     "generator": "use seed, the same on every rank",
     "worker_init_fn": "leave it out: random numbers follow seed and the position of the sample",
     "pin_memory": "leave it out: memory is pinned if the device is a GPU",
+}
+# What to do about attributes of torch's data loader and its samplers.
+_ATTRIBUTES_INSTEAD = {
+    "set_epoch": "leave it out: each epoch has another order, which follows from seed",
+    "sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
+    "num_workers": "use workers",
 }
 
 
@@ -105,6 +112,8 @@ class DataLoader:
         self._size = length_of(dataset)
         self._epoch = 0  # of a dataset without a length
         self._begun_at: int | None = None
+        # Whether `once` has compared the dataset between ranks.
+        self._is_compared = False
         self._steps: Generator[Step, None, None] | None = None
         self._check_combinations()
         self._is_built = True
@@ -119,6 +128,12 @@ class DataLoader:
                 "settings with another DataLoader(..., first_sample=loader.samples)",
             )
         super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # mypy would accept any name
+
+        def __getattr__(self, name):
+            """Name the replacement of what torch's data loader has."""
+            attribute(self, name, _ATTRIBUTES_INSTEAD)
 
     def _check_combinations(self) -> None:
         if self.collate_fn is not None and not callable(self.collate_fn):
@@ -229,13 +244,7 @@ class DataLoader:
         """
         if self._world.group is not None and not is_stream(self.dataset):
             RollCall(self._world).wait_for_all("DataLoader.once()")
-            check_same_data(
-                self.dataset,
-                self._division(0),
-                seed=self.seed,
-                group=self._world.group,
-                setting="dataset",
-            )
+            self._compare_dataset()
         return evaluation_batches(
             self.dataset,
             samples=None,
@@ -244,6 +253,18 @@ class DataLoader:
             world_size=self._world.world_size,
             collate_fn=self.collate_fn,
         )
+
+    def _compare_dataset(self) -> None:
+        """Compare the length and a sample of the dataset between ranks, once."""
+        if not self._is_compared:
+            check_same_data(
+                self.dataset,
+                self._division(0),
+                seed=self.seed,
+                group=self._world.group,
+                setting="dataset",
+            )
+        self._is_compared = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position to continue from, and what the order of samples depends on."""

@@ -72,8 +72,15 @@ def list_text_files(
             file matches or has content.
     """
     if not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "there is no such folder"
-        raise ConfigError(setting, str(folder), f"{problem}; name a folder of text files")
+        if not folder.exists():
+            problem = "there is no such folder; name a folder of text files"
+        else:
+            problem = (
+                "is not a folder; name a folder of text files, or make token ids of the file: run "
+                f"`distmp data tokenize`, and set data.source to tokens and {setting} to the "
+                "folder that it writes"
+            )
+        raise ConfigError(setting, str(folder), problem)
     matches = re.compile(_regular_expression(pattern)).fullmatch
     names = sorted(
         name for name in visible_files(folder, setting, skipped_folders) if matches(name)

@@ -19,8 +19,9 @@ torch's default ones, or if batches were written to after the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
 from distmp.parallel.strategy import parameter_name
+from distmp.quantization import ProductFormats
 from distmp.utils.dtensor import local_values
 
 # `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and
@@ -49,6 +51,7 @@ class StepInputs(NamedTuple):
         losses: Loss sum of each microbatch, 0-dim, on the device.
         weights: Weight of each microbatch, as returned by the loss function, 0-dim.
         position: Number of the step, and index of the first microbatch in the global batch.
+        formats: The formats of layers with narrow products, by name.
     """
 
     microbatches: tuple[Any, ...]
@@ -56,6 +59,7 @@ class StepInputs(NamedTuple):
     losses: list[Tensor]
     weights: list[Tensor]
     position: tuple[int, int] = (0, 0)
+    formats: Mapping[str, ProductFormats] = MappingProxyType({})
 
 
 def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
@@ -124,7 +128,7 @@ class StepReplay:
         probes, losses = [], []
         strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
-        with buffers_restored(strategy.model):
+        with buffers_restored(strategy.model), _formats_as(self._step.formats, strategy):
             for index, (batch, states) in enumerate(microbatches):
                 strategy.begin_microbatch(last=False)
                 if strategy.narrow_layers is not None:
@@ -173,6 +177,21 @@ def _largest(gradients: dict[str, GradientSummary]) -> float:
 def _histogram(probes: Sequence[Probe]) -> ExponentHistogram:
     counts = [probe.exponents.cpu() for probe in probes]
     return ExponentHistogram(torch.stack(counts).sum(dim=0))
+
+
+@contextmanager
+def _formats_as(formats: Mapping[str, ProductFormats], strategy: Strategy) -> Iterator[None]:
+    """Set the formats of narrow products to those of a step, and restore them afterwards."""
+    layers = strategy.narrow_layers
+    if layers is None:
+        yield
+        return
+    current = layers.formats
+    layers.set_formats(formats)
+    try:
+        yield
+    finally:
+        layers.set_formats(current)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
-from distmp.errors import TrainingError
+from distmp.errors import ConfigError, TrainingError
 from distmp.utils.dtensor import local_values
 from distmp.utils.flat_shard import FlatShard
+
+logger = logging.getLogger("distmp")
 
 
 class WeightAverage:
@@ -27,9 +30,13 @@ class WeightAverage:
 
     Attributes:
         values: The average by parameter name, FP32, with the sharding of `engine.weights()`.
+
+    Raises:
+        ConfigError: If `engine` is not an engine, or `config` has no decay.
     """
 
     def __init__(self, engine: Engine, config: EmaConfig) -> None:
+        _check_arguments(engine, config)
         self._engine = engine
         self._config = config
         self.values: dict[str, Tensor] = {}
@@ -42,9 +49,12 @@ class WeightAverage:
         Call it once after each `Engine.step`.
 
         Raises:
-            TrainingError: If `Engine.load` has replaced the weights since the average began.
+            TrainingError: If a checkpoint has replaced the weights since the average began, or the
+                engine has an average as its weights.
         """
         self._check_not_replaced()
+        self._check_not_exchanged("average.update()")
+        self._is_updated = True
         share = self._share()
         for name, weights in self._engine.weights().items():
             if name not in self.values:  # unfrozen during training
@@ -57,53 +67,95 @@ class WeightAverage:
         """Continue from stored values with the sharding of `values`, by parameter name.
 
         Parameters that are missing keep their average.
+
+        Raises:
+            TrainingError: Inside of `as_weights`.
         """
+        self._check_not_exchanged("average.load()")
         for name in self.values.keys() & values.keys():
             if values[name] is not self.values[name]:
                 local(self.values[name]).copy_(local(values[name]))
-        self._loads = self._engine.loads
+        self._loads, self._is_updated = self._engine.loads, True
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin again with the weights that the engine has now."""
+        """Begin again with the weights that the engine has now.
+
+        Raises:
+            TrainingError: Inside of `as_weights`.
+        """
+        self._check_not_exchanged("average.restart()")
         for name, weights in self._engine.weights().items():
             if name in self.values:
                 local(self.values[name]).copy_(local(weights))
             else:
                 self.values[name] = _copy(weights)
-        self._loads = self._engine.loads
+        self._loads, self._is_updated = self._engine.loads, False
+        self._first_counts = self._engine.step_counts.clone()
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
         """Give the engine the average as its weights; restore the weights bit for bit on exit.
 
         Average and weights are swapped tensor by tensor. Every rank has to use it. After an
-        exception, the engine keeps the average as its weights.
+        exception, the engine keeps the average as its weights. `Engine.save` refuses to store it as
+        the weights.
 
         Raises:
-            TrainingError: At the end, if steps were taken inside, which train the average; and as
-                `update`.
+            TrainingError: At the end, if steps were taken inside, which train the average, or a
+                state was loaded; and as `update`.
         """
         self._check_not_replaced()
+        self._check_not_exchanged("average.as_weights()")
+        self._warn_if_never_updated()
         kept: dict[str, Tensor] = {}
         self._exchange(kept)
+        self._engine.holds_average = True
         counts = self._engine.step_counts.clone()
         # Not in `finally`: the swap is collective, and after an error other ranks may not reach it.
         yield
+        if not self._engine.holds_average:
+            raise TrainingError(
+                "a state was loaded inside of average.as_weights(), so the weights from before it "
+                "are lost; load outside of it"
+            )
         if not torch.equal(self._engine.step_counts, counts):
             raise TrainingError(
                 "steps were taken inside of average.as_weights(), so they have trained the "
                 "average; take steps outside, and start again from a checkpoint"
             )
         self._exchange(kept)
+        self._engine.holds_average = False
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a checkpoint has replaced the weights since the average began or was loaded."""
+        return self._engine.loads != self._loads
 
     def _check_not_replaced(self) -> None:
-        if self._engine.loads != self._loads:
+        if self.is_replaced:
             raise TrainingError(
-                "engine.load has replaced the weights since their average began; after it, call "
-                "average.load(values) with the average that you saved, or average.restart() to "
-                "begin with the loaded weights"
+                "engine.load or a rollback has replaced the weights since their average began; "
+                "after it, call average.load(values) with the average that you saved, or "
+                "average.restart() to begin with the loaded weights"
             )
+
+    def _check_not_exchanged(self, call: str) -> None:
+        if self._engine.holds_average:
+            raise TrainingError(
+                f"{call} was called while the engine has an average as its weights; call it after "
+                "average.as_weights() has ended, and after an error in it only after engine.load"
+            )
+
+    def _warn_if_never_updated(self) -> None:
+        applied = self._engine.step_counts[0] != self._first_counts[0]
+        if self._is_updated or self._engine.world.rank != 0 or not applied:
+            return
+        self._is_updated = True  # warns once
+        logger.warning(
+            "the average has the weights that the engine had before its last steps, because "
+            "average.update() was never called; call it after each engine.step"
+        )
 
     def _share(self) -> Tensor:
         """Return the share of the weights in this update, FP32 0-dim; 0 after a skipped step."""
@@ -134,6 +186,25 @@ class WeightAverage:
             else:
                 kept[name] = before
         self._engine.publish_weights()
+
+
+def _check_arguments(engine: object, config: object) -> None:
+    """Refuse what a caller may pass in place of an engine and an `EmaConfig`.
+
+    Raises:
+        ConfigError: With the value received.
+    """
+    if not isinstance(engine, Engine):
+        raise ConfigError("engine", type(engine).__name__, "pass a distmp.Engine")
+    if not isinstance(config, EmaConfig):
+        value = config if isinstance(config, int | float) else type(config).__name__
+        raise ConfigError("config", value, "pass EmaConfig(decay=0.999)")
+    if config.decay == 0:
+        raise ConfigError(
+            "config.decay",
+            config.decay,
+            "the average would always be the weights; use a number below 1, such as 0.999",
+        )
 
 
 def local(tensor: Tensor) -> Tensor:

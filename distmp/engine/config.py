@@ -6,6 +6,12 @@ import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
+from distmp.engine.format_settings import (
+    GuardConfig,
+    PrecisionPhase,
+    check_lengths_known,
+    check_order,
+)
 from distmp.engine.settings import DivergenceConfig
 from distmp.errors import ConfigError, check_argument_names
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
@@ -20,6 +26,9 @@ _MAX_NORM = "use max_norm, the largest norm of the global gradient"
 _POLICY = "use policy, such as 'bf16'"
 _ACCUMULATION = "leave it out: pass that many microbatches to each engine.step"
 _SCALER = "leave it out: policies with float16 scale the loss, and loss_scale sets the rules"
+_AVERAGE = "build distmp.engine.average.WeightAverage(engine, EmaConfig(decay=0.999))"
+_BATCH_SIZE = "use distmp.DataLoader(dataset, batch_size=..., microbatch_size=...)"
+_SHARDING = "use shard_optimizer=True for ZeRO stage 1, and strategy='fsdp' for stages 2 and 3"
 _LOSS = "use loss, a function loss(module, batch) that returns (loss_sum, weight)"
 # What to do about arguments of other libraries.
 _INSTEAD_OF = {
@@ -44,7 +53,13 @@ _INSTEAD_OF = {
     "accumulate_grad_batches": _ACCUMULATION,
     "accumulation_steps": _ACCUMULATION,
     "gradient_accumulation_steps": _ACCUMULATION,
-    "batch_size": "use distmp.DataLoader(dataset, batch_size=...)",
+    "batch_size": _BATCH_SIZE,
+    "micro_batch_size": _BATCH_SIZE,
+    "microbatch_size": _BATCH_SIZE,
+    "ema": _AVERAGE,
+    "ema_decay": _AVERAGE,
+    "zero_stage": _SHARDING,
+    "zero": _SHARDING,
     "loss_fn": _LOSS,
     "criterion": _LOSS,
     "seed": "use distmp.init(seed=...) before the model is built",
@@ -109,6 +124,13 @@ class EngineConfig:
     """Typical global weight of a step, a constant that keeps gradients at the magnitude of a mean.
     None uses the global weight of the first step."""
 
+    precision_phases: tuple[PrecisionPhase, ...] = ()
+    """Formats of narrow products from some step or number of tokens on, in the order of the
+    phases."""
+
+    precision_guard: GuardConfig | None = None
+    """When narrow products are computed in bf16 for some steps; None: never."""
+
     first_step_checks: bool = True
     """Check the first step for likely mistakes: ids above the vocabulary, a loss that is a mean,
     the same data on all ranks. With `single` and `ddp` this runs the loss function on two synthetic
@@ -125,6 +147,10 @@ class EngineConfig:
             raise ConfigError(
                 "nominal_weight", self.nominal_weight, "use a finite number above 0, or None"
             )
+        check_lengths_known(self.precision_phases)
+        check_order(self.precision_phases)
+        if self.precision_guard is not None:
+            self.precision_guard.check(self.divergence)
 
     @property
     def accumulation(self) -> AccumulationSettings:
@@ -151,6 +177,8 @@ class EngineSettings(TypedDict, total=False):
     on_nonfinite: str
     divergence: DivergenceConfig | None
     nominal_weight: float | None
+    precision_phases: tuple[PrecisionPhase, ...]
+    precision_guard: GuardConfig | None
     first_step_checks: bool
 
 

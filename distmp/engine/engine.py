@@ -36,6 +36,7 @@ from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
+from distmp.engine.format_schedule import FormatSchedule, check_guarded, phase_formats
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
 from distmp.engine.narrow_products import NarrowProducts
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
@@ -60,6 +61,7 @@ from distmp.engine.step_checks import (
 from distmp.errors import ConfigError, TrainingError, attribute, rank_names, ranks_by_value
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import METRIC_UPDATES
+from distmp.optim.rounding import set_rounding
 from distmp.optim.state import check_state, prepare_for_device_skip
 from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
@@ -69,7 +71,7 @@ from distmp.parallel.materialize import (
     needs_seed,
     not_a_number,
 )
-from distmp.parallel.matrices import place_matrices
+from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.reproducible import (
     check_power_of_two,
@@ -83,6 +85,7 @@ from distmp.precision.builders import autocast_context
 from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
+from distmp.quantization import NarrowLayers
 from distmp.scaling import (
     SUMS,
     LossScale,
@@ -129,6 +132,9 @@ _INSTEAD_OF = {
     "to": "use Engine(..., device=...)",
     "save_checkpoint": "use engine.save(folder)",
     "load_checkpoint": "use engine.load(folder)",
+    "save_pretrained": "use engine.export(folder)",
+    "lr": "use engine.optimizer.param_groups[0]['lr']",
+    "global_step": "use int(engine.step_counts[:2].sum()), or the `step` that engine.load returns",
 }
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
@@ -177,7 +183,8 @@ class Engine:
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
         narrow_products: The linear layers with fewer than 16 bits, and their statistics.
-        loads: Number of checkpoints that `load` has loaded.
+        loads: Number of checkpoints that were loaded, by `load` or by a trainer.
+        holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
@@ -217,6 +224,8 @@ class Engine:
         model, values = _built(model, self.world, initialize=initialize)
         check_loss_function(loss)
         self.policy, self.policy_reason = resolve(config.policy, self.device)
+        check_guarded(self.policy, config.precision_guard)
+        phase_formats(self.policy, config.precision_phases)
         self.strategy = resolve_strategy(config.strategy, self.world)
         self.config = config = replace(
             config,
@@ -242,7 +251,8 @@ class Engine:
         if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
             warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
-        self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world)
+        formats = self._format_schedule(self._strategy.narrow_layers)
+        self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world, formats)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
         self._set_up_optimizer(optimizer, schedule)
@@ -262,6 +272,7 @@ class Engine:
             self.divergence,
             self._counts,
             self._learning_rates,
+            formats,
             skips_on_device=self._skips_on_device,
             quiet=self.world.rank != 0,
         )
@@ -274,6 +285,7 @@ class Engine:
         self._previous: StepOutcome | None = None
         self._saves: Saves | None = None
         self.loads = 0
+        self.holds_average = False
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -296,6 +308,14 @@ class Engine:
                 values,
             )
 
+    def _format_schedule(self, layers: NarrowLayers | None) -> FormatSchedule | None:
+        if layers is None:
+            return None
+        config, quiet = self.config, self.world.rank != 0
+        return FormatSchedule(
+            layers, self.policy, config.precision_phases, config.precision_guard, quiet=quiet
+        )
+
     def _warn_about_policy(self) -> None:
         if self.world.rank == 0:
             for cost in costs(self.policy):
@@ -310,7 +330,8 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
-        self._place_matrices()
+        set_rounding(self.optimizer, self.policy)
+        self._place()
         # The host steps offloaded parameters, and has to wait for the decision.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
         self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
@@ -319,8 +340,9 @@ class Engine:
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
 
-    def _place_matrices(self) -> None:
+    def _place(self) -> None:
         place_matrices(self.optimizer, self._strategy, self._names, self.device)
+        place_shards(self.optimizer, self._strategy, self._names)
 
     @property
     def model(self) -> nn.Module:
@@ -404,11 +426,12 @@ class Engine:
             decision.overflow | (decision.dropped > 0), decision.empty
         )
         self.divergence.remember(decision)
-        self.narrow_products.end_step(of_products)
+        self.narrow_products.end_step(of_products, decision, spike_check.spike)
         exhausted = exhausted & decision.overflow
         outcome = self._outcome(decision, spike_check, differ, rate, scale, exhausted)
         outcome.microbatch_problem = source.problem
         outcome.narrow_statistics = self.narrow_products.statistics
+        outcome.formats = self.narrow_products.formats
         if self.config.attribution:
             inputs = StepInputs(
                 tuple(source.kept),
@@ -416,6 +439,7 @@ class Engine:
                 stats.losses,
                 stats.weights,
                 position=(self.narrow_products.step - 1, self.world.rank * source.count),
+                formats=self.narrow_products.of_layers,
             )
             self._recent.append((outcome, inputs))
         return outcome
@@ -753,7 +777,7 @@ class Engine:
         for group in addition.param_groups:
             self.optimizer.add_param_group(group)
         self.optimizer.state.update(addition.state)
-        self._place_matrices()
+        self._place()
         self._stepped.add(parameters)
 
     # After the step
@@ -1002,7 +1026,8 @@ class Engine:
         self._calls.counts["engine.load_state_dict"] += 1
         self.nominal_weight = self._state.finish(live)
         self._max_applied = int(self._counts[0])
-        self.narrow_products.step = int(self._counts[:2].sum())
+        self.narrow_products.continue_from(int(self._counts[:2].sum()))
+        self.holds_average = False
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state with the names and the sharding of this engine's `state_dict`.
@@ -1053,6 +1078,7 @@ class Engine:
         Raises:
             ConfigError: If an argument is invalid, such as a folder that is named like a file
                 (`model.pt`), or `numbers` differ between ranks.
+            TrainingError: Inside of `WeightAverage.as_weights`.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
                 background, could not be written. Earlier checkpoints are unchanged.
         """
@@ -1076,7 +1102,9 @@ class Engine:
             if self._saves is not None:
                 self._saves.finish()
 
-    def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    def load(
+        self, folder: str | Path, *, missing_ok: bool = False, optimizer: bool = True
+    ) -> dict[str, Any]:
         """Load a checkpoint of `save` or of a trainer's run; every rank has to call it.
 
         Args:
@@ -1084,27 +1112,37 @@ class Engine:
                 damaged ones are logged. If it has none, its folders `step-100`, `epoch_3`,
                 `checkpoints` ... are searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
+            optimizer: Whether to load the optimizer state. With False it starts from scratch, so
+                that the engine may have another optimizer than the checkpoint.
 
         Returns:
             The `numbers` of `save`, and `step`, the number of steps taken, if they lack it. For a
             trainer's run, its numbers.
 
         Raises:
-            ConfigError: If there is no checkpoint, or ranks name different folders.
+            ConfigError: If there is no checkpoint, it has the state of another optimizer, or ranks
+                name different folders.
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import find_checkpoint, load_checkpoint, loaded_numbers
+        from distmp.engine.saving import (
+            check_optimizer,
+            find_checkpoint,
+            load_checkpoint,
+            loaded_numbers,
+        )
 
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
-            check_same(self.world.group, self.device, {"folder": str(folder)})
+            described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
+            check_same(self.world.group, self.device, described)
             checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
             if checkpoint is None:
                 return {"step": int(self._counts[:2].sum())}
-            load_checkpoint(self, checkpoint)
-            self.loads += 1
+            if optimizer:
+                check_optimizer(self, checkpoint)
+            load_checkpoint(self, checkpoint, optimizer=optimizer)
             return loaded_numbers(checkpoint)
 
     def export(
@@ -1159,6 +1197,12 @@ class Engine:
         def __getattr__(self, name):
             """Name the replacement of what models and optimizers of other libraries have."""
             attribute(self, name, _INSTEAD_OF)
+
+        def __setattr__(self, name, value):
+            """Refuse to assign what would have no effect, such as `engine.lr`."""
+            if name in _INSTEAD_OF:
+                attribute(self, name, _INSTEAD_OF)
+            super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks and process groups stay with the original.

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from distmp.distributed.world import World
-from distmp.quantization import NarrowLayers
+from distmp.engine.format_schedule import FormatSchedule, StepFormats
+from distmp.quantization import NarrowLayers, ProductFormats
+from distmp.scaling import StepDecision
 from distmp.utils.host_copy import HostCopy
 
 
@@ -42,23 +44,34 @@ class NarrowProducts:
     Args:
         layers: The layers with narrow products; None without any.
         world: The ranks.
+        schedule: Sets the formats of each step; None without narrow products.
 
     Attributes:
         layers: The layers with narrow products; None without any.
         step: Number of steps taken since the start of training.
         statistics: Those of the last step; None before, and without narrow products.
+        formats: The formats of the last step, if they may change during the run.
+        of_layers: The formats of each layer in the last step, by name.
     """
 
-    def __init__(self, layers: NarrowLayers | None, world: World) -> None:
+    def __init__(
+        self, layers: NarrowLayers | None, world: World, schedule: FormatSchedule | None = None
+    ) -> None:
         self.layers = layers
         self.step = 0
         self.statistics: NarrowStatistics | None = None
+        self.formats: StepFormats | None = None
+        self.of_layers: dict[str, ProductFormats] = {}
         self._world = world
+        self._schedule = schedule
 
     def begin_step(self) -> None:
-        """Clear the statistics of the previous step."""
+        """Clear the statistics of the previous step, and note the formats of this one."""
         if self.layers is not None:
             self.layers.begin_step()
+            self.of_layers = self.layers.formats
+        if self._schedule is not None and self._schedule.changes_formats:
+            self.formats = self._schedule.begin_step(self.step)
 
     def begin_microbatch(self, index: int, count: int) -> None:
         """Derive random numbers from the position of the microbatch in the global batch.
@@ -74,15 +87,24 @@ class NarrowProducts:
         """Return the numbers to sum over ranks, FP64 1-dim; None without narrow products."""
         return None if self.layers is None else self.layers.counts[..., 1:].flatten()
 
-    def end_step(self, sums: Tensor) -> None:
-        """Keep the statistics of the step.
+    def end_step(self, sums: Tensor, decision: StepDecision, spike: Tensor) -> None:
+        """Keep the statistics of the step, and set the formats of the next one.
 
         Args:
             sums: The sums of `terms` over ranks.
+            decision: The decision on this step.
+            spike: Whether loss or norm are above their limits, 0-dim bool.
         """
         self.step += 1
         if self.layers is not None:
             counts = self.layers.counts
-            self.statistics = NarrowStatistics(
-                [*self.layers.modules], sums.view_as(counts[..., 1:]), counts[..., 0]
-            )
+            sums = sums.view_as(counts[..., 1:])
+            self.statistics = NarrowStatistics([*self.layers.modules], sums, counts[..., 0])
+        if self._schedule is not None:
+            self._schedule.end_step(self.step, sums, decision, spike)
+
+    def continue_from(self, step: int) -> None:
+        """Continue after so many steps, from the state that was loaded."""
+        self.step = step
+        if self._schedule is not None:
+            self._schedule.continue_from(step)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowReport
+from distmp.engine.format_schedule import StepFormats
 from distmp.engine.narrow_products import NarrowStatistics
 from distmp.errors import attribute
 from distmp.utils.host_copy import HostCopy
@@ -97,6 +98,7 @@ class StepOutcome:
         microbatch_problem: How the iterable of microbatches of this rank differed from the
             announced number; None if it did not.
         narrow_statistics: Statistics of narrow products; None under policies without any.
+        formats: The formats of narrow products, if they may change during the run.
 
     Example:
         >>> outcome = StepOutcome({name: torch.tensor(1.0) for name in StepNumbers._fields})
@@ -107,6 +109,7 @@ class StepOutcome:
     overflow_report: OverflowReport | None = None
     microbatch_problem: str | None = None
     narrow_statistics: NarrowStatistics | None = None
+    formats: StepFormats | None = None
 
     if not TYPE_CHECKING:  # mypy would accept any name
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from distmp.checkpoint import store
@@ -28,7 +29,8 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
-from distmp.errors import CheckpointError, ConfigError, SetupError, listed
+from distmp.engine.state import SCHEDULE
+from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed
 from distmp.utils.files import check_folder_name
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ T = TypeVar("T")
 TIMEOUT_SECONDS = 1800.0
 # Key of the caller's numbers in a checkpoint. All other numbers are those of a run.
 OWN_NUMBERS = "own_loop"
+# Key of the class of the optimizer and its base classes, by name.
+OPTIMIZER = "optimizer"
 # The engine that saves to a folder, by the folder, and the folders that an engine has loaded from.
 _owners: weakref.WeakValueDictionary[str, Engine] = weakref.WeakValueDictionary()
 _loaded: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
@@ -66,7 +70,16 @@ class StateToSave(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> StateToSave:
-        """Return the state of an engine; the host waits for its last step."""
+        """Return the state of an engine; the host waits for its last step.
+
+        Raises:
+            TrainingError: If an average replaces the weights.
+        """
+        if engine.holds_average:
+            raise TrainingError(
+                "a checkpoint inside of average.as_weights() would have the average in place of "
+                "the weights; save after it, or use engine.export(folder) for the average"
+            )
         tensors = engine.state_dict()
         counts = tensors["engine/counts"]
         skipped = skipped_in_a_row(counts)
@@ -87,6 +100,33 @@ def skipped_in_a_row(counts: Tensor) -> int:
     """
     applied, _, in_a_row = counts.tolist()
     return int(in_a_row) if applied else 0
+
+
+def described_optimizer(engine: Engine) -> dict[str, list[str]]:
+    """Return the class of the optimizer and its base classes, as an entry of the numbers."""
+    bases = type(engine.optimizer).__mro__
+    names = [base.__name__ for base in bases if base is not torch.optim.Optimizer]
+    return {OPTIMIZER: [name for name in names if name != "object"]}
+
+
+def check_optimizer(engine: Engine, checkpoint: store.StoredCheckpoint) -> None:
+    """Refuse the state of an optimizer of another class, which would be kept and have no effect.
+
+    Checkpoints of older versions do not name their optimizer.
+
+    Raises:
+        ConfigError: If the classes have no base class in common.
+    """
+    own, stored = described_optimizer(engine)[OPTIMIZER], checkpoint.numbers.get(OPTIMIZER)
+    if not isinstance(stored, list) or not stored or set(map(str, stored)) & set(own):
+        return
+    raise ConfigError(
+        "folder",
+        str(checkpoint),
+        f"has the state of the optimizer {stored[0]}, and this engine has {own[0]}; build the "
+        f"engine with {stored[0]}, or start with new optimizer state: "
+        "engine.load(folder, optimizer=False)",
+    )
 
 
 class Saves:
@@ -135,6 +175,7 @@ class Saves:
         if not wait:
             self._open(engine)
         stored = {"step": step, **_data_position(own), OWN_NUMBERS: own}
+        stored |= described_optimizer(engine)
         self._raises = wait
         self._writer.save(step, tensors, stored, held, health, wait=wait)
         self._raises = False
@@ -304,7 +345,8 @@ def load_checkpoint(
     Args:
         engine: Receives the state; unchanged if the weights do not fit.
         checkpoint: Verified.
-        optimizer: Whether to load the optimizer state; otherwise it starts from scratch.
+        optimizer: Whether to load the optimizer state; otherwise it starts from scratch, with the
+            learning rates of the engine.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
@@ -313,19 +355,21 @@ def load_checkpoint(
     all_or_checkpoint_error(
         engine.world.ranks, goal, lambda: _check_weights(engine.state_dict(), checkpoint)
     )
-    left_out = () if optimizer else ("optimizer/",)
-    live = engine.prepare_to_load(
-        {name: spec for name, spec in checkpoint.tensors.items() if not name.startswith(left_out)}
-    )
-    checkpoint.load(
-        {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}
-    )
+    stored = checkpoint.tensors
+    if not optimizer:
+        stored = {name: kind for name, kind in stored.items() if not name.startswith("optimizer/")}
+    live = engine.prepare_to_load(stored)
+    if not optimizer:
+        of_optimizer = ("optimizer/", SCHEDULE)
+        live = {name: tensor for name, tensor in live.items() if not name.startswith(of_optimizer)}
+    checkpoint.load(live)
     step, taken = checkpoint.state.step, int(live["engine/counts"][:2].sum())
     if step != taken:
         raise CheckpointError(
             f"{checkpoint} cannot be used: its tensors are of step {taken}, not {step}"
         )
     engine.finish_loading(live)
+    engine.loads += 1
     _loaded.setdefault(engine, set()).add(str(checkpoint.path.parent.absolute()))
 
 

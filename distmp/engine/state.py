@@ -1,7 +1,7 @@
 """Saves and loads the state of an engine, under flat names.
 
-Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`, `unused/`
-or `engine/`.
+Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`, `narrow/`,
+`unused/` or `engine/`.
 Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
 updates what is derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
 live tensors in place.
@@ -15,9 +15,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from distmp.engine.format_schedule import FormatSchedule
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
 from distmp.optim import LearningRates
+from distmp.optim.converted import KEYS, ConvertedMoment, convert_moment
 from distmp.optim.state import (
     check_shapes,
     create_state,
@@ -39,6 +41,9 @@ UNUSED = "unused/"
 # Prefix of the names of what a schedule needs besides the number of updates.
 SCHEDULE = "schedule/"
 
+# Prefix of the names of the state of formats that change during a run.
+NARROW = "narrow/"
+
 # Prefixes of names that states of older versions lack; their initial values are kept.
 ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
 
@@ -58,6 +63,7 @@ class EngineState:
         counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
             last update. Updated in place.
         learning_rates: The learning rates.
+        formats: Changes the formats of narrow products; None without any.
         skips_on_device: Whether the optimizer skips on the device.
         quiet: Do not log warnings; True on all ranks but rank 0.
     """
@@ -71,6 +77,7 @@ class EngineState:
         divergence: DivergenceGuard,
         counts: Tensor,
         learning_rates: LearningRates,
+        formats: FormatSchedule | None = None,
         *,
         skips_on_device: bool,
         quiet: bool,
@@ -82,8 +89,11 @@ class EngineState:
         self._divergence = divergence
         self._counts = counts
         self._learning_rates = learning_rates
+        self._formats = formats
         self._skips_on_device = skips_on_device
         self._quiet = quiet
+        # Moments that `prepare` could not load in place.
+        self._converted: list[ConvertedMoment] = []
 
     def tensors(self, nominal_weight: float | None) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
@@ -101,6 +111,9 @@ class EngineState:
             if name == "rates":
                 value = rates_by_parameter(self._optimizer, self._names, value)
             state[f"{SCHEDULE}{name}"] = value
+        if self._formats is not None:
+            for name, value in self._formats.state_dict().items():
+                state[f"{NARROW}{name}"] = value
         for name in self._strategy.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self._counts
@@ -166,7 +179,8 @@ class EngineState:
             )
         # Some optimizers create the state of a parameter before its first gradient.
         unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
-        live = self.tensors(nominal_weight)
+        live = self.tensors(nominal_weight) | self._to_convert(optimizer_state)
+        live = {name: tensor for name, tensor in live.items() if name not in self._not_loaded}
         lacking = [name for name in live if name not in stored]
         kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
         if older := sorted(name for name in kept if not name.startswith(unused)):
@@ -174,7 +188,38 @@ class EngineState:
                 "the state is from an older version: %s starts from its initial value", older
             )
         kept |= self._rates_to_keep(live, stored)
+        if self._formats is not None:
+            names = [name for name in lacking if name.startswith(NARROW)]
+            self._formats.start_from_zero([name.removeprefix(NARROW) for name in names])
+            kept |= {*names}
         return {name: tensor for name, tensor in live.items() if name not in kept}
+
+    def _to_convert(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        """Return temporary tensors for moments that are stored in another format, by name."""
+        self._converted = []
+        self._not_loaded: set[str] = set()
+        names = []
+        temporary: dict[str, Tensor] = {}
+        for name, tensor in self._strategy.optimizer_parameters():
+            state = self._optimizer.state.get(tensor, {})
+            dtypes = {key: stored[f"{name}/{key}"][1] for key in KEYS if f"{name}/{key}" in stored}
+            weight = self._strategy.as_stored(name, tensor.detach())
+            moment = convert_moment(name, state, dtypes, weight)
+            if moment is not None:
+                self._converted.append(moment)
+                names.append(name)
+                self._not_loaded |= {f"optimizer/{name}/{key}" for key in moment.live}
+                for key, value in moment.loaded.items():
+                    as_stored = self._strategy.as_stored(name, value)
+                    temporary[f"optimizer/{name}/{key}"] = as_stored
+        self._not_loaded -= temporary.keys()
+        if names:
+            self._warn(
+                "the state has another format of moments than this engine (optim.state); those of "
+                "%s are converted",
+                names,
+            )
+        return temporary
 
     def _rates_to_keep(
         self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]
@@ -216,6 +261,9 @@ class EngineState:
         Returns:
             The nominal weight; None if the state has none.
         """
+        for moment in self._converted:
+            moment.finish()
+        self._converted = []
         prefix = "loss_scale/"
         self._loss_scale.load_state_dict(
             {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},

@@ -308,11 +308,11 @@ class ModeCheck:
         """Return a warning for the step that begins; "" if there is none.
 
         The first step looks for trained parameters in any module in evaluation mode; a module
-        without submodules, such as a frozen BatchNorm, may be. Later steps look at the root only.
+        without submodules, such as a frozen BatchNorm, may be, unless it drops values. Later steps
+        look at the root only.
         """
-        modules = self._model.named_modules() if self._is_first else [("", self._model)]
-        self._is_first = False
-        for name, module in modules:
+        is_first, self._is_first = self._is_first, False
+        for name, module in self._model.named_modules() if is_first else [("", self._model)]:
             may_train = not name or any(True for _ in module.children())
             if not module.training and may_train and _is_trained(module):
                 part = f"the module {name!r}" if name else "the model"
@@ -321,7 +321,29 @@ class ModeCheck:
                     "it): without dropout, and with the running statistics of BatchNorm; call "
                     "engine.model.train(), or ignore this warning if it is intended"
                 )
+        return self._dropout_warning() if is_first else ""
+
+    def _dropout_warning(self) -> str:
+        """Return a warning about dropout in evaluation mode inside of a module that is trained."""
+        for path, parent in self._model.named_modules():
+            for name, module in parent.named_children():
+                if parent.training and _drops_nothing(module) and _is_trained(parent):
+                    full_name = f"{path}.{name}" if path else name
+                    return (
+                        f"the module {full_name!r} ({type(module).__name__}) is in evaluation "
+                        "mode, so it drops nothing, and the model is trained; call "
+                        "engine.model.train(), or set its probability to 0 if it is intended"
+                    )
         return ""
+
+
+def _drops_nothing(module: nn.Module) -> bool:
+    """Return whether a module would drop values, but for its evaluation mode."""
+    if module.training:
+        return False
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and _is_trained(module)
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -113,7 +113,33 @@ def check_settings(values: Mapping[str, Any]) -> LoraSettings:
 
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(SETTING, dict(values), "needs peft; run pip install 'distmp[hf]'")
+    _check_lists(values)
     return from_mapping(LoraSettings, values, SETTING)
+
+
+def _check_lists(values: Mapping[str, Any]) -> None:
+    """Refuse names of layers that are separated by commas, and are not a list.
+
+    In YAML, `{target_modules: q_proj,v_proj}` sets `target_modules` to q_proj, and v_proj to null.
+
+    Raises:
+        ConfigError: With the list to write.
+    """
+    known = {field.name for field in fields(LoraSettings)}
+    more = [name for name, value in values.items() if value is None and name not in known]
+    for setting in ("target_modules", "exclude_modules"):
+        names = values.get(setting)
+        if not isinstance(names, str):
+            continue
+        # A regular expression may have a comma in braces.
+        separate = names.split(",") if re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names) else [names]
+        if len(separate) > 1 or more:
+            listed_names = ", ".join([*map(str.strip, separate), *map(str, more)])
+            raise ConfigError(
+                f"{SETTING}.{setting}",
+                names,
+                f"write several names as a list: {{{setting}: [{listed_names}]}}",
+            )
 
 
 def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None:

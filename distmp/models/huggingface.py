@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, listed, nearest
 from distmp.models.huggingface_files import CONFIG_FILE, locate, require_transformers
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.utils.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("distmp")
+
+# Buffers that files of earlier versions of transformers have, and models compute.
+_COMPUTED_BUFFERS = (r"inv_freq$", r"(^|\.)position_ids$")
 
 
 def build(
@@ -56,15 +60,46 @@ def weights_folder(name: str) -> Path | None:
     return path if _has_weights(name, path) else None
 
 
-def load(name: str, options: Mapping[str, Any]) -> nn.Module:
+def load(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
     """Build the whole model, and load the weights in its folder with transformers.
+
+    Returns:
+        The model, and the names of weights that it does not have.
 
     Raises:
         ConfigError: If transformers cannot load it, or weights are missing.
     """
     path = locate(name)
     with _quiet():
-        return _prepared(_load(name, path, _read_config(name, path, options)))
+        model, unknown = _load(name, path, _read_config(name, path, options))
+        return _prepared(model), unknown
+
+
+def warn_about_unused(
+    model: nn.Module, unknown: Sequence[str], name: str, options: Mapping[str, Any]
+) -> None:
+    """Warn if weights in the folder of a model are not used, because it has no such layers.
+
+    Args:
+        model: The model.
+        unknown: Names in the folder that are not in its `state_dict`.
+        name: Setting `model.name`.
+        options: Setting `model.options`.
+    """
+    ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),)
+    pattern = re.compile("|".join((*ignored, *_COMPUTED_BUFFERS)))
+    unused = sorted(key for key in unknown if not pattern.search(key))
+    if not unused:
+        return
+    cause = f"model.options = {dict(options)}" if options else f"its {CONFIG_FILE}"
+    logger.warning(
+        "model.name = %r: %d weights of the folder are not used, because the model does not have "
+        "them: %s; if it should have them, correct %s",
+        name,
+        len(unused),
+        listed(unused),
+        cause,
+    )
 
 
 def _prepared(model: nn.Module) -> nn.Module:
@@ -226,7 +261,7 @@ def _create(name: str, config: Any) -> nn.Module:
     return model
 
 
-def _load(name: str, path: Path, config: Any) -> nn.Module:
+def _load(name: str, path: Path, config: Any) -> tuple[nn.Module, list[str]]:
     try:
         model, report = _auto_model().from_pretrained(
             str(path),
@@ -248,8 +283,7 @@ def _load(name: str, path: Path, config: Any) -> nn.Module:
                 f"its weights do not fit {type(model).__name__}: {problem.replace('_', ' ')} "
                 f"{', '.join(keys[:3])}{' and more' if len(keys) > 3 else ''}",
             )
-    loaded: nn.Module = model
-    return loaded
+    return model, [*map(str, report["unexpected_keys"])]
 
 
 def _auto_model() -> Any:

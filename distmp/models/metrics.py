@@ -12,7 +12,7 @@ from distmp.data import IGNORED
 from distmp.errors import ConfigError
 from distmp.models.loss import logits_of
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
-from distmp.utils.imports import load_object
+from distmp.utils.imports import load_callable
 
 Metric = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
 """metric(outputs, batch) -> (sum, weight), each a number or a 0-dim tensor."""
@@ -41,13 +41,7 @@ def find_metric(name: str, path: str) -> Metric | None:
         return None
     if path == "accuracy":
         return accuracy
-    function = load_object(f"validation.metrics.{name}", path)
-    if not callable(function):
-        raise ConfigError(
-            f"validation.metrics.{name}", path, f"is a {type(function).__name__}; name a function"
-        )
-    metric: Metric = function
-    return metric
+    return load_callable(f"validation.metrics.{name}", path)
 
 
 def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distmp._lazy import lazy_names
 
 __all__ = [
+    "AdamW",
     "LearningRates",
     "Muon",
     "NamedParameters",
@@ -15,6 +16,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from distmp.optim.adamw import AdamW
     from distmp.optim.build import NamedParameters, OptimizerFactory, ScheduleFactory
     from distmp.optim.learning_rates import LearningRates
     from distmp.optim.muon import Muon
@@ -22,6 +24,7 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
+            "distmp.optim.adamw": ("AdamW",),
             "distmp.optim.build": (
                 "NamedParameters",
                 "OptimizerFactory",

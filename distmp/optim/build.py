@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest
+from distmp.optim.adamw import AdamW
 from distmp.optim.checks import check_kind, cycles_momentum, refuse_kind
 from distmp.optim.names import (
     NOT_BY_NAME,
@@ -26,16 +27,26 @@ from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 NamedParameters = Sequence[tuple[str, Tensor]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+LEAN_OPTIONS = ("betas", "eps")
 NOT_WITH_FUSED = ("foreach", "differentiable")
 
 
-def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
+def optimizer_factory(
+    config: OptimizerConfig, *, stochastic_rounding: bool = False, seed: int = 0
+) -> OptimizerFactory:
     """Return the function that builds the configured optimizer over named parameters.
+
+    Args:
+        config: The settings.
+        stochastic_rounding: Whether it rounds 16-bit weights stochastically.
+        seed: Seed of stochastic rounding.
 
     Raises:
         ConfigError: If the optimizer or one of its options is unknown. The returned function raises
             it for values that the optimizer refuses.
     """
+    if config.state is not None or stochastic_rounding:
+        return _lean_factory(config, stochastic_rounding=stochastic_rounding, seed=seed)
     build = find_optimizer(config.name)
     if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
         refuse_kind(build, "optim.name", config.name)
@@ -52,6 +63,50 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
         # The fused kernel unscales, clips and skips on the device, without a host synchronization.
         # Older releases of torch have no fused Adagrad for CUDA.
         options.setdefault("fused", build is not torch.optim.Adagrad)
+    return _with_groups(config, build, options)
+
+
+def _lean_factory(
+    config: OptimizerConfig, *, stochastic_rounding: bool, seed: int
+) -> OptimizerFactory:
+    """Return the function that builds `distmp.optim.AdamW`.
+
+    Raises:
+        ConfigError: For another optimizer, or an option that only torch's AdamW has.
+    """
+    if config.name != "adamw":
+        raise ConfigError(
+            "precision.policy.stochastic_rounding",
+            True,
+            f"needs an optimizer that rounds, which {config.name!r} does not; set optim.name to "
+            "adamw, or remove it",
+        )
+    for name, value in config.options.items():
+        if name in OWN_SETTINGS:
+            raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
+        if name not in LEAN_OPTIONS:
+            cause = "optim.state" if config.state else "stochastic rounding"
+            raise ConfigError(
+                f"optim.options.{name}",
+                value,
+                f"AdamW with {cause} takes {' and '.join(LEAN_OPTIONS)} only; remove it",
+            )
+    options = {
+        "lr": config.lr,
+        "state": config.state,
+        "stochastic_rounding": stochastic_rounding,
+        "seed": seed,
+        **config.options,
+    }
+    return _with_groups(config, AdamW, options)
+
+
+def _with_groups(
+    config: OptimizerConfig,
+    build: Callable[..., torch.optim.Optimizer],
+    options: dict[str, Any],
+) -> OptimizerFactory:
+    """Return the function that builds an optimizer on groups with and without weight decay."""
 
     def create(named_parameters: NamedParameters) -> torch.optim.Optimizer:
         groups = weight_decay_groups(named_parameters, config.weight_decay)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest
 from distmp.optim.muon import Muon
-from distmp.utils.imports import load_object
+from distmp.utils.imports import load_callable
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -50,14 +49,10 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
         ConfigError: If the name is unknown or its import path has no callable.
     """
     if ":" in name:
-        build = load_object("optim.name", name)
-    elif name in OPTIMIZERS:
-        build = OPTIMIZERS[name]
-    else:
+        return load_callable("optim.name", name)
+    if name not in OPTIMIZERS:
         raise ConfigError("optim.name", name, nearest(name, OPTIMIZERS))
-    if not callable(build):
-        raise ConfigError("optim.name", name, "is not callable; name a class or function")
-    return cast("Callable[..., torch.optim.Optimizer]", build)
+    return OPTIMIZERS[name]
 
 
 def optimizer_options(name: str) -> list[str]:

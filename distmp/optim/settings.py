@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
 from distmp.utils.resume_rules import consequential, dangerous
 
 # Schedules of distmp; others are those of torch.
 SHAPES = ("cosine", "linear", "constant", "wsd")
+
+# Dtypes of the moments of `distmp.optim.AdamW`.
+STATES = ("fp32", "bf16", "fp8")
 
 
 def _is_optimizer_option(section: Mapping[str, Any], name: str) -> bool:
@@ -55,8 +58,21 @@ class OptimizerConfig:
     )
     """Further arguments of the optimizer, such as betas or momentum; for muon see
     `distmp.optim.Muon`."""
+    state: str | None = field(
+        default=None, metadata=consequential("moments are rounded differently from here on")
+    )
+    """Dtype of AdamW's moments: fp32 (8 bytes per parameter), bf16 (4) or fp8 (3: the first moment
+    in FP8 with a scale per block, the second in bfloat16). null: the dtype of the weights."""
 
     def __post_init__(self) -> None:
+        check_state(self.state, "optim.state")
+        if self.state is not None and self.name != "adamw":
+            raise ConfigError(
+                "optim.state",
+                self.state,
+                f"sets the moments of adamw, and optim.name = {self.name!r}; remove it, or use "
+                "adamw",
+            )
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ConfigError("optim.lr", self.lr, "use a finite number of 0 or more")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
@@ -67,6 +83,16 @@ class OptimizerConfig:
             raise ConfigError(
                 "optim.max_norm", self.max_norm, "use a number above 0, or null for no clipping"
             )
+
+
+def check_state(state: object, setting: str) -> None:
+    """Refuse an unknown dtype of moments.
+
+    Raises:
+        ConfigError: If `state` is neither None nor one of `STATES`.
+    """
+    if state is not None and state not in STATES:
+        raise ConfigError(setting, state, nearest(str(state), STATES))
 
 
 @dataclass(frozen=True)

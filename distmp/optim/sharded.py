@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distmp.errors import ConfigError
+from distmp.optim.adamw import AdamW
 from distmp.optim.build import OptimizerFactory
 from distmp.optim.muon import Muon
 from distmp.optim.stepped import build_on
@@ -81,7 +82,8 @@ def build_on_shards(
 
 def works_on_shards(kind: type[torch.optim.Optimizer]) -> bool:
     """Return whether an optimizer is known to give the same updates on shards of parameters."""
-    return issubclass(kind, (*ELEMENTWISE, Muon))  # Muon exchanges shards
+    # Muon exchanges shards; shards consist of whole blocks of AdamW.
+    return issubclass(kind, (*ELEMENTWISE, AdamW, Muon))
 
 
 def _check_elementwise(

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
+from distmp.optim.adamw import AdamW
+from distmp.optim.converted import SCALES
 from distmp.optim.muon import Muon
 from distmp.utils.flat_shard import FlatShard, global_shape
 
@@ -150,7 +152,9 @@ def create_state(
 ) -> list[str]:
     """Create state tensors to load into, with shape and sharding of their parameters.
 
-    Removes the state of parameters without a stored state: they had not been updated then.
+    They have the stored dtypes; those of torch's optimizers have the dtypes of their parameters,
+    which torch's kernels need, and those of `AdamW` the dtypes of its setting `state`. Removes the
+    state of parameters without a stored state: they had not been updated then.
 
     Args:
         optimizer: A new optimizer, or one that returns to an earlier state.
@@ -178,8 +182,12 @@ def create_state(
             continue
         parameter, group = owners[name]
         state = optimizer.state[parameter]
-        if key in state:
+        if isinstance(optimizer, AdamW) and not state:
+            state.update(optimizer.new_state(parameter, group))
+        if key in state or key == SCALES or isinstance(optimizer, AdamW):
             continue
+        if dtype.is_floating_point and (dtype.itemsize == 1 or _is_of_torch(optimizer)):
+            dtype = parameter.dtype if shape else dtype
         full = parameter.shape if shapes is None else shapes[name]
         if shape == full and parameter.dim() > 0 and (shape or key not in _COUNTS):
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -190,6 +198,10 @@ def create_state(
                 shape, dtype=dtype, device=parameter.device if on_device else "cpu"
             )
     return list(left_out)
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def rates_by_parameter(

@@ -1,15 +1,42 @@
-"""Passes the division of matrices over ranks from a strategy to Muon."""
+"""Passes the division of parameters over ranks from a strategy to distmp's optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distmp.errors import ConfigError
+from distmp.optim.adamw import AdamW
+from distmp.optim.moments import Place
 from distmp.optim.muon import Muon
 from distmp.parallel.strategy import Strategy, parameter_name
+from distmp.utils.dtensor import is_dtensor
+
+
+def place_shards(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, names: Mapping[int, str]
+) -> None:
+    """Set which elements the flat shards of AdamW have; other optimizers do not change.
+
+    Args:
+        optimizer: The optimizer, on the tensors of the strategy.
+        strategy: The strategy.
+        names: Name of each tensor by its `id`.
+
+    Raises:
+        ConfigError: If the strategy divides blocks of FP8 state.
+    """
+    group = strategy.shard_group
+    if not isinstance(optimizer, AdamW) or group is None:
+        return
+    places: dict[Tensor, Place] = {}
+    for tensor in (tensor for entry in optimizer.param_groups for tensor in entry["params"]):
+        divided = None if is_dtensor(tensor) else strategy.sharded_matrix(names[id(tensor)])
+        if divided is not None:
+            places[tensor] = Place(divided.shape, divided.bounds[group.rank()])
+    optimizer.shard(places)
 
 
 def place_matrices(

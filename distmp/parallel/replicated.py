@@ -255,6 +255,8 @@ class Replicated(Strategy):
         return self._world.group
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FlatShard):  # scales of a shard
+            return tensor
         for part in self._parts:
             shard = part.parameters.shard_ranges.get(name)
             if shard is not None and tensor.shape == (shard.stop - shard.start,):

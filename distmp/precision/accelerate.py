@@ -61,8 +61,16 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
 
     Raises:
         ConfigError: If outputs have 16 bits, which accelerate casts to FP32, or the loss is scaled
-            for FP32 compute, which accelerate would not unscale.
+            for FP32 compute, which accelerate would not unscale, or weights are rounded
+            stochastically, which the engine tells the optimizer to do.
     """
+    if policy.stochastic_rounding:
+        raise ConfigError(
+            "precision.policy.stochastic_rounding",
+            True,
+            "applies to distmp.Engine; remove it here, and pass stochastic_rounding=True to "
+            "distmp.optim.AdamW",
+        )
     if not (policy.autocast or policy.has_masters):
         if policy.loss_scale is not None:
             raise ConfigError(

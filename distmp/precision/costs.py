@@ -22,7 +22,7 @@ def costs(policy: PrecisionPolicy) -> list[str]:
     """Return a line for each 16-bit option of a policy, with its cost in precision."""
     figures = {key: f"{value:.2g}" for key, value in MEASURED.items()}
     lines = []
-    if policy.param_dtype in SIXTEEN_BIT:
+    if policy.param_dtype in SIXTEEN_BIT and not policy.stochastic_rounding:
         lines.append(
             f"param={dtype_name(policy.param_dtype)}: without FP32 master weights an update of "
             f"3e-4 leaves {MEASURED['param lost']:.0%} of the weights unchanged"

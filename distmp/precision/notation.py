@@ -63,10 +63,11 @@ def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
     Text is a list of `key=value`, separated by commas, that may start with the name of a preset.
     Other keys are as in that preset, or as in `fp32`. The keys are `param`, `compute`,
     `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (or
-    `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32` and `name`; types are
-    `fp32`, `bf16`, `fp16`. The keys `forward`, `grad` and `wgrad` take formats of the matrix
-    products of linear layers (`e4m3`, `e5m2`, `e2m1`, `bf16`), `scaling` takes `tensor`, `row`,
-    `block32` or `block16`, and `hp` takes patterns. A mapping has the same keys, and `preset`.
+    `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32`, `stochastic_rounding` and
+    `name`; types are `fp32`, `bf16`, `fp16`. The keys `forward`, `grad` and `wgrad` take formats of
+    the matrix products of linear layers (`e4m3`, `e5m2`, `e2m1`, `bf16`), `scaling` takes `tensor`,
+    `row`, `block32` or `block16`, and `hp` takes patterns. A mapping has the same keys, and
+    `preset`.
 
     Raises:
         ConfigError: If there is no such preset, key or value ("auto" needs a device, see
@@ -192,7 +193,7 @@ def _value(key: str, value: Any) -> Any:
             problem = nearest(str(value), DTYPE_WORDS)
             raise ConfigError(f"{SETTING}.{key}", value, problem)
         return _DTYPES[value]
-    if key in ("autocast", "cast_inputs", "tf32"):
+    if key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
         return _SWITCHES.get(value, value) if isinstance(value, str) else value
     if key in ("forward", "grad", "wgrad"):
         return None if value == "none" else value

@@ -54,6 +54,8 @@ class PrecisionPolicy:
             cases.
         keep_fp32: Modules that are stored and computed in FP32 under a 16-bit policy; see
             `distmp.precision.keep.kept_modules` for the patterns.
+        stochastic_rounding: Whether the optimizer rounds 16-bit weights up or down with a
+            probability that keeps small updates on average. It needs `distmp.optim.AdamW`.
         cast_inputs: Whether the root module casts floating-point inputs to the dtype of its
             parameters.
         tf32: Whether FP32 matrix products may round their inputs to TF32 (10 bits of mantissa)
@@ -88,6 +90,7 @@ class PrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     output_dtype: torch.dtype = torch.float32
     loss_scale: Literal["dynamic"] | float | None = None
+    stochastic_rounding: bool = False
     keep_fp32: tuple[str, ...] = ()
     cast_inputs: bool = True
     tf32: bool = False
@@ -132,7 +135,7 @@ class PrecisionPolicy:
             _check_dtype(key, getattr(self, f"{key}_dtype"))
         if self.buffer_dtype is not None:
             _check_dtype("buffer", self.buffer_dtype)
-        for key in ("autocast", "cast_inputs", "tf32"):
+        for key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "use True or False")
         for key in ("keep_fp32", "hp"):
@@ -177,6 +180,13 @@ class PrecisionPolicy:
     def _check_weights(self) -> None:
         if self.autocast and self.compute_dtype == torch.float32:
             _refuse("autocast", True, "FP32 compute needs no autocast; set it to False")
+        if self.stochastic_rounding and self.param_dtype == torch.float32:
+            _refuse(
+                "stochastic_rounding",
+                True,
+                "rounds 16-bit weights, and this policy has FP32 weights; remove it, or use "
+                "bf16-pure",
+            )
         if self.param_dtype == torch.float32:
             return
         word = dtype_word(self.param_dtype)

@@ -89,7 +89,10 @@ def round_stochastically(values: Tensor, number_format: NumberFormat, uniform: T
     lowest = (number_format.smallest_exponent + _BIAS) << _MANTISSA_WIDTH
     exponents = (limited.view(torch.int32) & _EXPONENT_BITS).clamp(min=lowest)
     spacing = (exponents - (number_format.mantissa_bits << _MANTISSA_WIDTH)).view(torch.float32)
-    rounded = torch.floor(limited / spacing + uniform) * spacing
+    steps = limited / spacing
+    below = steps.floor()
+    # Compared, not added: a sum would round numbers of the format up.
+    rounded = (below + (uniform < steps - below)) * spacing
     return rounded + (values - values)
 
 

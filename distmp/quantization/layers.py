@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 
 import torch
 from torch import Tensor, nn
 
 from distmp.precision.policy import PrecisionPolicy
+from distmp.precision.stochastic import parameter_id
 from distmp.quantization.counts import STATISTICS
 from distmp.quantization.linear import (
     OPERANDS,
@@ -17,6 +17,7 @@ from distmp.quantization.linear import (
     ProductFormats,
     narrow_linear,
 )
+from distmp.quantization.products import choose_product
 from distmp.quantization.selection import Selection, select
 
 
@@ -29,6 +30,7 @@ class NarrowLayers:
         device: Device of the model.
 
     Attributes:
+        backend: How products are computed, as text.
         wide: Why each other linear layer stays in the compute dtype, by name.
         states: The state of each narrow layer, by name.
         modules: The narrow layers, by name.
@@ -37,11 +39,12 @@ class NarrowLayers:
     """
 
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
+        self.backend = choose_product(policy.scaling, device).reason
         self.wide = selection.wide
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
-        salts = [zlib.crc32(name.encode()) for name in self.modules]
+        salts = [parameter_id(f"{name}.weight") for name in self.modules]
         self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
         self._keys = self._salts.clone()
         formats = product_formats(policy)
@@ -66,7 +69,12 @@ class NarrowLayers:
         mixed = (step * 0x9E3779B1 + microbatch * 0x85EBCA77) & 0xFFFFFFFF
         torch.bitwise_xor(self._salts, mixed, out=self._keys)
 
-    def set_formats(self, formats: dict[str, ProductFormats]) -> None:
+    @property
+    def formats(self) -> dict[str, ProductFormats]:
+        """The formats of each layer, by name."""
+        return {name: state.formats for name, state in self.states.items()}
+
+    def set_formats(self, formats: Mapping[str, ProductFormats]) -> None:
         """Change the formats of some layers, between steps."""
         for name, value in formats.items():
             self.states[name].formats = value
@@ -77,7 +85,7 @@ class NarrowLayers:
         for name, reason in self.wide.items():
             reasons.setdefault(reason, []).append(name)
         total = len(self.modules) + len(self.wide)
-        text = f"{len(self.modules)} of {total} linear layers have narrow products"
+        text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
         return f"{text}; wide: {', '.join(wide)}" if wide else text
 

@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distmp.precision.stochastic import uniform
 from distmp.quantization.counts import Counts, LayerCounts
 from distmp.quantization.hadamard import hadamard, random_transform
-from distmp.quantization.noise import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
-from distmp.quantization.products import Product, emulated_product
+from distmp.quantization.products import choose_product
 
 # Rows of `NarrowState.counts`.
 OPERANDS = ("input", "weight", "grad", "wgrad_input", "wgrad_grad")
@@ -81,7 +81,7 @@ class NarrowState:
         self.key = key
         self.largest: Tensor | None = None
         self.transform = random_transform(counts.device)
-        self.product: Product = emulated_product
+        self.product = choose_product(formats.scaling, counts.device).product
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowState) -> Tensor:
@@ -121,23 +121,22 @@ class _NarrowLinear(torch.autograd.Function):
             return F.linear(x, weight, bias)
         inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, INPUT))
         weights = _weight(weight, formats, state.largest, _row(counts, WEIGHT))
-        y = state.product(inputs, weights)
-        if bias is not None:
-            y = y + bias
-        return y.to(x.dtype)
+        if bias is None:
+            return state.product(inputs, weights, x.dtype)
+        return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx = _input_gradient(ctx, dy, weight).to(x.dtype) if needs_x else None
-        dw = _weight_gradient(ctx, dy, x).to(weight.dtype) if needs_weight else None
+        dx = _input_gradient(ctx, dy, weight) if needs_x else None
+        dw = _weight_gradient(ctx, dy, x) if needs_weight else None
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None
 
 
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
-    formats, counts = ctx.formats, ctx.counts
+    formats, counts, dtype = ctx.formats, ctx.counts, dy.dtype
     if formats.grad is None:
         return dy @ weight
     not_counted = _row(counts, WEIGHT) if formats.forward is None else None
@@ -150,11 +149,11 @@ def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
     gradients = quantize(
         dy, formats.grad, formats.scaling, uniform=noise, counts=_row(counts, GRAD)
     )
-    return ctx.state.product(gradients, weights.transposed())
+    return ctx.state.product(gradients, weights.transposed(), dtype)
 
 
 def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
-    formats, counts = ctx.formats, ctx.counts
+    formats, counts, dtype = ctx.formats, ctx.counts, dy.dtype
     if formats.wgrad is None:
         return dy.t() @ x
     dy, x = dy.float(), x.float()
@@ -171,7 +170,7 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
         dy, formats.wgrad, formats.scaling, uniform=noise, counts=_row(counts, WGRAD_GRAD)
     )
     inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, WGRAD_INPUT))
-    return ctx.state.product(gradients, inputs)
+    return ctx.state.product(gradients, inputs, dtype)
 
 
 def _weight(

@@ -144,7 +144,7 @@ def largest_magnitudes(matrix: Tensor, scaling: str) -> Tensor:
     rows, columns = matrix.shape
     if columns % size:
         magnitudes = torch.nn.functional.pad(magnitudes, (0, -columns % size))
-    return magnitudes.view(rows, -1, size).amax(2).float()
+    return magnitudes.view(rows, -(-columns // size), size).amax(2).float()
 
 
 def largest_in_weight(
@@ -247,4 +247,4 @@ def _block16_scales(largest: Tensor, number_format: NumberFormat) -> tuple[Tenso
     outer = power_of_two_scales(highest / number_format.largest, of_blocks).reshape(1, 1)
     blocks = round_to_nearest(finite / (number_format.largest * outer), of_blocks)
     blocks = blocks.clamp(min=_SMALLEST_BLOCK_SCALE)
-    return outer, torch.where(finite > 0, blocks, 1.0)
+    return outer, torch.where(finite > 0, blocks, of_blocks.largest)

@@ -1,33 +1,103 @@
 """Matrix products of narrow operands: an exact emulation for every device, and GPU kernels.
 
 The emulation is the specification: operands have the values of the format, products of two values
-are exact in FP32, and sums are FP32.
+are exact in FP32, and sums are FP32. `torch._scaled_mm` runs on GPUs from compute capability 8.9 on
+(row scales: 9.0).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from distmp.quantization.operands import Operand
 
-Product = Callable[[Operand, Operand], Tensor]
+# Returns `a @ b.T`, rounded once, in the dtype that is asked for.
+Product = Callable[[Operand, Operand, torch.dtype], Tensor]
+
+# First compute capability with a kernel, by scaling; others are emulated on every device.
+KERNEL_CAPABILITY = {"tensor": (8, 9), "row": (9, 0)}
 
 
-def emulated_product(a: Operand, b: Operand) -> Tensor:
+class ProductChoice(NamedTuple):
+    """How narrow products are computed, and the reason as text."""
+
+    product: Product
+    reason: str
+
+
+def choose_product(scaling: str, device: torch.device) -> ProductChoice:
+    """Return the kernel for a device, or the emulation.
+
+    Args:
+        scaling: "tensor", "row", "block32" or "block16".
+        device: Device of the model.
+    """
+    if device.type != "cuda":
+        return ProductChoice(emulated_product, f"emulated, since {device.type} has no kernels")
+    needed = KERNEL_CAPABILITY.get(scaling)
+    if needed is None:
+        return ProductChoice(emulated_product, f"emulated, since {scaling} scales have no kernel")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < needed:
+        problem = f"this GPU has compute capability {'.'.join(map(str, capability))}"
+        return ProductChoice(
+            emulated_product, f"emulated, since {problem}, below {'.'.join(map(str, needed))}"
+        )
+    return ProductChoice(scaled_product, "computed by torch._scaled_mm")
+
+
+def emulated_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return `a @ b.T` with FP32 sums.
 
     Args:
         a: [m, k].
         b: [n, k].
+        dtype: Dtype of the result, FP32 or bfloat16; each sum is rounded once.
 
     Returns:
-        FP32 [m, n].
+        [m, n].
     """
-    product = _exact_product(a.block_scaled(), b.block_scaled().t())
-    return product * a.outer * b.outer.t()
+    first, second = a.block_scaled(), b.block_scaled().t()
+    if dtype == torch.bfloat16 and first.device.type == "cpu":
+        # bfloat16 represents the operands exactly, and this product sums in FP32. It is four times
+        # as fast.
+        product = first.to(dtype) @ second.to(dtype)
+    else:
+        product = _exact_product(first, second)
+    return (product * a.outer * b.outer.t()).to(dtype)  # by powers of two
+
+
+def scaled_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `a @ b.T` from the FP8 kernel of torch.
+
+    Args:
+        a: [m, k], with scales for rows or for all; k is a multiple of 16.
+        b: [n, k], likewise; n is a multiple of 16.
+        dtype: Dtype of the result, FP32 or bfloat16. With row scales, the kernel of GPUs returns
+            bfloat16 in any case.
+
+    Returns:
+        [m, n].
+    """
+    if a.number_format.dtype == b.number_format.dtype == torch.float8_e5m2:
+        return emulated_product(a, b, dtype)  # GPUs have no kernel for two e5m2 operands
+    scale_a, scale_b = a.outer, b.outer.t()
+    by_row = a.outer.numel() > 1 or b.outer.numel() > 1
+    if by_row:
+        scale_a = scale_a.expand(len(a.values), 1).contiguous()
+        scale_b = scale_b.expand(1, len(b.values)).contiguous()
+    product: Tensor = torch._scaled_mm(
+        a.values.to(a.number_format.dtype).contiguous(),
+        b.values.to(b.number_format.dtype).contiguous().t(),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        out_dtype=torch.bfloat16 if by_row else dtype,
+    )
+    return product.to(dtype)
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:

@@ -67,6 +67,9 @@ class StepRecord:
         validation_metrics: Metrics of the validation after this step, by name; None without one.
         layer_grad_norms: Norm of the gradient of each layer before clipping, by name, if it was
             measured.
+        formats: The formats of narrow products, if `precision.phases` or `precision.guard` may
+            change them: the number of the `phase` (0: none has begun), the number of `widened`
+            products, and `changes` with this step, as text.
     """
 
     step: int
@@ -90,6 +93,7 @@ class StepRecord:
     rank_seconds: list[float] | None = None
     validation_metrics: dict[str, float] | None = None
     layer_grad_norms: dict[str, float] | None = None
+    formats: dict[str, Any] | None = None
 
 
 class RecordWriter:

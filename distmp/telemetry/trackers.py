@@ -135,7 +135,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted.
 
     The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
-    `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`.
+    `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`. The phase of formats and the
+    number of widened products are `formats/phase` and `formats/widened`.
     """
     values = dataclasses.asdict(record)
     del values["step"]
@@ -144,6 +145,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
         values[f"validation_{name}"] = value
     for name, value in (record.layer_grad_norms or {}).items():
         values[f"layer_grad_norms/{name}"] = value
+    for name, value in (record.formats or {}).items():
+        values[f"formats/{name}"] = value
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in values.items()

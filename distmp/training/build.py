@@ -16,6 +16,7 @@ from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
+from distmp.engine.saving import load_checkpoint
 from distmp.optim import Muon
 from distmp.parallel.memory import Option
 from distmp.telemetry import Console
@@ -40,7 +41,6 @@ from distmp.training.setup import (
     build_engine,
     find_checkpoint,
     prepare,
-    restore,
     start_from_weights,
     stored_progress,
 )
@@ -108,8 +108,7 @@ def _build_run(
     callbacks = world.ranks.all_or_none(lambda: load_callbacks(parse_callbacks(config.callbacks)))
     components = world.ranks.all_or_none(lambda: prepare(config, world))
     checkpoint = _find_checkpoint(config, world, restarts, choice)
-    if checkpoint is not None:
-        stored_progress(checkpoint)  # the same on all ranks
+    progress = Progress() if checkpoint is None else stored_progress(checkpoint)
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
     parameters = _count_parameters(components.model)
     chosen, strategy_reason = choose_strategy(config, components, world)
@@ -129,13 +128,12 @@ def _build_run(
     directory = _choose_directory(config, world, restarts, checkpoint, choice)
     for line in _summary(chosen, world, components, engine, parameters, strategy_reason):
         console.message(line)
-    _record_start(config, world, console, directory, checkpoint)
-    progress = Progress()
+    _record_start(config, world, console, directory, checkpoint, progress.step)
     if checkpoint is not None:
-        if stored_progress(checkpoint).step >= config.steps:
+        if progress.step >= config.steps:
             # `steps` would change the learning rates of later steps, and there are none.
             changes.consequential.pop("steps", None)
-        progress = _continue_from(checkpoint, engine, world, console, changes)
+        _continue_from(checkpoint, engine, world, console, changes)
     if (attempt := restarts.describe_attempt(progress.step)) is not None:
         console.message(attempt)
     return Run(
@@ -270,9 +268,9 @@ def _record_start(
     console: Console,
     directory: RunDirectory,
     checkpoint: store.StoredCheckpoint | None,
+    step: int,
 ) -> None:
     """Write the configuration and the manifest, and print the folder of the run."""
-    step = 0 if checkpoint is None else stored_progress(checkpoint).step
     console.message(f"run directory: {directory.path}")
     if checkpoint is not None:
         console.message(f"continuing from {checkpoint}{_which(config, directory)}")
@@ -309,10 +307,10 @@ def _continue_from(
     world: World,
     console: Console,
     changes: Changes,
-) -> Progress:
+) -> None:
     """Report what changed since the checkpoint, and load it."""
     current_phase.enter("loading a checkpoint", transfers=True)
     if world.rank == 0:
         changes.report(console.message)
     same_optimizer = "optim.name" not in changes.dangerous
-    return world.ranks.all_or_none(lambda: restore(engine, checkpoint, optimizer=same_optimizer))
+    world.ranks.all_or_none(lambda: load_checkpoint(engine, checkpoint, optimizer=same_optimizer))

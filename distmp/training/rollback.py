@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def roll_back(trainer: Trainer, result: StepResult) -> Rollback:
     """Load a checkpoint from before a step, and skip the data up to that step.
 
-    The new position is saved immediately, so that a restart does not train on the skipped data.
+    The caller saves the new position, so that a restart does not train on the skipped data.
     Collective over all ranks.
 
     Args:
@@ -47,7 +47,6 @@ def roll_back(trainer: Trainer, result: StepResult) -> Rollback:
     progress.rolled_back_to = progress.step
     trainer.progress = progress
     trainer.checkpointing.writer.resumed(progress.step, saved=False)
-    trainer.checkpointing.save_now(trainer)
     samples_skipped = progress.samples - first_sample
     return Rollback(result.step, progress.step, result.spike.problem, samples_skipped)
 

@@ -24,11 +24,12 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
 from distmp.errors import CheckpointError, ConfigError
-from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards
+from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.loss import NO_POSITIONS, takes_positions
 from distmp.models.settings import ModelConfig
+from distmp.optim.build import OptimizerFactory, optimizer_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES, Recomputation
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
@@ -91,15 +92,8 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     torch.manual_seed(config.seed)
     model = _build(config, datasets.vocabulary_size, world)
     weights = _weights(config.model)
-    if weights is not None and weights.may_have_more and (problems := misfits(model, weights)):
-        model, weights = huggingface.load(config.model.name, config.model.options), None
-        if world.rank == 0:
-            logger.warning(
-                "model.name = %r: transformers converts its weights, so every rank loads the whole "
-                "model (%s); to load shards, save the model with `save_pretrained` first",
-                config.model.name,
-                problems[0],
-            )
+    if weights is not None and weights.may_have_more:
+        model, weights = _with_weights(model, weights, config.model, quiet=world.rank != 0)
     if config.model.peft is not None:
         adapters.add_adapters(model, config.model.peft, config.seed)
     if config.model.is_hugging_face and config.model.loss == "next_token":
@@ -110,6 +104,37 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
         _warn_about_recomputed_attention(config, world.device)
     built = BuiltModel.of(model, has_adapters=config.model.peft is not None)
     return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
+
+
+def _with_weights(
+    model: nn.Module, weights: StoredWeights, config: ModelConfig, *, quiet: bool
+) -> tuple[nn.Module, StoredWeights | None]:
+    """Load the weights of a Hugging Face folder now if transformers has to convert them.
+
+    Args:
+        model: The model as it was built.
+        weights: The weights in its folder.
+        config: Section `model`.
+        quiet: Whether to leave warnings to another rank.
+
+    Returns:
+        The model, and the weights that are still to be loaded, or None.
+    """
+    rest: StoredWeights | None = weights
+    if problems := misfits(model, weights):
+        (model, unknown), rest = huggingface.load(config.name, config.options), None
+        if not quiet:
+            logger.warning(
+                "model.name = %r: transformers converts its weights, so every rank loads the whole "
+                "model (%s); to load shards, save the model with `save_pretrained` first",
+                config.name,
+                problems[0],
+            )
+    else:
+        unknown = unknown_names(model, weights)
+    if not quiet:
+        huggingface.warn_about_unused(model, unknown, config.name, config.options)
+    return model, rest
 
 
 def _warn_about_recomputed_attention(config: RunConfig, device: torch.device) -> None:
@@ -196,12 +221,21 @@ def build_engine(
     return Engine(
         parts.model,
         parts.loss,
-        config.optimizer_factory,
+        _optimizer_factory(config, resolve(policy, world.device)[0]),
         settings,
         schedule=config.schedule_factory,
         device=world.device,
         # Weights in files have no values for adapters.
         initialize=not load and (parts.weights is None or config.model.peft is not None),
+    )
+
+
+def _optimizer_factory(config: RunConfig, policy: PrecisionPolicy) -> OptimizerFactory:
+    """Return the factory for a policy, which need not be that of the configuration."""
+    if policy.stochastic_rounding == config.precision.rounds_stochastically:
+        return config.optimizer_factory
+    return optimizer_factory(
+        config.optim, stochastic_rounding=policy.stochastic_rounding, seed=config.seed
     )
 
 
@@ -271,21 +305,18 @@ def _newest(config: RunConfig) -> RunDirectory:
     return RunDirectory(Path(path), place)
 
 
-def restore(
-    engine: Engine, checkpoint: store.StoredCheckpoint, *, optimizer: bool = True
-) -> Progress:
+def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:
     """Load a checkpoint into an engine; return the progress of the run. Collective over all ranks.
 
     Args:
         engine: Receives the state.
         checkpoint: Verified, as `find_checkpoint` returns it.
-        optimizer: Whether to load the optimizer state; otherwise it starts from scratch.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
     """
     progress = stored_progress(checkpoint)
-    load_checkpoint(engine, checkpoint, optimizer=optimizer)
+    load_checkpoint(engine, checkpoint)
     return progress
 
 

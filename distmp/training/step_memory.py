@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from contextlib import closing
 from typing import Any
 
@@ -18,7 +19,7 @@ from distmp.parallel.blocks import prepare_blocks
 from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.strategy import trainable
 from distmp.precision.builders import autocast_context, prepare
-from distmp.precision.keep import storage_dtypes
+from distmp.precision.keep import parameters_in_fp32, storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 from distmp.training.setup import RunComponents
 from distmp.utils.fake_tensors import MAX_REAL_ELEMENTS
@@ -57,17 +58,28 @@ def activation_bytes(
     return sum(live.peak.values()) - live.peak.get(PARAMETERS, 0)
 
 
-def build_fake_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a run after a step on FP32 parameters without memory.
+def build_fake_optimizer(
+    config: RunConfig, model: nn.Module, policy: PrecisionPolicy
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a run after a step on weights without memory.
 
     Call it inside of `FakeTensors`.
     """
-    named = [(name, nn.Parameter(torch.empty(p.shape))) for name, p in trainable(model)]
+    kept = parameters_in_fp32(model, policy)
+    named = [
+        (name, nn.Parameter(torch.empty(p.shape, dtype=_stepped(p, policy, kept))))
+        for name, p in trainable(model)
+    ]
     for _, parameter in named:
         parameter.grad = torch.empty_like(parameter)
     optimizer = build_on(config.optimizer_factory, named)
     optimizer.step()
     return optimizer
+
+
+def _stepped(parameter: Tensor, policy: PrecisionPolicy, kept: Collection[int]) -> torch.dtype:
+    """Return the dtype of the weight that the optimizer steps."""
+    return torch.float32 if id(parameter) in kept else policy.param_dtype
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

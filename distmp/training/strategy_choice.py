@@ -197,7 +197,7 @@ def _measure(
     options: list[Option],
 ) -> tuple[ModelMemory, list[Option], str]:
     """Return the memory of the model, the strategies for its optimizer, and what is unknown."""
-    optimizer, problem = _traced(lambda: build_fake_optimizer(config, parts.model))
+    optimizer, problem = _traced(lambda: build_fake_optimizer(config, parts.model, policy))
     activations, other = _traced(lambda: activation_bytes(config, parts, policy, device))
     if optimizer is not None and not works_on_shards(type(optimizer)):
         options = [option for option in options if not option.shard_optimizer] or options

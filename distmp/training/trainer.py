@@ -224,6 +224,7 @@ class Trainer:
             spike,
             step.validation_loss,
             step.validation_metrics,
+            formats=step.outcome.formats,
         )
         for callback in self._each("on_step_end"):
             callback.on_step_end(self, result)
@@ -250,6 +251,8 @@ class Trainer:
             self._stopping, self._finished_early = False, None
         for callback in self._each("on_rollback"):
             callback.on_rollback(self, done)
+        # After the hooks, which may replace the state of their callbacks.
+        self.checkpointing.save_now(self)
         limit = self.config.divergence.max_rollbacks
         self.console.message(rollback.message(done, self.progress, limit))
 

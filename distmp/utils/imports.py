@@ -57,7 +57,9 @@ def load_callable(setting: str, path: str) -> Callable[..., Any]:
     """
     loaded = load_object(setting, path)
     if not callable(loaded):
-        raise ConfigError(setting, path, f"is a {type(loaded).__name__}; name a callable")
+        raise ConfigError(
+            setting, path, f"is a {type(loaded).__name__}; name a function or a class"
+        )
     return cast("Callable[..., Any]", loaded)
 
 

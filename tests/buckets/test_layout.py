@@ -126,9 +126,9 @@ def test_views_have_the_shape_and_memory_order_of_their_parameters(
     view = layout.views(flat)[1]
     assert view.shape == parameter.shape
     assert view.stride() == parameter.stride()
-    assert sorted(view.flatten().tolist()) == list(range(16, 16 + parameter.numel()))
+    assert sorted(view.flatten().tolist()) == list(range(ALIGNMENT, ALIGNMENT + parameter.numel()))
     view.zero_()
-    assert flat[16 : 16 + parameter.numel()].abs().sum() == 0
+    assert flat[ALIGNMENT : ALIGNMENT + parameter.numel()].abs().sum() == 0
 
 
 def test_a_parameter_with_gaps_gets_a_dense_view() -> None:

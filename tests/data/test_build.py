@@ -301,7 +301,7 @@ def test_callable_gets_split_length_and_options() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("HERE", {}, "is a str; name a callable"),
+        ("HERE", {}, "is a str; name a function or a class"),
         (
             "iterator",
             {},

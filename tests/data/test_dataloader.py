@@ -324,6 +324,7 @@ def stream_by_node() -> Any:
         (range(9), {"seed": None}, "seed = None: must be an integer"),
         (range(9), {"collate_fn": 3}, "is not a function"),
         (range(9), {"num_workers": 2}, "num_workers = 2: is not an argument; use workers"),
+        (range(9), {"micro_batch_size": 2}, "micro_batch_size = 2: .*; use microbatch_size"),
         (range(9), {"drop_last": True}, "drop_last = True: .*no sample is dropped"),
         (range(9), {"generator": CPU}, "generator = 'device': .*use seed"),
         (range(9), {"suffle": True}, "suffle = True: .*did you mean 'shuffle'"),
@@ -333,6 +334,17 @@ def test_wrong_use_is_one_message(dataset: Any, options: dict[str, Any], message
     arguments: dict[str, Any] = {"batch_size": 4, "microbatch_size": 2} | options
     with pytest.raises(ConfigError, match=message):
         DataLoader(dataset() if dataset is stream_by_node else dataset, **arguments)
+
+
+def test_an_attribute_of_torchs_loader_has_a_replacement() -> None:
+    loader = DataLoader(range(10), 4, 2)
+    with pytest.raises(
+        AttributeError, match="has no attribute 'set_epoch'; leave it out: each epoch has another"
+    ):
+        loader.set_epoch(1)  # type: ignore[attr-defined]
+    assert not hasattr(loader, "sampler")
+    with pytest.raises(AttributeError, match=r"^'DataLoader' object has no attribute 'smpler'"):
+        loader.smpler  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_a_state_of_other_data_is_refused() -> None:
@@ -420,6 +432,20 @@ class Unseeded:
         return float(np.random.default_rng().random())
 
 
+class CountedReads:
+    """Counts how often a sample is read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return index
+
+
 @ranks(2)
 def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
     rank = torch.distributed.get_rank()
@@ -431,6 +457,12 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
         with pytest.raises(ConfigError, match=r"on rank 0; .* on rank 1: ranks read different"):
             DataLoader(dataset, 4, 2).once()
     assert len([*DataLoader(Unseeded(), 4, 2).once()]) == 2
+    counted = CountedReads()
+    loader = DataLoader(counted, 4, 2)
+    loader.once()
+    first = counted.reads
+    loader.once()  # compared already
+    assert counted.reads == first > 0
     # Samples may differ between ranks if they differ between two reads on a rank.
     assert len(next(iter(DataLoader(Unseeded(), 4, 2)))) == 1
     with pytest.raises(ConfigError, match=r"in steps of 4 on rank 0; .* in steps of 8 on rank 1"):

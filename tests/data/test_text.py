@@ -94,8 +94,12 @@ def test_missing_folder_is_refused(tmp_path: Path) -> None:
 
 def test_file_in_place_of_folder_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"1"})
-    with pytest.raises(ConfigError, match="is not a folder"):
-        list_text_files(tmp_path / "a.py", "*")
+    for setting in ("data.path", "data.validation_path"):
+        advice = (
+            f"run `distmp data tokenize`, and set data.source to tokens and {setting} to the fol"
+        )
+        with pytest.raises(ConfigError, match=f"{setting} = .* is not a folder; .* {advice}"):
+            list_text_files(tmp_path / "a.py", "*", setting=setting)
 
 
 def test_folder_without_a_match_is_refused(tmp_path: Path) -> None:

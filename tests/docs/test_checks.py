@@ -9,7 +9,7 @@ import pytest
 from benchmarks.figures import ROOT
 from tests.docs.test_troubleshooting import is_in_the_code
 
-PAGES = ("checks", "model-checks", "loop-checks", "extension-checks")
+PAGES = ("checks", "model-checks", "loop-checks", "extension-checks", "precision-checks")
 PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
 ROWS = re.findall(r"^\| (.+) \| (.+) \| \[(\w+)\]\(\.\./(\S+)\) \|$", PAGE, flags=re.MULTILINE)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import distmp
 from benchmarks.figures import ROOT
-from distmp.checkpoint import store
 from distmp.errors import CheckpointError
 from distmp.export.running import trained_weights
 from distmp.models.transformer import Transformer, TransformerConfig
@@ -108,13 +107,16 @@ def test_the_average_is_that_of_the_full_weights(kind: str, tmp_path: Path) -> N
     written = load_file(tmp_path / "runs/weights/average/model.safetensors")
     assert written.keys() == weights.keys()
     assert written["weight"].dtype == torch.float32
-    saved = {f"average/{name}": value for name, value in average.values.items()}
-    store.save(tmp_path / "checkpoints", 1, saved, {}, keep=1)
-    for value in average.values.values():
-        value.zero_()
-    (path,) = [*(tmp_path / "checkpoints").glob("*1*")]
-    store.StoredCheckpoint(path).load(saved)
+    resume = compile(example("Save and resume the average"), "resume", "exec")
+    exec(resume, found)  # the steps 9 and 10
+    result, weights = whole(average.values), full(engine.state_dict())
+    engine.step([torch.randn(16, 8)])
+    average.update()
+    exec(resume, found)  # back to the checkpoint, without further steps
+    assert found["saved"] == {"step": 10, "average": "runs/averaged/average/step-000010"}
+    assert all(torch.equal(value, weights[n]) for n, value in full(engine.state_dict()).items())
     assert all(torch.equal(value, result[name]) for name, value in whole(average.values).items())
+    average.update()
 
 
 def test_adapters_load_in_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_weights_that_are_replaced_or_trained_behind_the_average_are_an_error(
     engine.load(tmp_path)
     for use in (average.update, average.as_weights().__enter__):
         with pytest.raises(
-            TrainingError, match=r"^engine.load has replaced .* average.restart\(\)"
+            TrainingError, match=r"^engine.load or a rollback has replaced .* average.restart\(\)"
         ):
             use()
     average.restart()
@@ -172,6 +172,92 @@ def test_weights_that_are_replaced_or_trained_behind_the_average_are_an_error(
     average.update()
     with pytest.raises(TrainingError, match=r"^steps were taken inside"), average.as_weights():
         engine.step(microbatches(1, ONE_RANK[0], 0))
+
+
+def test_the_average_is_not_stored_updated_or_replaced_while_it_is_in_use(tmp_path: Path) -> None:
+    engine = make_engine(strategy="single")
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    engine.step(microbatches(0, ONE_RANK[0], 0))
+    average.update()
+    engine.save(tmp_path)
+    before, values = snapshot(engine), gathered(average.values)
+    with average.as_weights():
+        for wait in (True, False):
+            with pytest.raises(
+                TrainingError, match=r"would have the average in place .* save afte"
+            ):
+                engine.save(tmp_path / "average", wait=wait)
+        for call, use in {
+            "update": average.update,
+            "restart": average.restart,
+            "load": lambda: average.load(average.values),
+            "as_weights": average.as_weights().__enter__,
+        }.items():
+            with pytest.raises(TrainingError, match=rf"^average\.{call}\(\) was called while"):
+                use()
+    assert_same_bits(snapshot(engine), before)
+    assert_same_bits(gathered(average.values), values)
+    engine.save(tmp_path / "weights")
+    with pytest.raises(TrainingError, match="a state was loaded inside"), average.as_weights():
+        engine.load(tmp_path)
+    average.restart()
+    with pytest.raises(ArithmeticError), average.as_weights():
+        raise ArithmeticError
+    with pytest.raises(TrainingError, match=r"after an error in it only after engine\.load"):
+        average.update()
+    engine.load(tmp_path)
+    average.restart()
+    average.update()
+
+
+def test_an_average_that_is_never_updated_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine(strategy="single")
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    with average.as_weights():  # the same as the weights
+        pass
+    engine.step([microbatches(0, ONE_RANK[0], 0)[0]._replace(factor=float("inf"))])
+    with average.as_weights():
+        pass
+    caplog.clear()
+    engine.step(microbatches(0, ONE_RANK[0], 0))
+    for _ in range(2):
+        with average.as_weights():
+            pass
+    (message,) = caplog.messages
+    assert message.endswith("average.update() was never called; call it after each engine.step")
+    for use in (average.restart, average.update):
+        use()
+        with average.as_weights():
+            pass
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    average.load(average.values)
+    engine.step(microbatches(0, ONE_RANK[0], 0))
+    with average.as_weights():
+        pass
+    assert caplog.messages == [message]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0.9,), "config = 0.9: pass EmaConfig(decay=0.999)"),
+        (({"decay": 0.9},), "config = 'dict': pass EmaConfig(decay=0.999)"),
+        (
+            (EmaConfig(),),
+            "config.decay = 0.0: the average would always be the weights; use a number below 1, "
+            "such as 0.999",
+        ),
+    ],
+)
+def test_an_average_without_a_decay_is_refused(arguments: tuple[Any], message: str) -> None:
+    engine = make_engine(strategy="single")
+    with pytest.raises(ConfigError) as caught:
+        WeightAverage(engine, *arguments)
+    assert str(caught.value) == message
+    with pytest.raises(ConfigError, match=r"engine = 'Linear': pass a distmp"):
+        WeightAverage(torch.nn.Linear(1, 1), EmaConfig(0.9))  # type: ignore[arg-type]
 
 
 @ranks(2)

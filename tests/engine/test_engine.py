@@ -946,6 +946,9 @@ def test_the_memory_of_a_step_does_not_grow_with_its_microbatches() -> None:
         ("parameters", r"use engine\.model\.parameters\(\)"),
         ("train", r"use engine\.model\.train\(\)"),
         ("eval", r"use engine\.model\.eval\(\)"),
+        ("lr", r"use engine\.optimizer\.param_groups\[0\]\['lr'\]$"),
+        ("global_step", r"use int\(engine\.step_counts\[:2\]\.sum\(\)\), or the `step` that"),
+        ("save_pretrained", r"use engine\.export\(folder\)$"),
     ],
 )
 def test_names_of_models_and_optimizers_have_a_replacement(name: str, advice: str) -> None:
@@ -953,6 +956,8 @@ def test_names_of_models_and_optimizers_have_a_replacement(name: str, advice: st
     assert not hasattr(engine, name)
     with pytest.raises(AttributeError, match=f"^Engine has no attribute '{name}'; {advice}"):
         getattr(engine, name)
+    with pytest.raises(AttributeError, match=f"^Engine has no attribute '{name}'; {advice}"):
+        setattr(engine, name, 1)
     with pytest.raises(AttributeError, match=r"^'Engine' object has no attribute 'stepp'"):
         engine.stepp  # type: ignore[attr-defined]  # noqa: B018
 
@@ -966,6 +971,9 @@ def test_names_of_models_and_optimizers_have_a_replacement(name: str, advice: st
         ("max_grad_norm", 1.0, "use max_norm"),
         ("clip_grad_norm", 1.0, "use max_norm"),
         ("mixed_precision", "bf16", "mixed_precision = 'bf16': .* use policy"),
+        ("micro_batch_size", 4, r"use distmp\.DataLoader\(dataset, batch_size=\.\.\., microbatch_"),
+        ("ema", 0.9, r"build distmp\.engine\.average\.WeightAverage\(engine, EmaConfig\("),
+        ("zero_stage", 1, "use shard_optimizer=True for ZeRO stage 1, and strategy='fsdp' for sta"),
         ("gradient_accumulation_steps", 4, "pass that many microbatches to each engine.step"),
         ("stratgy", "ddp", "did you mean 'strategy'"),
         ("devic", "cpu", "did you mean 'device'"),

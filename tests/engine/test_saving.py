@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from distmp.checkpoint import store
 from distmp.engine import Engine
-from distmp.engine.saving import OWN_NUMBERS
+from distmp.engine.saving import OPTIMIZER, OWN_NUMBERS
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.training.train import main
 from tests.parallel.sharding import sharded
@@ -218,7 +218,36 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds model/scale, which this model does not hav"):
         engine.load(tmp_path / "more")
     assert_same_bits(snapshot(engine), before)
-    assert state.numbers == {"step": 1, OWN_NUMBERS: {}}
+    assert state.numbers == {"step": 1, OWN_NUMBERS: {}, OPTIMIZER: ["AdamW", "Adam"]}
+
+
+def test_the_state_of_another_optimizer_is_refused_or_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    train(engine, 2, ONE_RANK)
+    path = engine.save(tmp_path)
+    other = make_engine(optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9))
+    caplog.clear()
+    before = snapshot(other)
+    with pytest.raises(ConfigError) as caught:
+        other.load(tmp_path)
+    assert str(caught.value) == (
+        f"folder = {str(path)!r}: has the state of the optimizer AdamW, and this engine has SGD; "
+        "build the engine with AdamW, or start with new optimizer state: "
+        "engine.load(folder, optimizer=False)"
+    )
+    assert_same_bits(snapshot(other), before)
+    assert other.load(tmp_path, optimizer=False) == {"step": 2}
+    assert other.optimizer.param_groups[0]["lr"] == 0.1
+    assert_same_bits(weights(other), weights(engine))
+    # The classes share their state.
+    adam = make_engine(optimizer=lambda named: torch.optim.Adam(named, lr=0.1, fused=True))
+    adam.load(tmp_path)
+    assert_same_bits(snapshot(adam), snapshot(engine))
+    train(other, 1, ONE_RANK, first=2)
+    assert not any("exp_avg" in name for name in other.state_dict())
+    assert [record for record in caplog.records if record.name == "distmp"] == []
 
 
 def _save_on_rank_0(folder: Path) -> str:

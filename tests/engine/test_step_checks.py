@@ -390,11 +390,35 @@ def untrained_encoder() -> nn.Module:
     return model
 
 
+def lone_dropout(probability: float = 0.5) -> nn.Module:
+    model = Classifier()
+    model.encoder[2] = nn.Dropout(probability).eval()
+    return model
+
+
+class Recurrent(nn.Module):
+    """A recurrent encoder that is in evaluation mode, and a head that is trained."""
+
+    def __init__(self, dropout: float, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.encoder = nn.GRU(3, 4, num_layers=2, dropout=dropout).eval()
+        self.encoder.requires_grad_(not frozen)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.head(self.encoder(inputs)[0])
+
+
 @pytest.mark.parametrize(
     ("model", "part"),
     [
         (Classifier, None),
         (frozen_norm, None),
+        (lone_dropout, "the module 'encoder.2' (Dropout) is in evaluation mode, so it drops"),
+        (lambda: lone_dropout(0.0), None),
+        (lambda: Recurrent(0.5), "the module 'encoder' (GRU) is in evaluation mode"),
+        (lambda: Recurrent(0.0), None),
+        (lambda: Recurrent(0.5, frozen=True), None),
         (frozen_encoder, None),
         (lambda: Classifier().eval(), "the model is trained in evaluation mode"),
         (lambda: nn.Linear(3, 2).eval(), "the model is trained in evaluation mode"),

@@ -357,6 +357,13 @@ def test_adapters_that_train_nothing_useful_are_reported(
         ({"target_modules": ["embedding"]}, r"embedding is a TokenEmbedding; leave it out"),
         ({"rank_pattern": {"up": 4}, "target_modules": ["down"]}, r"did not match any .* ignored"),
         ({"r": 0, "target_modules": ["down"]}, r"refused by peft: .*`r`"),
+        # `--model.peft '{target_modules: down,up}'` in YAML
+        (
+            {"target_modules": "down", "up": None},
+            r"^model\.peft\.target_modules = 'down': write several names as a list: "
+            r"\{target_modules: \[down, up\]\}$",
+        ),
+        ({"target_modules": "down, up"}, r"as a list: \{target_modules: \[down, up\]\}$"),
         ({"target_modules": "("}, r"refused by peft: .*unterminated subpattern"),
         (
             {"target_modules": ["down", "dwon"]},

@@ -137,7 +137,7 @@ def test_callable_gets_its_options() -> None:
     ("name", "message"),
     [
         ("number", "returned a int; return a torch.nn.Module"),
-        ("HERE", "is a str; name a callable"),
+        ("HERE", "is a str; name a function or a class"),
         ("nothing", "has no 'nothing'"),
     ],
 )

@@ -383,6 +383,30 @@ def test_configurations_that_cannot_be_built(
         build_model(ModelConfig(name=f"hf:{path}", options=options), 257, 16)
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_weights_that_the_model_does_not_have_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, converted: bool
+) -> None:
+    build(folder(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
+    file = tmp_path / "weights" / "model.safetensors"
+    if converted:
+        tensors = load_file(file)
+        bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(bare, file, {"format": "pt"})
+    prefix = "" if converted else "model."
+    assert "model.layers.1.mlp.up_proj.weight" not in started(
+        tmp_path, f"hf:{tmp_path}/weights", num_hidden_layers=1
+    )
+    (warning,) = [text for text in caplog.messages if "not used" in text]
+    assert warning.startswith(
+        f"model.name = 'hf:{tmp_path}/weights': 9 weights of the folder are not used, because the "
+        f"model does not have them: {prefix}layers.1.input_layernorm.weight, "
+    )
+    assert warning.endswith(
+        "and 4 more; if it should have them, correct model.options = {'num_hidden_layers': 1}"
+    )
+
+
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     build(folder(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
     name = f"hf:{tmp_path}/weights"

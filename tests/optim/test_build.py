@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError
-from distmp.optim import LearningRates
+from distmp.optim import AdamW, LearningRates
 from distmp.optim.build import (
     NamedParameters,
     optimizer_factory,
@@ -83,12 +83,19 @@ def test_fused_is_only_a_default(options: dict[str, Any]) -> None:
         ({"options": {"lr": 1.0}}, r"optim\.options\.lr = 1\.0: set optim\.lr instead"),
         ({"options": {"weight_decay": 1}}, r"options\.weight_decay = 1: set optim\.weight_decay"),
         ({"name": "sgd", "options": {"betas": 1}}, r"optim\.options\.betas = 1"),
-        ({"name": "math:pi"}, r"optim\.name = 'math:pi': is not callable"),
+        ({"name": "math:pi"}, r"optim\.name = 'math:pi': is a float; name a function or a class"),
         ({"name": "math:tau2"}, r"module 'math' has no 'tau2'"),
         ({"lr": -1.0}, r"optim\.lr = -1\.0"),
         ({"lr": math.nan}, r"optim\.lr = nan"),
         ({"weight_decay": -0.1}, r"optim\.weight_decay = -0\.1"),
         ({"weight_decay": math.inf}, r"optim\.weight_decay = inf"),
+        ({"state": "fp4"}, r"optim\.state = 'fp4': did you mean 'fp8'\?"),
+        ({"state": "fp8", "name": "sgd"}, r"sets the moments of adamw, and optim\.name = 'sgd'"),
+        (
+            {"state": "fp8", "options": {"fused": True}},
+            r"options\.fused = True: AdamW with optim\.state takes betas and eps only; remove it",
+        ),
+        ({"state": "fp8", "options": {"lr": 1.0}}, r"options\.lr = 1\.0: set optim\.lr instead"),
         ({"max_norm": 0.0}, r"optim\.max_norm = 0\.0: .* null for no clipping"),
         ({"max_norm": math.nan}, r"optim\.max_norm = nan"),
     ],
@@ -105,6 +112,24 @@ def test_what_the_optimizer_refuses(options: dict[str, Any]) -> None:
     create = optimizer_factory(OptimizerConfig("adamw", options=options))
     with pytest.raises(ConfigError, match=r"^optim\.options = .*refused by adamw: "):
         create(named_parameters())
+
+
+def test_the_dtype_of_moments_selects_the_optimizer() -> None:
+    config = OptimizerConfig(state="fp8", lr=0.2, options={"betas": (0.8, 0.9)})
+    optimizer = optimizer_factory(config)(named_parameters())
+    assert type(optimizer) is AdamW
+    assert [group["state"] for group in optimizer.param_groups] == ["fp8", "fp8"]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert not optimizer.stochastic_rounding
+    stochastic = optimizer_factory(OptimizerConfig(), stochastic_rounding=True)
+    assert stochastic(named_parameters()).stochastic_rounding  # type: ignore[attr-defined]
+
+
+def test_stochastic_rounding_needs_adamw() -> None:
+    for name in ("sgd", "muon"):
+        with pytest.raises(ConfigError, match=rf"stochastic_rounding = True: .* '{name}' does not"):
+            optimizer_factory(OptimizerConfig(name), stochastic_rounding=True)
 
 
 def test_an_optimizer_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:

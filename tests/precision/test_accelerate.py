@@ -131,6 +131,7 @@ def test_accumulation_in_16_bits_is_refused() -> None:
     [
         ("bf16-autocast,output=bf16", "returns outputs in float32"),
         ("fp32,reduce=fp16,loss_scale=dynamic", "unscales gradients only for float16"),
+        ("bf16-pure,stochastic_rounding=true", "applies to distmp.Engine"),
     ],
 )
 def test_what_accelerate_has_no_word_for_is_refused(text: str, message: str) -> None:

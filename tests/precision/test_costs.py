@@ -26,6 +26,7 @@ def test_the_figures_are_those_of_the_benchmark() -> None:
         ("fp32,reduce=fp16,loss_scale=8", ["reduce"]),
         ("bf16,buffer=bf16,output=bf16", ["buffer", "output"]),
         ("bf16-pure,accumulate=bf16", ["param", "accumulate"]),
+        ("bf16-pure,stochastic_rounding=true", []),
     ],
 )
 def test_every_saving_has_its_figure(text: str, saved: list[str]) -> None:

@@ -31,6 +31,10 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
         ("preset=tf32,tf32=false", {}),
         ("bf16,buffer=none,cast_inputs=false", {"compute_dtype": BF16, "cast_inputs": False}),
         ("bf16-autocast,autocast=false", {"compute_dtype": BF16}),
+        (
+            "bf16-pure,stochastic_rounding=true",
+            {"compute_dtype": BF16, "param_dtype": BF16, "stochastic_rounding": True},
+        ),
     ],
 )
 def test_what_a_text_says(text: str, fields: dict[str, Any]) -> None:

@@ -120,6 +120,8 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         ({**B, "keep_fp32": ("a|b",)}, "keep_fp32", "use a pattern without"),
         ({**B, "keep_fp32": (nn.LayerNorm,)}, "keep_fp32", "use a pattern without"),
         ({**B, "tf32": True}, "tf32", "applies only to FP32"),
+        ({**B, "stochastic_rounding": True}, "stochastic_rounding", "this policy has FP32 weights"),
+        ({"stochastic_rounding": "yes"}, "stochastic_rounding", "use True or False"),
         ({"cast_inputs": None}, "cast_inputs", "use True or False"),
         ({"name": ""}, "name", "a word or two"),
         ({"name": "two\nlines"}, "name", "a word or two"),
@@ -159,6 +161,7 @@ _CHANGES = {
     "keep_fp32": st.sampled_from([(), ("norm",), ("head",), ("norm", "first"), ("hea",), ["norm"]]),
     "cast_inputs": st.booleans(),
     "tf32": st.booleans(),
+    "stochastic_rounding": st.booleans(),
 }
 
 

@@ -167,6 +167,30 @@ def test_an_average_that_the_checkpoint_lacks_starts_anew(tmp_path: Path) -> Non
     assert_same_bits(*averages)
 
 
+@ranks(1)
+def test_an_average_that_starts_anew_is_saved(tmp_path: Path) -> None:
+    """A restart right after the rollback continues with it, not with the one of the bad steps."""
+    poisoned = [samples_of(9)[5]]
+    run(tmp_path, *ROLLBACK, "--steps=6", poisoned=poisoned)
+    resumed = trainer(tmp_path, *ROLLBACK, "--ema.decay=0.8", "--resume=auto", poisoned=poisoned)
+    train_steps = resumed._train_steps
+
+    def die_after_the_rollback() -> None:
+        if resumed.progress.rollbacks:
+            raise ArithmeticError
+        train_steps()
+
+    resumed._train_steps = die_after_the_rollback  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError), resumed.active(StopSignals()):
+        resumed.train()
+    checkpoint = store.StoredCheckpoint(tmp_path / "run" / "checkpoints" / "step-000006")
+    assert checkpoint.numbers["rollbacks"] == 1
+    names = ("model/0.weight", "callbacks/Ema/0.weight")
+    weights, average = stored = [torch.empty(8, 6) for _ in names]
+    checkpoint.load(dict(zip(names, stored, strict=True)))
+    assert torch.equal(average, weights)
+
+
 @ranks(2, timeout=100)
 def test_a_run_that_resumes_after_a_rollback_does_not_repeat_it(tmp_path: Path) -> None:
     """Wherever it is killed: its checkpoint already has the new data position."""

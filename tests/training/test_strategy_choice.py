@@ -95,6 +95,21 @@ def test_the_memory_is_that_of_explain(text: str, needs: dict[Option, int]) -> N
         assert limits[0] < needs[option] / explained(config, option) < limits[1], option
 
 
+def test_moments_are_counted_in_their_dtypes(needs: dict[Option, int]) -> None:
+    elements = 6 * (4 * 256 * 256 + 3 * 256 * 704)  # without embedding, head and norms
+    pure = "bf16-pure,stochastic_rounding=true"
+    runs = [("bf16", None), ("bf16", "bf16"), ("bf16", "fp8"), (pure, None), (pure, "fp8")]
+    found = []
+    for text, state in runs:
+        chosen(config_of(precision=policy(text), optim={"state": state}), 10**9)
+        found.append(needs[DDP] / elements)
+    in_fp32, in_bf16, in_fp8, pure_in_bf16, pure_in_fp8 = found
+    assert in_fp32 - in_bf16 == pytest.approx(8 - 4, rel=0.1)
+    assert in_fp32 - in_fp8 == pytest.approx(8 - 3 - 4 / 256, rel=0.1)
+    assert pure_in_bf16 - pure_in_fp8 == pytest.approx(4 - 3 - 4 / 256, rel=0.1)
+    assert in_bf16 - pure_in_bf16 == pytest.approx(4, rel=0.1)  # master weights
+
+
 def memory_in(choice: Choice) -> float:
     """Return the memory of the chosen strategy that the reason states."""
     number, unit = choice.reason.partition("; ")[0].split()[-2:]

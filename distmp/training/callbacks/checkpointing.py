@@ -13,7 +13,7 @@ from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.progress import SAVING, current_phase
 from distmp.distributed.ranks import describe
-from distmp.engine.saving import StateToSave
+from distmp.engine.saving import StateToSave, described_optimizer
 from distmp.training.callbacks.callback import Callback, PendingStep
 from distmp.training.callbacks.exits import exit_context
 
@@ -140,6 +140,7 @@ def _state(trainer: Trainer) -> tuple[int, dict[str, Tensor], dict[str, Any], se
     tensors |= trainer.states.tensors()
     numbers = {
         **dataclasses.asdict(trainer.progress),
+        **described_optimizer(trainer.engine),
         **trainer.fingerprint,
         **trainer.states.numbers(),
     }

@@ -26,7 +26,6 @@ class Ema(Callback):
 
     def __init__(self, config: EmaConfig) -> None:
         self._config = config
-        self._loaded = False
 
     def setup(self, trainer: Trainer) -> None:
         """Start with the current weights; a checkpoint with an average replaces them."""
@@ -39,17 +38,11 @@ class Ema(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a stored average; shards have been loaded in place."""
         self.average.load(state)
-        self._loaded = True
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        """Forget whether the checkpoint that the run resumes from has an average."""
-        self._loaded = False
 
     def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
         """Begin with the weights of the checkpoint if it has no average."""
-        if not self._loaded:
+        if self.average.is_replaced:
             self.average.restart()
-        self._loaded = False
 
     def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
         """Include the weights of this step, unless it was skipped; the host does not wait."""

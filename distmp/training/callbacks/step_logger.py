@@ -104,6 +104,7 @@ def _record(
         unit=unit,
         rank_seconds=result.rank_seconds,
         layer_grad_norms=result.layer_grad_norms,
+        formats=None if result.formats is None else result.formats._asdict(),
     )
 
 

@@ -50,12 +50,15 @@ class Validation(Callback):
             self._validate(trainer, last=last)
 
     def _validate(self, trainer: Trainer, *, last: bool) -> None:
+        dataset = trainer.components.datasets.validation
+        if dataset is None:
+            return
         settings = self._settings
         samples = settings.final_samples if last else settings.samples
         if last:
-            self._announce(trainer, samples)
+            self._announce(trainer, _count(dataset, samples))
         with trainer.timer.paused():
-            found = self._evaluate_both(trainer, samples)
+            found = self._evaluate_both(trainer, dataset, samples)
         if found is None:
             return
         if last:
@@ -64,39 +67,31 @@ class Validation(Callback):
                 trainer.console.message(f"held-out {name} {value:.4f}")
         trainer.report_validation(found.loss, found.metrics)
 
-    def _announce(self, trainer: Trainer, samples: int | None) -> None:
+    def _announce(self, trainer: Trainer, count: int | None) -> None:
         """Print what the final validation computes: it may take longer than many steps."""
-        dataset = trainer.components.datasets.validation
-        if dataset is None:
-            return
-        count = _count(dataset, samples)
         average = "" if self._ema is None else ", with the weights and with their average"
         trainer.console.message(
             f"validating on {'all' if count is None else f'{count:,}'} held-out samples{average}"
         )
 
-    def _evaluate_both(self, trainer: Trainer, samples: int | None) -> Evaluation | None:
+    def _evaluate_both(
+        self, trainer: Trainer, dataset: Any, samples: int | None
+    ) -> Evaluation | None:
         """Evaluate the weights, and then their average, whose metrics get a prefix."""
-        found = self._evaluate(trainer, samples)
+        found = self._evaluate(trainer, dataset, samples)
         if found is None or self._ema is None:
             return found
         trainer.checkpointing.writer.release()  # it may be copying the weights
         with self._ema.average.as_weights():
-            averaged = self._evaluate(trainer, samples)
+            averaged = self._evaluate(trainer, dataset, samples)
         if averaged is None:
             return None
         metrics = {"loss": averaged.loss, **averaged.metrics}
         prefixed = {f"{EMA_PREFIX}{name}": value for name, value in metrics.items()}
         return Evaluation(found.loss, {**found.metrics, **prefixed})
 
-    def _evaluate(self, trainer: Trainer, samples: int | None) -> Evaluation | None:
-        """Evaluate the first `samples` held-out samples, or all of them.
-
-        None if there is no held-out data, or if a rank was asked to stop.
-        """
-        dataset = trainer.components.datasets.validation
-        if dataset is None:
-            return None
+    def _evaluate(self, trainer: Trainer, dataset: Any, samples: int | None) -> Evaluation | None:
+        """Evaluate the first `samples` held-out samples, or all; None if a rank is to stop."""
         batches = until_stop_requested(
             _reported(
                 trainer,

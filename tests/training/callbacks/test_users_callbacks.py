@@ -214,9 +214,9 @@ def test_the_hooks_are_called_in_order(world_size: int, tmp_path: Path) -> None:
             # A rollback may need a checkpoint of the start.
             "save 0",
             *steps(1, SPIKE),
+            f"rollback {SPIKE} {CHECKPOINT}",
             # The position behind the data that was skipped is saved at once.
             f"save {CHECKPOINT}",
-            f"rollback {SPIKE} {CHECKPOINT}",
             *steps(CHECKPOINT + 1, 10),
             "train end True",
             "save 10",
@@ -283,7 +283,7 @@ def nothing() -> None:
         ("callback", "write an import path as 'package.module:attribute'"),
         ("no_such_module:Callback", "there is no module 'no_such_module' on the Python path"),
         (f"{__name__}:Missing", f"module '{__name__}' has no 'Missing'"),
-        (f"{__name__}:NOT_CALLABLE", "is a int; name a class or a function"),
+        (f"{__name__}:NOT_CALLABLE", "is a int; name a function or a class"),
         (f"{__name__}:nothing", "returned a NoneType; return a distmp.training.callbacks.Callback"),
     ],
 )

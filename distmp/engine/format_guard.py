@@ -1,0 +1,73 @@
+"""Decides on the device which narrow products are computed in bf16 for some steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from distmp.engine.format_settings import PRODUCTS, GuardConfig
+from distmp.quantization.linear import OPERANDS
+
+# The products that an operand belongs to: a rounded weight is used in both forward and grad.
+_PRODUCTS_OF = {
+    "input": ("forward",),
+    "weight": ("forward", "grad"),
+    "grad": ("grad",),
+    "wgrad_input": ("wgrad",),
+    "wgrad_grad": ("wgrad",),
+}
+# Steps between a step and the first one with the formats that it asked for: see
+# Note [When formats change] in `distmp.engine.format_schedule`.
+DELAY = 2
+CAUSES = ("saturated or non-finite values", "values that were rounded to zero", "a spike")
+
+
+class FormatGuard:
+    """Widens products whose operands lose too many values, and all after a spike.
+
+    Args:
+        config: Limits and reaction.
+        layers: Number of layers with narrow products.
+        device: Device of the statistics.
+
+    Attributes:
+        wide_until: Number of the first step, counted from 0, in which each product is narrow again;
+            int64 of shape [layers, 2, 3]. [:, 1] is the decision after the last step, and [:, 0]
+            the one before it. Updated in place.
+        causes: Which of `CAUSES` the last step had, bool of shape [3].
+    """
+
+    def __init__(self, config: GuardConfig, layers: int, device: torch.device) -> None:
+        self._config = config
+        limits = [math.inf if x is None else x for x in (config.saturated, config.underflowed)]
+        self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
+        uses = [[product in _PRODUCTS_OF[operand] for product in PRODUCTS] for operand in OPERANDS]
+        self._uses = torch.tensor(uses, device=device)
+        self.wide_until = torch.zeros(layers, 2, len(PRODUCTS), dtype=torch.int64, device=device)
+        self.causes = torch.zeros(len(CAUSES), dtype=torch.bool, device=device)
+
+    def end_step(self, sums: Tensor, spike: Tensor, taken: int) -> None:
+        """Decide after a step; the host does not wait.
+
+        Args:
+            sums: Saturated, underflowed and all values of each layer and operand, over all ranks,
+                FP64 [layers, 5, 3].
+            spike: Whether the step was a spike, 0-dim bool.
+            taken: Number of steps taken, this one included.
+        """
+        above = sums[..., :2] > sums[..., 2:] * self._limits
+        asked = (above.any(2)[..., None] & self._uses).any(1)
+        if self._config.widen == "layer":
+            asked = asked.any(1, keepdim=True)
+        elif self._config.widen == "policy":
+            asked = asked.any()
+        if self._config.on_spike:
+            asked = asked | spike
+        else:
+            spike = torch.zeros_like(spike)
+        until = asked * (taken - 1 + DELAY + self._config.steps)
+        self.wide_until[:, 0] = self.wide_until[:, 1]
+        self.wide_until[:, 1] = self.wide_until[:, 1].maximum(until)
+        self.causes = torch.stack([*above.flatten(0, 1).any(0), spike])

@@ -1,0 +1,203 @@
+"""Operands and products, compared with a float64 oracle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from distmp.quantization.counts import LayerCounts
+from distmp.quantization.operands import (
+    Operand,
+    largest_in_weight,
+    quantize,
+    quantize_rows,
+    quantize_weight,
+)
+from distmp.quantization.products import emulated_product, scaled_product
+from tests.quantization import oracle
+
+SCALINGS = {"tensor": "e4m3", "row": "e4m3", "block32": "e4m3", "block16": "e2m1"}
+EACH = pytest.mark.parametrize(("scaling", "name"), SCALINGS.items())
+
+
+@st.composite
+def matrices(
+    draw: st.DrawFn, columns: int | None = None, exponents: tuple[int, int] = (-130, 90)
+) -> Tensor:
+    """Draw matrices in bfloat16 with large, tiny, subnormal and zero values, and rows of zeros."""
+    rows = draw(st.integers(1, 9))
+    columns = columns or draw(st.integers(1, 40))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
+    low = draw(st.integers(*exponents))
+    spread = draw(st.integers(0, 30))
+    powers = torch.randint(low, low + spread + 1, (rows, columns), generator=generator)
+    values = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    matrix = (values * torch.exp2(powers.double())).bfloat16()
+    if draw(st.booleans()):
+        matrix[torch.rand(rows, generator=generator) < 0.3] = 0
+    return matrix
+
+
+def random(rows: int, columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp2(torch.randint(-6, 7, (rows, columns), generator=generator).float())
+    return (torch.randn(rows, columns, generator=generator) * spread).bfloat16()
+
+
+@EACH
+@settings(max_examples=25, deadline=None)
+@given(matrix=matrices())
+def test_an_operand_has_the_values_of_the_oracle(scaling: str, name: str, matrix: Tensor) -> None:
+    operand = quantize(matrix, name, scaling)
+    expected = oracle.dequantized(matrix, name, scaling)
+    # FP32 and bfloat16 do not represent what is below their subnormal numbers.
+    torch.testing.assert_close(operand.dequantized().double(), expected, rtol=0, atol=2.0**-149)
+
+
+@EACH
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_products_are_exact_up_to_fp32_sums(scaling: str, name: str, data: st.DataObject) -> None:
+    columns = data.draw(st.integers(1, 40))
+    # FP32 has to represent the sums.
+    a, b = (data.draw(matrices(columns, exponents=(-60, 20))) for _ in range(2))
+    first, second = quantize(a, name, scaling), quantize(b, name, scaling)
+    product = emulated_product(first, second).double()
+    x, y = (oracle.dequantized(each, name, scaling) for each in (a, b))
+    exact, terms = x @ y.t(), x.abs() @ y.abs().t()
+    assert ((product - exact).abs() <= columns * 2.0**-24 * terms + 2.0**-120).all()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@EACH
+def test_a_non_finite_value_makes_its_row_of_the_product_nan(
+    scaling: str, name: str, value: float
+) -> None:
+    a, b = random(4, 64), random(5, 64, seed=1)
+    a[1, 3] = value
+    product = emulated_product(quantize(a, name, scaling), quantize(b, name, scaling))
+    assert product[1].isnan().all()
+    if scaling != "tensor":  # the scale of the others does not depend on it
+        assert product[[0, 2, 3]].isfinite().all()
+
+
+@EACH
+def test_a_rounded_weight_is_not_changed_by_rounding_it_again(scaling: str, name: str) -> None:
+    weight = random(96, 64)
+    largest = largest_in_weight(weight, scaling)
+    rounded = quantize_weight(weight, name, scaling).dequantized()
+    assert not torch.equal(rounded, weight.float())
+    assert torch.equal(rounded.bfloat16().float(), rounded)
+    again = quantize_weight(rounded.bfloat16(), name, scaling, largest=largest)
+    assert torch.equal(again.dequantized(), rounded)
+
+
+@EACH
+def test_shards_have_the_scales_of_the_full_weight(scaling: str, name: str) -> None:
+    weight = random(70, 64)
+    bounds = [0, 9, 9, 41, 70]
+    shards = [weight[a:b] for a, b in itertools.pairwise(bounds)]
+    found = [
+        largest_in_weight(shard, scaling, first_row=first, rows=70)
+        for shard, first in zip(shards, bounds, strict=False)
+    ]
+    largest = torch.stack(found).amax(0)
+    assert torch.equal(largest, largest_in_weight(weight, scaling))
+    parts = [
+        quantize_rows(shard, name, scaling, largest, first).dequantized()
+        for shard, first in zip(shards, bounds, strict=False)
+    ]
+    assert torch.equal(torch.cat(parts), quantize_weight(weight, name, scaling).dequantized())
+
+
+@EACH
+def test_the_transposed_weight_has_the_same_values(scaling: str, name: str) -> None:
+    if scaling == "row":
+        pytest.skip("scales of rows cannot be transposed")
+    operand = quantize_weight(random(70, 48), name, scaling)
+    assert torch.equal(operand.transposed().dequantized(), operand.dequantized().t())
+
+
+@EACH
+def test_statistics_of_an_operand(scaling: str, name: str) -> None:
+    matrix = random(20, 64)
+    matrix[0, 0], matrix[1, 0], matrix[2, 0] = math.inf, math.nan, -math.inf
+    matrix[3, 1], matrix[3, 2], matrix[4] = 1e-20, -1e-20, 0.0
+    counts = LayerCounts(torch.zeros(2, 4, dtype=torch.float64))
+    operand = quantize(matrix, name, scaling, counts=counts.of(1))
+    assert counts.values[0].tolist() == [0, 0, 0, 0]
+    _, saturated, underflowed, elements = counts.values[1].tolist()
+    assert saturated >= 3
+    assert scaling == "tensor" or saturated == 3
+    finite = matrix.isfinite()
+    lost = (operand.values == 0) & (matrix != 0) & finite
+    assert underflowed == lost.sum().item() >= 2
+    assert elements == matrix.numel()
+
+
+def test_values_above_a_stale_scale_are_counted_and_limited() -> None:
+    matrix = torch.tensor([[1.0, 500.0, -500.0, 450.0]])
+    counts = LayerCounts(torch.zeros(1, 4, dtype=torch.float64))
+    largest = torch.tensor([[448.0]])
+    operand = quantize(matrix, "e4m3", "tensor", largest=largest, counts=counts.of(0))
+    assert operand.dequantized().tolist() == [[1.0, 448.0, -448.0, 448.0]]
+    assert counts.values[0].tolist() == [448.0, 2.0, 0.0, 4.0]
+
+
+def _agree(a: Operand, b: Operand) -> None:
+    exact = emulated_product(a, b)
+    kernel = scaled_product(a, b).float()
+    if a.outer.numel() > 1:  # this kernel rounds to bfloat16
+        exact = exact.bfloat16().float()
+        difference = (kernel - exact).abs()
+        # A sum in another order may fall on the other side of a tie.
+        assert (difference <= exact.abs() * 2.0**-7 + 1e-6 * exact.abs().max()).all()
+        assert (difference > 0).float().mean() < 0.01
+    else:
+        assert (kernel - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("names", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
+def test_the_kernel_of_torch_agrees_on_a_cpu(scaling: str, names: tuple[str, str]) -> None:
+    a, b = random(48, 64), random(32, 64, seed=1)
+    _agree(quantize(a, names[0], scaling), quantize(b, names[1], scaling))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("names", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
+def test_the_kernel_of_torch_agrees_on_a_gpu(scaling: str, names: tuple[str, str]) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    a, b = random(1040, 2048).cuda(), random(512, 2048, seed=1).cuda()
+    _agree(quantize(a, names[0], scaling), quantize(b, names[1], scaling))
+
+
+@EACH
+def test_the_scale_of_an_operand_keeps_the_relative_error(scaling: str, name: str) -> None:
+    matrix = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    limit = {"e4m3": 0.03, "e2m1": 0.12}[name]
+    for factor in (2.0**-100, 1.0, 2.0**100):
+        scaled = (matrix.double() * factor).bfloat16()
+        error = (quantize(scaled, name, scaling).dequantized().double() - scaled.double()).norm()
+        assert error < limit * scaled.double().norm()
+        assert error > 0
+
+
+@EACH
+def test_a_product_in_bfloat16_is_rounded_once(scaling: str, name: str) -> None:
+    a, b = random(48, 1024), random(32, 1024, seed=1)
+    first, second = quantize(a, name, scaling), quantize_weight(b, name, scaling)
+    product = emulated_product(first, second, torch.bfloat16)
+    assert product.dtype == torch.bfloat16
+    exact = first.dequantized().double() @ second.dequantized().double().t()
+    bound = exact.abs() * 2.0**-8 + 1e-5 * exact.abs().max()
+    assert ((product.double() - exact).abs() <= bound).all()
