@@ -15,8 +15,9 @@ BF16_CAPABILITY = (8, 0)
 FP16_CAPABILITY = (7, 0)
 TF32_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
-# Tensor cores that apply the scale of each block of 32 (MXFP8) or 16 values (NVFP4).
-BLOCK_SCALES_CAPABILITY = (10, 0)
+# First compute capability with a kernel of torch for narrow products, by the scaling of a policy.
+# Products with other scalings are emulated on every device.
+NARROW_CAPABILITY = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
 
 # CPU features that compute with the dtype, as the kernel lists them.
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -117,8 +118,8 @@ def _cuda_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
     if not torch.cuda.is_available():
         return ""
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
-    if chosen.is_narrow and capability < _narrow_capability(chosen):
-        return _emulates(gpu, chosen)
+    if chosen.is_narrow and not computes_narrow(chosen.scaling, capability):
+        return _emulates(gpu if chosen.scaling in NARROW_CAPABILITY else "distmp", chosen)
     if chosen.compute_dtype == torch.bfloat16 and capability < BF16_CAPABILITY:
         return f"{gpu} only emulates bfloat16, which is slow"
     if chosen.compute_dtype == torch.float16 and capability < FP16_CAPABILITY:
@@ -142,10 +143,9 @@ def _cpu_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
     return ""
 
 
-def _narrow_capability(chosen: PrecisionPolicy) -> tuple[int, int]:
-    """Return the first compute capability with tensor cores for the narrow products of a policy."""
-    in_blocks = chosen.scaling.startswith("block")
-    return BLOCK_SCALES_CAPABILITY if in_blocks else FP8_CAPABILITY
+def computes_narrow(scaling: str, capability: tuple[int, int]) -> bool:
+    """Return whether a GPU of this compute capability has a kernel for narrow products."""
+    return scaling in NARROW_CAPABILITY and capability >= NARROW_CAPABILITY[scaling]
 
 
 def _emulates(device: str, chosen: PrecisionPolicy) -> str:

@@ -24,8 +24,7 @@ def describe_formats(layers: NarrowLayers) -> str:
     layers have narrow products; wide: head (hp=head)".
     """
     formats = "; ".join(dict.fromkeys(map(_formats, _used(layers))))
-    how = ", emulated" if is_emulated(layers) else ""
-    return f"{formats}{how}; {layers.describe()}"
+    return f"{formats}, {layers.backend}; {layers.describe()}"
 
 
 def formats_record(layers: NarrowLayers) -> dict[str, Any]:

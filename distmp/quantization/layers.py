@@ -39,7 +39,7 @@ class NarrowLayers:
     """
 
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
-        self.backend = choose_product(policy.scaling, device).reason
+        self.backend = choose_product(policy.scaling, device).description
         self.wide = selection.wide
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
@@ -85,7 +85,7 @@ class NarrowLayers:
         for name, reason in self.wide.items():
             reasons.setdefault(reason, []).append(name)
         total = len(self.modules) + len(self.wide)
-        text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
+        text = f"{len(self.modules)} of {total} linear layers have narrow products"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
         return f"{text}; wide: {', '.join(wide)}" if wide else text
 

@@ -13,20 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distmp.precision.hardware import computes_narrow
 from distmp.quantization.operands import Operand
 
 # Returns `a @ b.T`, rounded once, in the dtype that is asked for.
 Product = Callable[[Operand, Operand, torch.dtype], Tensor]
 
-# First compute capability with a kernel, by scaling; others are emulated on every device.
-KERNEL_CAPABILITY = {"tensor": (8, 9), "row": (9, 0)}
-
 
 class ProductChoice(NamedTuple):
-    """How narrow products are computed, and the reason as text."""
+    """How narrow products are computed, and the same as text."""
 
     product: Product
-    reason: str
+    description: str
 
 
 def choose_product(scaling: str, device: torch.device) -> ProductChoice:
@@ -36,18 +34,9 @@ def choose_product(scaling: str, device: torch.device) -> ProductChoice:
         scaling: "tensor", "row", "block32" or "block16".
         device: Device of the model.
     """
-    if device.type != "cuda":
-        return ProductChoice(emulated_product, f"emulated, since {device.type} has no kernels")
-    needed = KERNEL_CAPABILITY.get(scaling)
-    if needed is None:
-        return ProductChoice(emulated_product, f"emulated, since {scaling} scales have no kernel")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < needed:
-        problem = f"this GPU has compute capability {'.'.join(map(str, capability))}"
-        return ProductChoice(
-            emulated_product, f"emulated, since {problem}, below {'.'.join(map(str, needed))}"
-        )
-    return ProductChoice(scaled_product, "computed by torch._scaled_mm")
+    if device.type == "cuda" and computes_narrow(scaling, torch.cuda.get_device_capability(device)):
+        return ProductChoice(scaled_product, "computed by torch._scaled_mm")
+    return ProductChoice(emulated_product, "emulated")
 
 
 def emulated_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -115,10 +115,8 @@ def test_what_a_cpu_cannot_do_is_said(
         ("fp8", (8, 6), EMULATES.format(8)),
         ("fp8", (8, 9), ""),
         ("fp8-rowwise", (9, 0), ""),
-        ("mxfp8", (9, 0), EMULATES.format(8)),
-        ("mxfp8", (10, 0), ""),
-        ("nvfp4", (9, 0), EMULATES.format(4)),
-        ("nvfp4", (12, 0), ""),
+        ("fp8-rowwise", (8, 9), EMULATES.format(8)),
+        ("fp8-rowwise", (9, 0), ""),
     ],
 )
 def test_what_a_gpu_cannot_do_is_said(
@@ -149,3 +147,12 @@ def test_auto_on_a_device_that_is_not_known() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'auto'"):
         resolve("autoo", CPU)
+
+
+@pytest.mark.parametrize(("requested", "bits"), [("mxfp8", 8), ("nvfp4", 4)])
+def test_scales_of_blocks_are_emulated_on_every_gpu(
+    monkeypatch: pytest.MonkeyPatch, requested: str, bits: int
+) -> None:
+    on_a_gpu(monkeypatch, (12, 0))
+    reason = resolve(requested, torch.device("cuda", 0)).reason
+    assert reason == f"configured; distmp {EMULATES.format(bits)}"
