@@ -114,7 +114,6 @@ def test_what_a_cpu_cannot_do_is_said(
         ("fp8", (7, 0), EMULATES.format(8)),
         ("fp8", (8, 6), EMULATES.format(8)),
         ("fp8", (8, 9), ""),
-        ("fp8-rowwise", (9, 0), ""),
         ("fp8-rowwise", (8, 9), EMULATES.format(8)),
         ("fp8-rowwise", (9, 0), ""),
     ],
