@@ -74,6 +74,7 @@ def test_round_trip(records: list[StepRecord]) -> None:
             item,
             overflow=_named(item.overflow),
             divergence=_named(item.divergence),
+            formats=_named(item.formats),
             narrow_operands=_named(item.narrow_operands),
         )
         for item in records
