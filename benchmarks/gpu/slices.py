@@ -18,6 +18,7 @@ _PARTS = (
     "optim",
     "parallel",
     "precision",
+    "quantization",
     "scaling",
     "telemetry",
     "utils",

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import torch
-from torch import nn
 
 from benchmarks import peak
 from benchmarks.figures import ROOT, with_figures
 from benchmarks.gpu.packages import NEEDED, TARGET
 from benchmarks.gpu.slices import LARGE, LARGE_BYTES, SLICE_SECONDS, slices
-from distmp.precision.policy import PRESETS
-from distmp.quantization import narrow_layers
-from distmp.quantization.description import is_emulated
+from distmp.precision.policy import SCALINGS
+from distmp.quantization.products import choose_product, emulated_product
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
 SLICES = slices("350m", LARGE, Path("out"))
-CPU = torch.device("cpu")
 NUMBERS = ("one", "two", "three", "four", "five", "six")
 
 
@@ -64,10 +62,11 @@ def test_the_table_claims_no_run_on_a_real_device() -> None:
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \|$", table(), flags=re.MULTILINE)
     assert len(rows) > 15
     assert set(rows[1:]) == {"never run", "does not exist"}
-    # FP8 products exist as an emulation only.
-    layers = narrow_layers(nn.ModuleList([nn.Linear(16, 16)]), PRESETS["fp8"], [], CPU)
-    assert layers is not None
-    assert is_emulated(layers)
+    cuda = torch.device("cuda")
+    with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
+        kernels = {each: choose_product(each, cuda).product for each in SCALINGS}
+    emulated = [each for each, product in kernels.items() if product is emulated_product]
+    assert emulated == ["block32", "block16"]
 
 
 def table() -> str:
