@@ -105,21 +105,23 @@ class Comparison:
         return self.measured[name].final_loss - next(iter(self.measured.values())).final_loss
 
     def agrees(self, name: str) -> bool:
-        """Return whether a policy's loss agrees with that of the reference.
+        """Return whether a policy's final loss differs by at most `DEVIATIONS` times the noise."""
+        return abs(self.excess(name)) <= DEVIATIONS * self.noise
 
-        With other seeds, final losses differ by at most `DEVIATIONS` times the noise; without, last
-        losses differ by at most `tolerance`.
+    def is_accurate(self, name: str) -> bool:
+        """Return whether a policy can be recommended.
+
+        Its last loss is within the tolerance, and with other seeds, its final loss agrees.
         """
-        if self.seeds:
-            return abs(self.excess(name)) <= DEVIATIONS * self.noise
-        return self.difference(name) <= self.tolerance
+        within = self.difference(name) <= self.tolerance
+        return within and (not self.seeds or self.agrees(name))
 
     def recommendation(self) -> tuple[str | None, str]:
         """Return the recommended policy and the reason; None if no policy is accurate enough.
 
         It is the fastest of the accurate policies; of equally fast ones, the one with least memory.
         """
-        accurate = {name: one for name, one in self.measured.items() if self.agrees(name)}
+        accurate = {name: one for name, one in self.measured.items() if self.is_accurate(name)}
         if not accurate:
             return None, "no policy ran with a finite loss"
         fastest = min(one.step_seconds for one in accurate.values())
@@ -127,7 +129,7 @@ class Comparison:
         best = min(fast, key=lambda name: (fast[name].memory_bytes, fast[name].step_seconds))
         excluded = [name for name in self.measured if name not in accurate]
         note = f"; {', '.join(excluded)} has a different loss" if excluded else ""
-        within = "the noise between seeds" if self.seeds else f"{self.tolerance:.1%}"
+        within = f"{self.tolerance:.1%}{' and the noise between seeds' if self.seeds else ''}"
         return best, f"least memory of the fastest policies whose loss is within {within}{note}"
 
     def as_json(self) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class Comparison:
                     "memory_bytes": one.memory_bytes,
                     "skipped": one.skipped,
                     "final_loss": _finite(one.final_loss),
-                    "agrees": self.agrees(name),
+                    "agrees": self.agrees(name) if self.seeds else None,
                 }
                 for name, one in self.results.items()
             },

@@ -25,8 +25,8 @@ class BenchPrecisionConfig(RunConfig):
 
     seeds: int = 0
     """Other seeds with which the reference is trained, too. A policy then agrees if its final loss
-    differs by at most 2 standard deviations of the reference's losses over seeds. 0 uses
-    `tolerance`."""
+    differs by at most 2 standard deviations of the reference's losses over seeds. 0 compares with
+    `tolerance` only."""
 
     tolerance: float = 0.01
     """Largest accepted relative difference of a policy's last loss from the reference."""
@@ -49,7 +49,7 @@ class BenchPrecisionConfig(RunConfig):
                 "seeds",
                 self.seeds,
                 f"use {LEAST_SEEDS} or more other seeds, because fewer losses have no meaningful "
-                "standard deviation; 0 compares with tolerance",
+                "standard deviation; 0 compares with tolerance only",
             )
         if not 0 < self.tolerance < 1:
             raise ConfigError("tolerance", self.tolerance, "use a number between 0 and 1")

@@ -102,7 +102,14 @@ def test_losses_within_the_noise_between_seeds_agree() -> None:
         "far DIFFERS: +0.2100, 2.1 standard deviations",
         "lower DIFFERS: -0.2100, 2.1 standard deviations",
     ]
-    assert "within the noise between seeds; far, lower has a different loss" in lines[-1]
+    assert "within 1.0% and the noise between seeds; far, lower has a different loss" in lines[-1]
+
+
+def test_a_policy_within_a_large_noise_needs_to_be_within_the_tolerance() -> None:
+    results = {"bf16": measured(2.0, 10, 1), "fp8": measured(2.1, 5, 1)}
+    compared = Comparison(4, 1, 0.01, {**results}, (measured(2.4, 9, 1), measured(1.6, 9, 1)))
+    assert compared.agrees("fp8")
+    assert compared.recommendation()[0] == "bf16"
 
 
 def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
