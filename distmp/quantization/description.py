@@ -18,7 +18,7 @@ _SCALES = {
 
 
 def describe_formats(layers: NarrowLayers) -> str:
-    """Return the formats of the policy's products, how they are computed, and which layers have them.
+    """Return the formats of the policy, how products are computed, and which layers are narrow.
 
     Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor, emulated; 8 of 9 linear
     layers have narrow products; wide: head (hp=head)".
