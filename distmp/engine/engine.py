@@ -742,7 +742,9 @@ class Engine:
         if completed is None:
             return
         self._check_ranks_agree(completed)
-        if warning := self._call_check.warning(completed.narrow_statistics):
+        widened = completed.formats is not None and completed.formats.widened > 0
+        # A layer that the guard has widened has no statistics, although it is called.
+        if not widened and (warning := self._call_check.warning(completed.narrow_statistics)):
             self._warn(warning, stacklevel=4)
         if self._learning_rates.lacks_metric(self._max_applied):
             self._warn(

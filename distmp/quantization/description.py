@@ -18,13 +18,12 @@ _SCALES = {
 
 
 def describe_formats(layers: NarrowLayers) -> str:
-    """Return the formats of the products, how they are computed, and which layers have them.
+    """Return the formats of the policy, how products are computed, and which layers are narrow.
 
     Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor, emulated; 8 of 9 linear
     layers have narrow products; wide: head (hp=head)".
     """
-    formats = "; ".join(dict.fromkeys(map(_formats, _used(layers))))
-    return f"{formats}, {layers.backend}; {layers.describe()}"
+    return f"{_formats(layers.of_policy)}, {layers.backend}; {layers.describe()}"
 
 
 def formats_record(layers: NarrowLayers) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
         products; "wide", why each other linear layer stays in the compute dtype, by name.
     """
     return {
-        "formats": [*dict.fromkeys(map(_formats, _used(layers)))],
+        "formats": [_formats(layers.of_policy)],
         "emulated": is_emulated(layers),
         "narrow": [*layers.modules],
         "wide": dict(layers.wide),
@@ -45,10 +44,6 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
 def is_emulated(layers: NarrowLayers) -> bool:
     """Return whether narrow products are emulated, which is slow."""
     return any(state.product is emulated_product for state in layers.states.values())
-
-
-def _used(layers: NarrowLayers) -> list[ProductFormats]:
-    return [state.formats for state in layers.states.values()]
 
 
 def _formats(formats: ProductFormats) -> str:

@@ -31,6 +31,7 @@ class NarrowLayers:
 
     Attributes:
         backend: How products are computed, as text.
+        of_policy: The formats of the policy; those of a layer may change during the run.
         wide: Why each other linear layer stays in the compute dtype, by name.
         states: The state of each narrow layer, by name.
         modules: The narrow layers, by name.
@@ -47,9 +48,9 @@ class NarrowLayers:
         salts = [parameter_id(f"{name}.weight") for name in self.modules]
         self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
         self._keys = self._salts.clone()
-        formats = product_formats(policy)
+        self.of_policy = product_formats(policy)
         self.states = {
-            name: NarrowState(formats, counts, key)
+            name: NarrowState(self.of_policy, counts, key)
             for name, counts, key in zip(self.modules, self.counts, self._keys, strict=True)
         }
         for name, module in self.modules.items():

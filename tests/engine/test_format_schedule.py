@@ -18,6 +18,7 @@ from distmp.engine.rank_consistency import check
 from distmp.engine.settings import DivergenceConfig
 from distmp.errors import CheckpointError
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
+from distmp.quantization.description import formats_record
 from distmp.quantization.linear import OPERANDS
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, fused_adamw, snapshot
@@ -306,6 +307,27 @@ def test_compiled_layers_change_their_formats() -> None:
     assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
+
+
+def test_a_run_that_resumes_with_a_wide_layer_does_not_warn_that_it_is_never_called(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    engine = make_engine(precision_guard=GUARD)
+    last_wide = BAD_STEP + 1 + GUARD.steps
+    for step in range(last_wide):
+        take(engine, step)
+    other = make_engine(precision_guard=GUARD, first_step_checks=True)
+    other.load_state_dict(engine.state_dict())
+    assert [take(other, step).widened for step in (last_wide, last_wide + 1)] == [3, 0]
+    assert not any("no rank called" in str(warning.message) for warning in recwarn)
+
+
+def test_formats_are_described_as_those_of_the_policy() -> None:
+    layers = make_engine(precision_phases=PHASES).narrow_products.layers
+    assert layers is not None
+    assert formats_record(layers)["formats"] == [
+        "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor"
+    ]
 
 
 def test_a_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
