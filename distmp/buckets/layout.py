@@ -13,7 +13,7 @@ from distmp.errors import ConfigError
 
 # Elements. Every parameter and every shard starts at a multiple of the blocks of 8-bit optimizer
 # state, and so on a 64-byte boundary, which suits vectorized kernels.
-ALIGNMENT = 256
+ALIGNMENT = 32
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 # Gloo is as fast with smaller buckets, and a reduction in flight needs the memory of one or two.

@@ -37,8 +37,8 @@ class AdamW(torch.optim.Optimizer):
 
     - `bf16`: Both moments are bfloat16. The second moment changes by less than its rounding error
       in each step, so it is rounded stochastically.
-    - `fp8`: The first moment is FP8 (e4m3) with an FP32 scale for each block of up to 256 elements,
-      the format of torchao's `OptimStateFp8`. The second moment is as in `bf16`, because the
+    - `fp8`: The first moment is FP8 (e4m3) with an FP32 scale for each block of 32 elements, the
+      format of torchao's `OptimStateFp8`. The second moment is as in `bf16`, because the
       squares in a block differ by more than FP8 can represent: elements that become zero would
       take steps of `exp_avg / eps`. Parameters without blocks, such as vectors, are as in `bf16`.
     - `fp32`: Both moments are FP32.

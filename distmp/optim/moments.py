@@ -19,9 +19,9 @@ from distmp.errors import ConfigError
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 
-# Largest number of elements of a block, and the smallest for which 8 bits save memory.
-BLOCK = 256
-SMALLEST_BLOCK = 32
+# Number of elements that share a scale. Larger blocks would save little, and every shard of a
+# bucket would be padded to a multiple of them.
+BLOCK = 32
 CODES = torch.float8_e4m3fn
 _LARGEST = torch.finfo(CODES).max
 # The lower bound of a block's largest magnitude in torchao.
@@ -69,17 +69,13 @@ class Place(NamedTuple):
 
 
 def block_size(shape: torch.Size) -> int | None:
-    """Return how many elements share a scale; None if 8 bits do not fit a parameter.
-
-    It is the largest power of two up to `BLOCK` that divides a row. Vectors, whose rows have one
-    element, and matrices with rows of odd length have none.
+    """Return how many elements share a scale; None if blocks do not divide the rows.
 
     Args:
-        shape: Shape of the full parameter.
+        shape: Shape of the full parameter. Vectors have rows of one element.
     """
     row = shape[1:].numel() if len(shape) > 1 else 1
-    size = min(BLOCK, row & -row)
-    return size if size >= SMALLEST_BLOCK else None
+    return None if row % BLOCK else BLOCK
 
 
 def zero_scales(parameter: Tensor, place: Place, block: int) -> Tensor:

@@ -15,8 +15,8 @@ BF16_CAPABILITY = (8, 0)
 FP16_CAPABILITY = (7, 0)
 TF32_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
-# Tensor cores that apply the scale of each block of 32 (MXFP8) or 16 values (NVFP4).
-BLOCK_SCALES_CAPABILITY = (10, 0)
+# The same for narrow products, by scaling; others are emulated on every device.
+NARROW_CAPABILITY = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
 
 # CPU features that compute with the dtype, as the kernel lists them.
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -117,7 +117,9 @@ def _cuda_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
     if not torch.cuda.is_available():
         return ""
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
-    if chosen.is_narrow and capability < _narrow_capability(chosen):
+    if chosen.is_narrow and chosen.scaling not in NARROW_CAPABILITY:
+        return _emulates("distmp", chosen)
+    if chosen.is_narrow and capability < NARROW_CAPABILITY[chosen.scaling]:
         return _emulates(gpu, chosen)
     if chosen.compute_dtype == torch.bfloat16 and capability < BF16_CAPABILITY:
         return f"{gpu} only emulates bfloat16, which is slow"
@@ -142,15 +144,9 @@ def _cpu_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
     return ""
 
 
-def _narrow_capability(chosen: PrecisionPolicy) -> tuple[int, int]:
-    """Return the first compute capability with tensor cores for the narrow products of a policy."""
-    in_blocks = chosen.scaling.startswith("block")
-    return BLOCK_SCALES_CAPABILITY if in_blocks else FP8_CAPABILITY
-
-
 def _emulates(device: str, chosen: PrecisionPolicy) -> str:
     bits = 4 if chosen.scaling == "block16" else 8
-    return f"{device} only emulates {bits}-bit matrix products: slow, for tests and planning"
+    return f"{device} only emulates {bits}-bit products: slow, for tests and planning"
 
 
 def _gpu(device: torch.device) -> str:

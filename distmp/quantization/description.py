@@ -20,24 +20,25 @@ _SCALES = {
 def describe_formats(layers: NarrowLayers) -> str:
     """Return the formats of the products, how they are computed, and which layers have them.
 
-    Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor, emulated; 8 of 9 linear
-    layers have narrow products; wide: head (hp=head)".
+    Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor; 8 of 9 linear layers have
+    narrow products, emulated, since cpu has no kernels; wide: head (hp=head)".
     """
     formats = "; ".join(dict.fromkeys(map(_formats, _used(layers))))
-    how = ", emulated" if is_emulated(layers) else ""
-    return f"{formats}{how}; {layers.describe()}"
+    return f"{formats}; {layers.describe()}"
 
 
 def formats_record(layers: NarrowLayers) -> dict[str, Any]:
     """Return what `describe_formats` says, as JSON values.
 
     Returns:
-        "formats", a list of texts; "emulated"; "narrow", the names of the layers with narrow
-        products; "wide", why each other linear layer stays in the compute dtype, by name.
+        "formats", a list of texts; "emulated"; "backend", how products are computed; "narrow", the
+        names of the layers with narrow products; "wide", why each other linear layer stays in the
+        compute dtype, by name.
     """
     return {
         "formats": [*dict.fromkeys(map(_formats, _used(layers)))],
         "emulated": is_emulated(layers),
+        "backend": layers.backend,
         "narrow": [*layers.modules],
         "wide": dict(layers.wide),
     }

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distmp.precision.hardware import NARROW_CAPABILITY
 from distmp.quantization.operands import Operand
 
 # Returns `a @ b.T`, rounded once, in the dtype that is asked for.
 Product = Callable[[Operand, Operand, torch.dtype], Tensor]
-
-# First compute capability with a kernel, by scaling; others are emulated on every device.
-KERNEL_CAPABILITY = {"tensor": (8, 9), "row": (9, 0)}
 
 
 class ProductChoice(NamedTuple):
@@ -38,7 +36,7 @@ def choose_product(scaling: str, device: torch.device) -> ProductChoice:
     """
     if device.type != "cuda":
         return ProductChoice(emulated_product, f"emulated, since {device.type} has no kernels")
-    needed = KERNEL_CAPABILITY.get(scaling)
+    needed = NARROW_CAPABILITY.get(scaling)
     if needed is None:
         return ProductChoice(emulated_product, f"emulated, since {scaling} scales have no kernel")
     capability = torch.cuda.get_device_capability(device)

@@ -236,7 +236,7 @@ def test_bytes_per_parameter() -> None:
     engine.step([torch.ones(1, 1024)])
     uses = engine.tensors_by_use()
     kept = sum(tensor.nbytes for tensor in uses["optimizer state"] + uses["master weights"])
-    assert kept / (1024 * 1025) < 5.02
+    assert kept / (1024 * 1025) < 5 + 4 / 32 + 0.01
 
 
 @pytest.mark.parametrize(

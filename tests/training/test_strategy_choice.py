@@ -105,8 +105,8 @@ def test_moments_are_counted_in_their_dtypes(needs: dict[Option, int]) -> None:
         found.append(needs[DDP] / elements)
     in_fp32, in_bf16, in_fp8, pure_in_bf16, pure_in_fp8 = found
     assert in_fp32 - in_bf16 == pytest.approx(8 - 4, rel=0.1)
-    assert in_fp32 - in_fp8 == pytest.approx(8 - 3 - 4 / 256, rel=0.1)
-    assert pure_in_bf16 - pure_in_fp8 == pytest.approx(4 - 3 - 4 / 256, rel=0.1)
+    assert in_fp32 - in_fp8 == pytest.approx(8 - 3 - 4 / 32, rel=0.1)
+    assert pure_in_bf16 - pure_in_fp8 == pytest.approx(4 - 3 - 4 / 32, rel=0.1)
     assert in_bf16 - pure_in_bf16 == pytest.approx(4, rel=0.1)  # master weights
 
 

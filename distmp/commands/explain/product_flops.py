@@ -108,9 +108,9 @@ def _watched(
     product: Product,
     around: Callable[[str, str, str], contextlib.AbstractContextManager[None]],
 ) -> Product:
-    def watched(a: Operand, b: Operand) -> Tensor:
+    def watched(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         with around(name, a.number_format.name, b.number_format.name):
-            return product(a, b)
+            return product(a, b, dtype)
 
     return watched
 
