@@ -30,12 +30,14 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
     """Return what `describe_formats` says, as JSON values.
 
     Returns:
-        "formats", a list of texts; "emulated"; "narrow", the names of the layers with narrow
-        products; "wide", why each other linear layer stays in the compute dtype, by name.
+        "formats", a list of texts; "emulated"; "backend", how products are computed; "narrow", the
+        names of the layers with narrow products; "wide", why each other linear layer stays in the
+        compute dtype, by name.
     """
     return {
         "formats": [_formats(layers.of_policy)],
         "emulated": is_emulated(layers),
+        "backend": layers.backend,
         "narrow": [*layers.modules],
         "wide": dict(layers.wide),
     }

@@ -9,7 +9,7 @@ from distmp.errors import ConfigError
 from distmp.precision import PrecisionPolicy, policy, resolve
 
 CPU = torch.device("cpu")
-EMULATES = "only emulates {}-bit matrix products: slow, for tests and planning"
+EMULATES = "only emulates {}-bit products: slow, for tests and planning"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,15 @@ def test_what_a_gpu_cannot_do_is_said(
     major, minor = capability
     suffix = f"; GPU (compute capability {major}.{minor}) {limit}" if limit else ""
     assert found == (policy(requested), f"configured{suffix}")
+
+
+@pytest.mark.parametrize(("requested", "bits"), [("mxfp8", 8), ("nvfp4", 4)])
+def test_blocks_are_emulated_on_every_gpu(
+    monkeypatch: pytest.MonkeyPatch, requested: str, bits: int
+) -> None:
+    on_a_gpu(monkeypatch, (10, 0))
+    found = resolve(requested, torch.device("cuda", 0))
+    assert found.reason == f"configured; distmp {EMULATES.format(bits)}"
 
 
 def test_what_is_asked_for_is_kept() -> None:

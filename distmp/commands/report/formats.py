@@ -26,11 +26,10 @@ def section(run: Run) -> str:
     narrow = run.narrow_products
     if narrow is None:
         return ""
-    emulated = ", emulated: slow, for tests and planning" if narrow["emulated"] else ""
     total = len(narrow["narrow"]) + len(narrow["wide"])
     text = (
-        f"{'; '.join(narrow['formats'])}{emulated}. {len(narrow['narrow'])} of {total} linear "
-        "layers have narrow products."
+        f"{'; '.join(narrow['formats'])}; {len(narrow['narrow'])} of {total} linear layers have "
+        f"narrow products, {narrow['backend']}"
     )
     return f"<p>{escape(text)}</p>{_operands(run.records)}{_wide(narrow['wide'])}"
 
