@@ -150,7 +150,7 @@ def computes_narrow(scaling: str, capability: tuple[int, int]) -> bool:
 
 def _emulates(device: str, chosen: PrecisionPolicy) -> str:
     bits = 4 if chosen.scaling == "block16" else 8
-    return f"{device} only emulates {bits}-bit matrix products: slow, for tests and planning"
+    return f"{device} only emulates {bits}-bit products: slow, for tests and planning"
 
 
 def _gpu(device: torch.device) -> str:

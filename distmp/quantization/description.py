@@ -20,10 +20,10 @@ _SCALES = {
 def describe_formats(layers: NarrowLayers) -> str:
     """Return the formats of the policy, how products are computed, and which layers are narrow.
 
-    Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor, emulated; 8 of 9 linear
-    layers have narrow products; wide: head (hp=head)".
+    Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor; 8 of 9 linear layers have
+    narrow products, emulated; wide: head (hp=head)".
     """
-    return f"{_formats(layers.of_policy)}, {layers.backend}; {layers.describe()}"
+    return f"{_formats(layers.of_policy)}; {layers.describe()}"
 
 
 def formats_record(layers: NarrowLayers) -> dict[str, Any]:

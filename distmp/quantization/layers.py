@@ -86,7 +86,7 @@ class NarrowLayers:
         for name, reason in self.wide.items():
             reasons.setdefault(reason, []).append(name)
         total = len(self.modules) + len(self.wide)
-        text = f"{len(self.modules)} of {total} linear layers have narrow products"
+        text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
         return f"{text}; wide: {', '.join(wide)}" if wide else text
 

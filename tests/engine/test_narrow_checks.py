@@ -91,14 +91,14 @@ def test_the_formats_are_said(caplog: pytest.LogCaptureFixture) -> None:
     assert layers is not None
     text = (
         "forward e4m3, grad e4m3, wgrad bf16, a scale per row; 2 of 3 linear layers have "
-        "narrow products, emulated, since cpu has no kernels; wide: head (hp=head)"
+        "narrow products, emulated; wide: head (hp=head)"
     )
     assert describe_formats(layers) == text
     assert f"precision mine: {text}" in caplog.messages
     assert formats_record(layers) == {
         "formats": ["forward e4m3, grad e4m3, wgrad bf16, a scale per row"],
         "emulated": True,
-        "backend": "emulated, since cpu has no kernels",
+        "backend": "emulated",
         "narrow": ["layers.0", "layers.1"],
         "wide": {"head": "hp=head"},
     }

@@ -16,7 +16,7 @@ from tests.commands.report.test_report import report
 from tests.torchrun import TINY, corpus
 
 FORMATS = "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor"
-BACKEND = "6 of 8 linear layers have narrow products, emulated, since cpu has no kernels"
+BACKEND = "6 of 8 linear layers have narrow products, emulated"
 WIDE = {f"blocks.{block}.feed_forward.down": "hp=*.down" for block in range(2)}
 
 
