@@ -371,15 +371,13 @@ class FullySharded(ShardedStrategy):
         return order
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        if not self._unfinished:  # outside of a step
-            self._largest.update()
-        if self._order is None:
-            return
-        if torch.is_grad_enabled():
+        if self._order is not None and torch.is_grad_enabled():
             self._forwards += 1
             self._order.begin((self._forwards, self._last_microbatch))
-        else:
+        elif self._order is not None:
             self._order.begin("evaluation")
+        if not self._unfinished:  # outside of a step
+            self._largest.update()
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._order is not None:
