@@ -13,6 +13,7 @@ from benchmarks.report import RESULTS
 from benchmarks.tables import (
     accumulation,
     exchange,
+    formats,
     large_model,
     loss,
     precision,
@@ -39,6 +40,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "precision-errors": precision.precision_errors,
     "precision-training": precision.precision_training,
     "lean-state": precision.lean_state,
+    "narrow-formats": formats.narrow_formats,
     "policies": precision.policies,
     "loss": loss.loss,
     "activation-checkpointing": loss.activation_checkpointing,

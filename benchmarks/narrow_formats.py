@@ -31,6 +31,10 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "fp8-rowwise": ("--precision.policy", "fp8-rowwise"),
     "mxfp8": ("--precision.policy", "mxfp8"),
     "nvfp4": ("--precision.policy", "nvfp4"),
+    "nvfp4, late switch": (
+        *("--precision.policy", "nvfp4"),
+        *("--precision.phases", f"{{after_fraction: {SWITCH}, forward: bf16}}"),
+    ),
 }
 
 
@@ -56,7 +60,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--folder", type=Path, default=Path("build/narrow-formats"))
     parser.add_argument("--policies", nargs="+", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", default="22m")
@@ -69,7 +73,7 @@ def _arguments() -> argparse.Namespace:
 
 def _final_loss(name: str, seed: int, arguments: argparse.Namespace) -> float:
     """Return the held-out loss at the end of a run, in nats per byte."""
-    folder = arguments.folder / f"{name}-{seed}"
+    folder = arguments.folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     records = folder / "steps.jsonl"
     if not (records.exists() and _held_out_loss(records, arguments.steps) is not None):
         settings: dict[str, Any] = {
