@@ -11,7 +11,9 @@ do not depend on the device, on the division of a tensor over ranks, or on what 
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,9 +60,26 @@ def uniform(shape: torch.Size, key: Tensor) -> Tensor:
     Returns:
         FP32 from 0 to below 1, on the device of the key.
     """
-    index = torch.arange(shape.numel(), dtype=torch.int64, device=key.device)
+    if torch.compiler.is_compiling():
+        return _uniform_compiled(key, list(shape))
+    return _uniform(key, shape)
+
+
+def _uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
+    index = torch.arange(math.prod(shape), dtype=torch.int64, device=key.device)
     bits = _bits_of_stream(index, _mixed(key * _INCREMENT))
     return ((bits >> 8).to(torch.float32) * 2.0**-24).reshape(shape)
+
+
+# An operator, because the compiler computes indices without the wrap-around of int64.
+@torch.library.custom_op("distmp::uniform", mutates_args=())
+def _uniform_compiled(key: Tensor, shape: Sequence[int]) -> Tensor:
+    return _uniform(key, shape)
+
+
+@_uniform_compiled.register_fake
+def _(key: Tensor, shape: Sequence[int]) -> Tensor:
+    return key.new_empty(shape, dtype=torch.float32)
 
 
 def _bits_of_stream(index: Tensor, stream: Tensor) -> Tensor:

@@ -35,7 +35,11 @@ def saved(write: Any) -> bytes:
         ("train", f"a{LONG}".encode(), "is text, not token ids"),  # a character ends at 64 KiB + 1
         ("latin.txt", "Straße ".encode("latin-1") * 9, "is text, not token ids"),
         ("train.parquet", b"PAR1" + bytes(4000), "is a parquet file, not token ids; run `distmp"),
-        ("train.gz", gzip.compress(ROWS.encode()), "is a gzip file, not token ids; decompress it"),
+        (
+            "train.gz",
+            gzip.compress(ROWS.encode(), mtime=0),
+            "is a gzip file, not token ids; decompress it",
+        ),
         ("train.npy", saved(np.save), "is a numpy file with a header, not token ids; write its"),
         ("train.npz", saved(np.savez), "is a zip file, not token ids; write ids without a header"),
     ],
