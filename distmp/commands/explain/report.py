@@ -16,7 +16,7 @@ from distmp.utils.dtypes import dtype_name
 from distmp.utils.units import bytes_text, quantity
 
 WIDTH = 100
-LONGEST_NAME = 31
+LONGEST_NAME = 30
 LINKS = ("inside a machine", "between machines")
 COLUMNS = ("stored", "stepped", "computed", "observed", "reduced", "summed", "kept")
 
