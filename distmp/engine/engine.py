@@ -87,7 +87,7 @@ from distmp.parallel.reproducible import (
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
 from distmp.precision import resolve
-from distmp.precision.builders import autocast_context
+from distmp.precision.builders import autocast_of_dtypes
 from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
@@ -240,7 +240,6 @@ class Engine:
             strategy=self.strategy,
             parallel=config.parallel or ParallelConfig(),
         )
-        self._dtypes = self.policy.wide
         self._warn_about_policy()
         if self.policy.output_dtype in SIXTEEN_BIT:
             _leave_losses_outside(model)
@@ -480,7 +479,8 @@ class Engine:
                 if not (source.is_sequence or self._has_next(source)):
                     break
                 strategy.begin_microbatch(last=index == source.count - 1)
-                self.narrow_products.begin_microbatch(index, source.count)
+                if self.narrow_products.layers is not None:
+                    self.narrow_products.begin_microbatch(index, source.count)
                 if seed is not None:
                     torch.manual_seed(seed + self.world.rank * source.count + index)
                 if self.config.attribution:
@@ -524,7 +524,7 @@ class Engine:
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = moved(batch, self.device)
         with (
-            autocast_context(self._dtypes, self.device),
+            autocast_of_dtypes(self.policy, self.device),
             explain_batch_errors(batch, self.module),
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))

@@ -34,6 +34,13 @@ def autocast_context(
         ConfigError: If matrix products of the policy have fewer than 16 bits.
     """
     refuse_narrow(policy)
+    return autocast_of_dtypes(policy, device)
+
+
+def autocast_of_dtypes(
+    policy: PrecisionPolicy, device: torch.device
+) -> contextlib.AbstractContextManager[Any]:
+    """Return what `autocast_context` returns; narrow formats are applied elsewhere."""
     if not policy.autocast:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=policy.compute_dtype)

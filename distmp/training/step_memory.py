@@ -18,7 +18,7 @@ from distmp.optim.stepped import build_on
 from distmp.parallel.blocks import prepare_blocks
 from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.strategy import trainable
-from distmp.precision.builders import autocast_context, prepare
+from distmp.precision.builders import autocast_of_dtypes, prepare
 from distmp.precision.keep import parameters_in_fp32, storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 from distmp.training.setup import RunComponents
@@ -52,7 +52,7 @@ def activation_bytes(
         live.label([*module.parameters(), *module.buffers(), *tensors], PARAMETERS)
         live.phase = ACTIVATIONS
         live.start()
-        with autocast_context(policy.wide, device):
+        with autocast_of_dtypes(policy, device):
             loss, _ = parts.loss(module, batch)
         loss.float().backward()
     return sum(live.peak.values()) - live.peak.get(PARAMETERS, 0)
