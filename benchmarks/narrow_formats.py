@@ -3,6 +3,10 @@
 Trains the 22 M transformer on the text of the quickstart under each policy and several seeds, each
 in a process of its own, on one rank. Products are emulated where the device has no kernels for
 them. A run that has ended is not repeated: a second call continues an interrupted one.
+
+The first third of each run is shared: candidates continue from a checkpoint of the run in bf16 with
+the same seed. In the first steps of a training, differences of the size of rounding errors decide
+when the loss leaves its first plateau, which hides the effect of a format.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from benchmarks.tables.formats import narrow_formats
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 REFERENCE = "bf16"
+# This part of the steps is shared by all candidates.
+SHARED = 3
 # The share of the run after which the forward products of the last candidate are wide.
 SWITCH = 0.8
 # Arguments of the run by the name of the candidate.
@@ -49,6 +55,7 @@ def main() -> int:
         "machine": machine(torch.device("cpu")),
         "size": arguments.size,
         "steps": arguments.steps,
+        "shared": arguments.steps // SHARED,
         "tokens": arguments.samples * arguments.length,
         "losses": losses,
         "differences": _differences(losses),
@@ -64,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", default="22m")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--samples", type=int, default=4, help="samples of a step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -73,12 +80,14 @@ def _arguments() -> argparse.Namespace:
 
 def _final_loss(name: str, seed: int, arguments: argparse.Namespace) -> float:
     """Return the held-out loss at the end of a run, in nats per byte."""
-    folder = arguments.folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+    folder = _folder(name, seed, arguments)
+    shared = arguments.steps // SHARED
+    start = _folder(REFERENCE, seed, arguments) / "checkpoints" / f"step-{shared:06d}"
     records = folder / "steps.jsonl"
     if not (records.exists() and _held_out_loss(records, arguments.steps) is not None):
         settings: dict[str, Any] = {
             "run_dir": folder,
-            "resume": "auto",
+            "resume": "auto" if name == REFERENCE else start,
             "seed": seed,
             "steps": arguments.steps,
             "compile": "blocks",
@@ -90,7 +99,8 @@ def _final_loss(name: str, seed: int, arguments: argparse.Namespace) -> float:
             "validation.every": 0,
             "validation.final_samples": 128,
             "sample.length": 0,
-            "checkpoint.every": 0,
+            "checkpoint.every": shared if name == REFERENCE else 0,
+            "checkpoint.keep": SHARED,
         }
         command = [sys.executable, "-m", "distmp.train", "--config", str(QUICKSTART)]
         command += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
@@ -98,6 +108,10 @@ def _final_loss(name: str, seed: int, arguments: argparse.Namespace) -> float:
     loss = _held_out_loss(records, arguments.steps)
     assert loss is not None, f"{records} has no held-out loss"
     return loss
+
+
+def _folder(name: str, seed: int, arguments: argparse.Namespace) -> Path:
+    return Path(arguments.folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}")
 
 
 def _held_out_loss(records: Path, steps: int) -> float | None:
