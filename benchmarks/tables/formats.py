@@ -21,6 +21,6 @@ def narrow_formats(result: dict[str, Any]) -> str:
     ]
     return (
         f"{table(rows)}\n\nHeld-out loss in nats per byte after {result['steps']} steps of "
-        f"{result['tokens']} tokens, for each seed. The first {result['shared']} steps are in bf16. "
-        f"{machine_line(result)}"
+        f"{result['tokens']} tokens, for each seed. The first {result['shared']} steps are in "
+        f"bf16. {machine_line(result)}"
     )
