@@ -96,6 +96,8 @@ def narrow_layers(
 ) -> NarrowLayers | None:
     """Give the linear layers of a model narrow products in place; None for wide policies.
 
+    Narrow products of an earlier engine are removed.
+
     Args:
         model: The model, before it is wrapped or sharded.
         policy: The policy.
@@ -105,6 +107,8 @@ def narrow_layers(
     Raises:
         ConfigError: See `distmp.quantization.selection.select`.
     """
+    # A model may have been in an engine before, whose formats must not remain in this one.
+    _restore_forward(model)
     if not policy.is_narrow:
         return None
     return NarrowLayers(select(model, policy, blocks), policy, device)
@@ -123,8 +127,16 @@ def _replace_forward(module: nn.Linear, state: NarrowState, compute_dtype: torch
         weight = self.weight.to(compute_dtype)
         return narrow_linear(x.to(compute_dtype), weight, self.bias, state)
 
+    forward.is_narrow = True  # type: ignore[attr-defined]
     # A bound method, so that a deep copy calls its own module.
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _restore_forward(model: nn.Module) -> None:
+    """Give the narrow layers of an earlier engine the forward of torch again."""
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "is_narrow", False):
+            del module.forward
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:
