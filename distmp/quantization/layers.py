@@ -18,7 +18,7 @@ from distmp.quantization.linear import (
     narrow_linear,
 )
 from distmp.quantization.products import choose_product
-from distmp.quantization.selection import Selection, select
+from distmp.quantization.selection import Selection, describe_outside, select
 
 
 class NarrowLayers:
@@ -42,6 +42,7 @@ class NarrowLayers:
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
         self.backend = choose_product(policy.scaling, device).description
         self.wide = selection.wide
+        self._outside = selection.outside
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -88,6 +89,8 @@ class NarrowLayers:
         total = len(self.modules) + len(self.wide)
         text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
+        if self._outside:
+            wide.append(f"{describe_outside(self._outside)} (not an nn.Linear)")
         return f"{text}; wide: {', '.join(wide)}" if wide else text
 
 
