@@ -190,3 +190,8 @@ def test_a_configuration_can_be_pickled() -> None:
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
     with pytest.raises(ConfigError, match="nearest: 32 or 48"):
         BatchConfig(global_batch_size=40, microbatch_size=16)
+
+
+def test_a_list_in_brackets_is_refused_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="give the items without brackets, separated by spaces"):
+        load(["--precision.policy=fp8", "--precision.phases", "[{after_steps: 2}]"])

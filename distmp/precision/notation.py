@@ -101,7 +101,8 @@ def as_text(described: PrecisionPolicy) -> str:
         raise ConfigError(
             f"{SETTING}.name", described.name, "is the text of another policy; use a word"
         )
-    return ",".join([f"name={described.name}", *_changes(described)])
+    changes = _changes(described) or ["preset=fp32"]
+    return ",".join([f"name={described.name}", *changes])
 
 
 def _changes(described: PrecisionPolicy) -> list[str]:
@@ -135,6 +136,8 @@ def _split(text: str) -> dict[str, Any]:
 
 
 def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
+    if items.keys() == {"name"}:
+        _check_name(items["name"])
     base = _preset(items.pop("preset", "fp32"))
     for alias, key in _ALIASES.items():
         if alias in items and key in items:
@@ -151,6 +154,14 @@ def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
     if default_name is None and "name" not in values:
         return replace(built, name=_name_of(built))
     return built
+
+
+def _check_name(name: Any) -> None:
+    """Refuse only a name, as in `{name: bf16}`, which would be FP32 with this name."""
+    if isinstance(name, str) and name in PRESETS:
+        raise ConfigError(
+            f"{SETTING}.name", name, f"is only a label of an FP32 policy; use preset={name}"
+        )
 
 
 def _name_of(built: PrecisionPolicy) -> str:

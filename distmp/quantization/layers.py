@@ -18,7 +18,7 @@ from distmp.quantization.linear import (
     narrow_linear,
 )
 from distmp.quantization.products import choose_product
-from distmp.quantization.selection import Selection, select
+from distmp.quantization.selection import Selection, describe_outside, select
 
 
 class NarrowLayers:
@@ -42,6 +42,7 @@ class NarrowLayers:
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
         self.backend = choose_product(policy.scaling, device).description
         self.wide = selection.wide
+        self._outside = selection.outside
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -88,6 +89,8 @@ class NarrowLayers:
         total = len(self.modules) + len(self.wide)
         text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
+        if self._outside:
+            wide.append(f"{describe_outside(self._outside)} (not an nn.Linear)")
         return f"{text}; wide: {', '.join(wide)}" if wide else text
 
 
@@ -95,6 +98,8 @@ def narrow_layers(
     model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str], device: torch.device
 ) -> NarrowLayers | None:
     """Give the linear layers of a model narrow products in place; None for wide policies.
+
+    Narrow products of an earlier engine are removed.
 
     Args:
         model: The model, before it is wrapped or sharded.
@@ -105,6 +110,8 @@ def narrow_layers(
     Raises:
         ConfigError: See `distmp.quantization.selection.select`.
     """
+    # A model may have been in an engine before, whose formats must not remain in this one.
+    _restore_forward(model)
     if not policy.is_narrow:
         return None
     return NarrowLayers(select(model, policy, blocks), policy, device)
@@ -123,8 +130,16 @@ def _replace_forward(module: nn.Linear, state: NarrowState, compute_dtype: torch
         weight = self.weight.to(compute_dtype)
         return narrow_linear(x.to(compute_dtype), weight, self.bias, state)
 
+    forward.is_narrow = True  # type: ignore[attr-defined]
     # A bound method, so that a deep copy calls its own module.
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _restore_forward(model: nn.Module) -> None:
+    """Give the narrow layers of an earlier engine the forward of torch again."""
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "is_narrow", False):
+            del module.forward
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

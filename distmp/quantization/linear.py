@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distmp.errors import ConfigError
 from distmp.precision.stochastic import uniform
 from distmp.quantization.counts import Counts, LayerCounts
 from distmp.quantization.hadamard import hadamard, random_transform
@@ -98,7 +99,9 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowS
     """
     counts = state.counts if torch.is_grad_enabled() else None
     y: Tensor = _NarrowLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    # As in F.linear, the result is no view: FSDP loses its hook if a view is changed in place.
+    result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+    return result
 
 
 class _NarrowLinear(torch.autograd.Function):
@@ -127,12 +130,27 @@ class _NarrowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _check_differentiated_once(ctx.formats)
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx = _input_gradient(ctx, dy, weight) if needs_x else None
         dw = _weight_gradient(ctx, dy, x) if needs_weight else None
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None
+
+
+def _check_differentiated_once(formats: ProductFormats) -> None:
+    """Refuse `create_graph=True`: rounding has no derivative, so second derivatives are wrong."""
+    # While torch compiles a backward, gradients are enabled in any case.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    if formats.grad is not None or formats.wgrad is not None:
+        raise ConfigError(
+            "loss",
+            "torch.autograd.grad(..., create_graph=True)",
+            "narrow products have no second derivatives; use grad=bf16 and wgrad=bf16 in "
+            "precision.policy, or bf16",
+        )
 
 
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,10 +29,13 @@ class Selection(NamedTuple):
     Attributes:
         narrow: Layers with narrow products, by name.
         wide: Why each other linear layer stays in the compute dtype, by name.
+        outside: Number of modules that hold a matrix without being an nn.Linear or an embedding,
+            by their class.
     """
 
     narrow: dict[str, nn.Linear]
     wide: dict[str, str]
+    outside: dict[str, int]
 
 
 def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> Selection:
@@ -53,16 +57,37 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
     narrow = {name: part for name, part in linear.items() if name not in reasons}
     if not narrow:
         raise ConfigError(
-            "precision.policy", policy.name, f"finds no layer with narrow products; {_why(reasons)}"
+            "precision.policy",
+            policy.name,
+            f"finds no layer with narrow products; {_why(reasons, _outside(model))}",
         )
-    return Selection(narrow, {name: reasons[name] for name in linear if name in reasons})
+    wide = {name: reasons[name] for name in linear if name in reasons}
+    return Selection(narrow, wide, _outside(model))
 
 
-def _why(reasons: dict[str, str]) -> str:
+def describe_outside(outside: dict[str, int]) -> str:
+    """Return `Selection.outside` as text, such as "8 Conv1D"."""
+    return ", ".join(f"{count} {kind}" for kind, count in outside.items())
+
+
+def _outside(model: nn.Module) -> dict[str, int]:
+    return dict(
+        Counter(
+            type(part).__name__
+            for part in model.modules()
+            if not isinstance(part, nn.Linear | nn.Embedding | nn.EmbeddingBag)
+            and any(value.dim() > 1 for value in part.parameters(recurse=False))
+        )
+    )
+
+
+def _why(reasons: dict[str, str], outside: dict[str, int]) -> str:
+    others = f"; {describe_outside(outside)} are not an nn.Linear" if outside else ""
     if not reasons:
-        return "the model has no nn.Linear; use bf16"
+        return f"the model has no nn.Linear{others}; use bf16"
     name, reason = next(iter(reasons.items()))
-    return f"for example {name!r} stays wide because of {reason}; use bf16, or change hp"
+    example = f"for example {name!r} stays wide because of {reason}{others}"
+    return f"{example}; use bf16, or change hp"
 
 
 def _unsuitable(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:

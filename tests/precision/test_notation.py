@@ -207,3 +207,9 @@ def test_yaml_and_command_line(tmp_path: Path, preset: PrecisionPolicy) -> None:
     assert policy(load(["--precision.policy", as_text(preset)]).precision.policy) == preset
     line = json.dumps(as_mapping(preset))
     assert policy(load(["--precision.policy", line]).precision.policy) == preset
+
+
+@pytest.mark.parametrize("described", [{"name": "fp8"}, "name=bf16"])
+def test_the_name_of_a_preset_is_no_policy(described: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is only a label of an FP32 policy; use preset="):
+        policy(described)

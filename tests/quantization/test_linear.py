@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from distmp.quantization import NarrowState, ProductFormats, narrow_linear
+from distmp.errors import ConfigError
+from distmp.precision import policy
+from distmp.quantization import NarrowState, ProductFormats, narrow_layers, narrow_linear
 from distmp.quantization.hadamard import hadamard, random_transform
 from distmp.quantization.linear import GRAD, INPUT, OPERANDS, WEIGHT, WGRAD_GRAD, WGRAD_INPUT
 from distmp.quantization.operands import quantize_weight
@@ -228,3 +230,33 @@ def test_statistics_of_a_step() -> None:
     with torch.no_grad():
         narrow_linear(x, weight, None, of)
     assert torch.equal(of.counts.values, counts)
+
+
+@pytest.mark.parametrize("shape", [(32,), (4, 32), (2, 3, 32)])
+def test_a_result_is_no_view(shape: tuple[int, ...]) -> None:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    narrow_layers(layer, policy("fp8"), [], torch.device("cpu"))
+    result = layer(torch.ones(shape, requires_grad=True))
+    assert not result._is_view()
+    assert result.shape == shape
+
+
+@pytest.mark.parametrize("text", ["fp8", "fp8,grad=bf16", "mxfp8,wgrad=bf16"])
+def test_second_derivatives_are_refused(text: str) -> None:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    narrow_layers(layer, policy(text), [], torch.device("cpu"))
+    x = torch.ones(4, 32, requires_grad=True)
+    with pytest.raises(ConfigError, match="narrow products have no second derivatives"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+def test_a_model_of_an_earlier_engine_has_only_the_formats_of_the_new_one() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    first = narrow_layers(model, policy("fp8"), [], torch.device("cpu"))
+    second = narrow_layers(model, policy("mxfp8"), [], torch.device("cpu"))
+    assert first is not None
+    assert second is not None
+    model(torch.ones(4, 32))
+    assert first.counts.sum() == 0 < second.counts.sum()
+    narrow_layers(model, policy("bf16"), [], torch.device("cpu"))
+    assert "forward" not in vars(model[0])

@@ -208,7 +208,10 @@ def _rejected(config: Any, stop: SystemExit, text: str, overrides: list[str]) ->
         setting = _setting_of(option)
         if setting in known:
             value = " ".join(_values_of(setting, overrides))
-            return ConfigError(setting, value, f"must be {expected(annotation_of(cls, setting))}")
+            problem = f"must be {expected(annotation_of(cls, setting))}"
+            if value.startswith("[") and "a list" in problem:
+                problem += "; give the items without brackets, separated by spaces"
+            return ConfigError(setting, value, problem)
     # Another message of tyro, without its box.
     plain = " ".join(re.sub(r"[^\x20-\x7e]+", " ", text).split())
     return ConfigError("command line", " ".join(overrides), plain)
