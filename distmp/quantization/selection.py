@@ -151,9 +151,11 @@ def _some_blocks(
             "precision.policy.hp",
             pattern,
             "the model has neither a module list nor _no_split_modules, so its blocks are unknown; "
-            "name them in sharding.wrap, or use patterns of layers",
+            "name them in sharding.wrap, or set hp without this pattern, as in hp=head|embedding",
         )
     count = math.ceil(int(number) * len(blocks) / 100) if percent else int(number)
+    if count == 0:
+        raise ConfigError("precision.policy.hp", pattern, "selects no block; use 1 or more")
     if count > len(blocks):
         raise ConfigError("precision.policy.hp", pattern, f"the model has {len(blocks)} blocks")
     return blocks[:count] if which == "first" else blocks[len(blocks) - count :]
