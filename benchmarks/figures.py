@@ -39,7 +39,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "accumulation-microbatches": accumulation.accumulation_microbatches,
     "precision-errors": precision.precision_errors,
     "precision-training": precision.precision_training,
-    "lean-state": precision.lean_state,
+    "lean-state": formats.lean_state,
     "narrow-formats": formats.narrow_formats,
     "policies": precision.policies,
     "loss": loss.loss,

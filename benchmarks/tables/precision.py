@@ -75,29 +75,3 @@ def policies(result: dict[str, Any]) -> str:
         f"a step on one rank, {result['steps']} steps; medians. Recommended: "
         f"`{result['recommended']}`, {result['reason']}. {machine_line(result)}"
     )
-
-
-def lean_state(result: dict[str, Any]) -> str:
-    """Return the table of `benchmarks.lean_state` and a line on its machine."""
-    reference = next(iter(result["methods"].values()))["losses"]
-    rows: list[dict[str, object]] = []
-    for name, found in result["methods"].items():
-        relative = [
-            100 * (loss / best - 1) for loss, best in zip(found["losses"], reference, strict=True)
-        ]
-        mean = sum(relative) / len(relative)
-        rows.append(
-            {
-                "policy and state": name,
-                "bytes per parameter": f"{found['bytes']['kept']:.2f}",
-                "held-out loss": f"{sum(found['losses']) / len(reference):.4f}",
-                "relative to the first": f"{mean:+.2f}% ({min(relative):+.2f} to "
-                f"{max(relative):+.2f})",
-            }
-        )
-    return (
-        f"{table(rows)}\n\nWeights and optimizer state, without gradients (4 bytes). Mean (min to "
-        f"max) of {len(reference)} seeds; {result['steps']} steps of the {result['size']} "
-        f"transformer, learning rate {result['lr']}, second beta {result['beta2']}. "
-        f"{machine_line(result)}"
-    )

@@ -1,0 +1,120 @@
+"""Held-out losses of trainings that share their first steps with a reference.
+
+Each candidate continues from a checkpoint of the reference with the same seed, and so from the same
+weights and with the same batches. In the first steps of a training, differences of the size of
+rounding errors decide when the loss leaves its first plateau, which would hide the effect of what
+is compared. Each training is a process of its own, on one rank. One that has ended is not repeated:
+a second call continues an interrupted benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+REFERENCE = "bf16"
+# One part in so many of the steps is shared by all candidates.
+SHARED = 3
+
+
+def parser(description: str | None, candidates: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options of `final_losses`."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--folder", type=Path, default=Path("build/continued-runs"))
+    options.add_argument("--candidates", nargs="+", default=list(candidates), choices=candidates)
+    options.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    options.add_argument("--size", default="22m", help="size of the transformer (default: 22m)")
+    options.add_argument("--steps", type=int, default=300, help="default: 300")
+    options.add_argument("--samples", type=int, default=4, help="samples of a step (default: 4)")
+    options.add_argument("--length", type=int, default=256, help="tokens of a sample")
+    options.add_argument("--lr", type=float, default=1e-3, help="default: 1e-3")
+    return options
+
+
+def final_losses(
+    candidates: Mapping[str, Sequence[str]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Train candidates with several seeds; return their final losses and what was trained.
+
+    Args:
+        candidates: Arguments of `distmp.train` by the name of the candidate, with `REFERENCE`.
+        arguments: The parsed options of `parser`.
+
+    Returns:
+        `losses`, in nats per byte, with one entry per seed for each candidate; `differences`, the
+        `mean` and the `largest` relative difference from the reference with the same seed; and
+        the size of the trainings.
+    """
+    names = [REFERENCE, *(name for name in arguments.candidates if name != REFERENCE)]
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    for seed in range(1, arguments.seeds + 1):
+        for name in names:
+            losses[name].append(_final_loss(name, candidates[name], seed, arguments))
+            print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
+    return {
+        "size": arguments.size,
+        "steps": arguments.steps,
+        "shared": arguments.steps // SHARED,
+        "tokens": arguments.samples * arguments.length,
+        "losses": losses,
+        "differences": _differences(losses),
+    }
+
+
+def _final_loss(
+    name: str, options: Sequence[str], seed: int, arguments: argparse.Namespace
+) -> float:
+    folder = _folder(name, seed, arguments)
+    shared = arguments.steps // SHARED
+    start = _folder(REFERENCE, seed, arguments) / "checkpoints" / f"step-{shared:06d}"
+    records = folder / "steps.jsonl"
+    if not (records.exists() and _held_out_loss(records, arguments.steps) is not None):
+        settings: dict[str, Any] = {
+            "run_dir": folder,
+            "resume": "auto" if name == REFERENCE else start,
+            "seed": seed,
+            "steps": arguments.steps,
+            "compile": "blocks",
+            "model.size": arguments.size,
+            "data.sequence_length": arguments.length,
+            "batch.global_batch_size": arguments.samples,
+            "batch.microbatch_size": arguments.samples,
+            "optim.lr": arguments.lr,
+            "validation.every": 0,
+            "validation.final_samples": 128,
+            "sample.length": 0,
+            "checkpoint.every": shared if name == REFERENCE else 0,
+            "checkpoint.keep": SHARED,
+        }
+        command = [sys.executable, "-m", "distmp.train", "--config", str(QUICKSTART)]
+        command += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    loss = _held_out_loss(records, arguments.steps)
+    assert loss is not None, f"{records} has no held-out loss"
+    return loss
+
+
+def _folder(name: str, seed: int, arguments: argparse.Namespace) -> Path:
+    return Path(arguments.folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}")
+
+
+def _held_out_loss(records: Path, steps: int) -> float | None:
+    last = json.loads(records.read_text().splitlines()[-1])
+    return last["validation_loss"] if last["step"] == steps else None
+
+
+def _differences(losses: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    found = {}
+    for name, values in losses.items():
+        apart = [value / other - 1 for value, other in zip(values, losses[REFERENCE], strict=True)]
+        found[name] = {"mean": statistics.mean(apart), "largest": max(apart, key=abs)}
+    return found
