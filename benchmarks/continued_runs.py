@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -78,6 +79,8 @@ def _final_loss(
     start = _folder(REFERENCE, seed, arguments) / "checkpoints" / f"step-{shared:06d}"
     records = folder / "steps.jsonl"
     if not (records.exists() and _held_out_loss(records, arguments.steps) is not None):
+        if name != REFERENCE:  # an interrupted one has no checkpoint to continue from
+            shutil.rmtree(folder, ignore_errors=True)
         settings: dict[str, Any] = {
             "run_dir": folder,
             "resume": "auto" if name == REFERENCE else start,
