@@ -96,7 +96,7 @@ def _final_loss(
             "validation.final_samples": 128,
             "sample.length": 0,
             "checkpoint.every": shared if name == REFERENCE else 0,
-            "checkpoint.keep": SHARED,
+            "checkpoint.keep": SHARED + 1,  # all of the reference
         }
         command = [sys.executable, "-m", "distmp.train", "--config", str(QUICKSTART)]
         command += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
