@@ -161,11 +161,11 @@ def _products(explanation: Explanation) -> Iterator[str]:
     yield from _wrapped(products.layers)
     known = [f"{name} {gain:.2f}" for name, gain in gains.items() if gain is not None]
     yield from _wrapped(
-        "datasheet: over bf16, a step can be faster by at most this factor, if it took only the "
-        f"time of its products at the rates of the datasheet: {', '.join(known) or 'none'}"
+        "datasheet: upper limit of the speed-up over bf16, for a step that consists of matrix "
+        f"products at the rates of the datasheet: {', '.join(known) or 'none'}"
     )
     if emulated := [name for name, gain in gains.items() if gain is None]:
-        yield from _wrapped(f"without instructions for these formats: {', '.join(emulated)}")
+        yield from _wrapped(f"GPUs without instructions for these formats: {', '.join(emulated)}")
     measured = [
         f"{one.narrow / one.wide:.2f} ({one.policy}: {one.what}, {one.hardware})"
         for one in MEASURED

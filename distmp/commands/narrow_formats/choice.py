@@ -18,13 +18,13 @@ from distmp.precision import PrecisionPolicy, as_text
 MOST_LAYERS = 0.5
 
 
-class Choice(NamedTuple):
-    """A policy.
+class ChosenPolicy(NamedTuple):
+    """The policy that a calibration recommends.
 
     Attributes:
         policy: The policy.
         reason: Why it was chosen, as text.
-        above: Layers that stay wide because of their error, with it.
+        above: Largest error of each layer that stays wide because of it, by name.
     """
 
     policy: PrecisionPolicy
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
         return as_text(self.policy)
 
 
-def choose(found: FormatCalibration, max_error: float) -> Choice:
+def choose_policy(found: FormatCalibration, max_error: float) -> ChosenPolicy:
     """Return the cheapest measured format whose products stay below an error.
 
     Products and layers above the error stay in bfloat16. If these are most of the products or
@@ -53,12 +53,12 @@ def choose(found: FormatCalibration, max_error: float) -> Choice:
         if choice is not None:
             return choice._replace(reason="; ".join([choice.reason, *reasons]))
         reasons.append(reason)
-    return Choice(found.wide, "; ".join(reasons), {})
+    return ChosenPolicy(found.wide, "; ".join(reasons), {})
 
 
 def _with_format(
     name: str, result: FormatResult, layers: Sequence[str], max_error: float
-) -> tuple[Choice | None, str]:
+) -> tuple[ChosenPolicy | None, str]:
     wide = [
         index
         for index in range(len(PRODUCTS))
@@ -83,7 +83,7 @@ def _with_format(
     reason = f"{total - len(above)} of {total} layers of {name} are below the error"
     if wide:
         reason += f" without {' and '.join(PRODUCTS[index] for index in wide)}"
-    return Choice(policy, reason, above), ""
+    return ChosenPolicy(policy, reason, above), ""
 
 
 def _share_above(

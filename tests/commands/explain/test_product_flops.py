@@ -135,8 +135,8 @@ def test_the_report_says_what_is_narrow_and_what_it_gains(explanation: Explanati
     assert "4 of 8 linear layers have narrow products" in text
     assert "; wide: blocks.0.attention." in text
     assert "(hp=first1)" in text
-    assert "datasheet: over bf16, a step can be faster by at most this factor" in text
-    assert "without instructions for these formats: A100" in text
+    assert "datasheet: upper limit of the speed-up over bf16" in text
+    assert "GPUs without instructions for these formats: A100" in text
     assert "this CPU emulates narrow products" in text
     # The measurements are those of whole presets.
     assert "measured by" not in text
