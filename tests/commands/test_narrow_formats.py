@@ -192,6 +192,13 @@ def test_the_cheapest_format_below_the_error_is_chosen() -> None:
     neither = choose_policy(calibration(nvfp4=BAD, fp8=BAD), 0.1)
     assert neither.text == "bf16"
     assert "all three products of nvfp4 are above the error in most layers" in neither.reason
+    # One product in 4 bits takes longer than three in 8 bits.
+    one_product = all_layers(0.2, 0.2, 0.05)
+    chosen = choose_policy(calibration(nvfp4=one_product, fp8=GOOD), 0.1)
+    assert chosen.text == "fp8"
+    assert chosen.time == pytest.approx(1 - 6 / 7 / 2)
+    assert "products take longer with nvfp4 (6 of 6 layers" in chosen.reason
+    assert choose_policy(calibration(nvfp4=one_product), 0.1).policy.forward_format is None
 
 
 def test_a_product_that_is_the_cause_in_most_layers_becomes_wide() -> None:
