@@ -249,7 +249,7 @@ def in_steps(phases: Sequence[PrecisionPhase], steps: int) -> tuple[PrecisionPha
     return converted
 
 
-def check_lengths_known(phases: Sequence[PrecisionPhase]) -> None:
+def refuse_fractions(phases: Sequence[PrecisionPhase]) -> None:
     """Refuse `after_fraction`, because the number of steps of a loop is unknown.
 
     Raises:
