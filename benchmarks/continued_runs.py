@@ -1,10 +1,10 @@
-"""Held-out losses of trainings that share their first steps with a reference.
+"""Held-out losses of runs that share their first steps with a reference run.
 
 Each candidate continues from a checkpoint of the reference with the same seed, and so from the same
-weights and with the same batches. In the first steps of a training, differences of the size of
-rounding errors decide when the loss leaves its first plateau, which would hide the effect of what
-is compared. Each training is a process of its own, on one rank. One that has ended is not repeated:
-a second call continues an interrupted benchmark.
+weights and with the same batches. In the first steps of a run, rounding errors decide when the loss
+leaves its first plateau, which would hide the effects that are compared. Each run is a process of
+its own, on one rank. A complete run is not repeated: a second call continues an interrupted
+benchmark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 REFERENCE = "bf16"
-# One part in so many of the steps is shared by all candidates.
+# All candidates share the first 1 / SHARED of the steps.
 SHARED = 3
 
 

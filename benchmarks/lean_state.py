@@ -1,4 +1,4 @@
-"""Compare weights and optimizer state in few bits: `python -m benchmarks.lean_state`.
+"""Compare weights and optimizer state in 8 and 16 bits: `python -m benchmarks.lean_state`.
 
 Trains the 22 M transformer on the text of the quickstart with FP32 master weights, and with weights
 and moments in fewer bits, with several seeds. Reports the held-out loss relative to that of FP32

@@ -193,13 +193,12 @@ class PrecisionConfig:
                 or the guard.
         """
         if self.policy != "auto":
-            from distmp.engine.format_schedule import check_guarded, phase_formats
+            from distmp.engine.format_schedule import check_policy
             from distmp.precision import policy
 
             chosen = policy(self.policy)
             loss_scale_rules(chosen.loss_scale, self.loss_scale)
-            phase_formats(chosen, parse_phases(self.phases))
-            check_guarded(chosen, self.guard)
+            check_policy(chosen, parse_phases(self.phases), self.guard)
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -442,7 +441,7 @@ class RunConfig:
                 f"must be less than steps = {self.steps}, or null for 5% of them",
             )
         self.profile.check(self.steps)
-        _ = self.precision_phases
+        _ = self.precision_phases  # refuses phases that do not fit the number of steps
         self.precision.guard.check(self.divergence)
 
     def check_names(self) -> None:

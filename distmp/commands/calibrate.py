@@ -42,11 +42,11 @@ class CalibrationConfig(RunConfig):
     policy; empty measures gradients for float16."""
 
     max_error: float = MAX_ERROR
-    """With `formats`: largest relative error of a product in the policy. A uniform rounding error
-    of 8 bits is 0.01 to 0.07, of nvfp4 0.03 to 0.15."""
+    """With `formats`: largest relative error of a product in the policy. Typical errors are 0.01 to
+    0.07 with 8 bits, and 0.03 to 0.15 with nvfp4."""
 
     policy_file: str | None = POLICY_FILE
-    """With `formats`: text file for the policy; null writes none."""
+    """With `formats`: the text file to which the policy is written; null writes none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,9 @@ class CalibrationConfig(RunConfig):
             raise ConfigError("max_error", self.max_error, "use a number between 0 and 1")
         for name, default in (("max_error", MAX_ERROR), ("policy_file", POLICY_FILE)):
             if not self.formats and getattr(self, name) != default:
-                raise ConfigError(name, getattr(self, name), "applies to formats; set --formats")
+                raise ConfigError(
+                    name, getattr(self, name), "has no effect without --formats; set it"
+                )
 
 
 load = functools.partial(
@@ -107,7 +109,7 @@ def _measure_range(config: CalibrationConfig, world: World) -> None:
 
 
 def _measure_formats(config: CalibrationConfig, world: World) -> None:
-    from distmp.commands.narrow_formats.choice import choose
+    from distmp.commands.narrow_formats.choice import choose_policy
     from distmp.commands.narrow_formats.measure import measure_formats
     from distmp.commands.narrow_formats.plot import draw
     from distmp.commands.narrow_formats.report import as_json, report
@@ -115,7 +117,7 @@ def _measure_formats(config: CalibrationConfig, world: World) -> None:
     found = measure_formats(config, world, config.calibrate_steps, config.formats)
     if world.rank > 0:
         return
-    choice = choose(found, config.max_error)
+    choice = choose_policy(found, config.max_error)
     make = as_json if config.json else report
     sys.stdout.write(make(found, choice, config.max_error) + "\n")
     if config.picture is not None:

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 from distmp.engine.format_settings import (
     GuardConfig,
     PrecisionPhase,
-    check_lengths_known,
     check_order,
+    refuse_fractions,
 )
 from distmp.engine.settings import DivergenceConfig
 from distmp.errors import ConfigError, check_argument_names
@@ -147,7 +147,7 @@ class EngineConfig:
             raise ConfigError(
                 "nominal_weight", self.nominal_weight, "use a finite number above 0, or None"
             )
-        check_lengths_known(self.precision_phases)
+        refuse_fractions(self.precision_phases)
         check_order(self.precision_phases)
         if self.precision_guard is not None:
             self.precision_guard.check(self.divergence)

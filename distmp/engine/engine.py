@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -31,20 +29,23 @@ from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.own_time import StepClock
 from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_phase
 from distmp.distributed.stopping import until_stop_requested
-from distmp.distributed.world import World, world_of_process
+from distmp.distributed.world import world_of_process
 from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
-from distmp.engine.evaluation import Evaluation, MetricFunction, MetricSums, recorded_outputs
-from distmp.engine.format_schedule import (
-    FormatSchedule,
-    allow_recompilation,
-    check_guarded,
-    phase_formats,
+from distmp.engine.evaluation import (
+    Evaluation,
+    MetricFunction,
+    MetricSums,
+    evaluation_mode,
+    recorded_outputs,
 )
+from distmp.engine.format_schedule import build_schedule, check_policy
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
+from distmp.engine.model import build_model, return_logits
 from distmp.engine.narrow_checks import CallCheck
 from distmp.engine.narrow_products import NarrowProducts
+from distmp.engine.nominal_weight import agree_on_nominal_weight, round_up_to_power_of_two
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
@@ -64,6 +65,7 @@ from distmp.engine.step_checks import (
     count_microbatches,
     explain_backward_errors,
 )
+from distmp.engine.step_sums import sum_over_ranks
 from distmp.errors import ConfigError, TrainingError, attribute, rank_names, ranks_by_value
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import METRIC_UPDATES
@@ -71,12 +73,7 @@ from distmp.optim.rounding import set_rounding
 from distmp.optim.state import check_state, prepare_for_device_skip
 from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
-from distmp.parallel.materialize import (
-    InitialValues,
-    initial_values,
-    needs_seed,
-    not_a_number,
-)
+from distmp.parallel.materialize import InitialValues
 from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.reproducible import (
@@ -85,27 +82,20 @@ from distmp.parallel.reproducible import (
     prepare_cublas,
 )
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.parallel.strategy import check_model
 from distmp.precision import resolve
 from distmp.precision.builders import autocast_of_dtypes
 from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
-from distmp.quantization import NarrowLayers
-from distmp.quantization.description import describe_formats, is_emulated
+from distmp.quantization.description import log_formats
 from distmp.scaling import (
-    SUMS,
     LossScale,
     StepDecision,
-    all_reduce_stats,
     decide_step,
-    local_stats,
     loss_scale_rules,
-    ordered_total,
-    pack,
     unused_rules,
 )
-from distmp.utils.deferred import NotDeferrableError, build_deferred, describe_initial_values
+from distmp.utils.deferred import describe_initial_values
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.host_copy import to_device
 
@@ -189,7 +179,7 @@ class Engine:
         loss_scale: The loss scale.
         divergence: Compares loss and norm of each step with those of the steps before it.
         clock: Measures the time that this rank computes in a step, while it is active.
-        narrow_products: The linear layers with fewer than 16 bits, and their statistics.
+        narrow_products: The linear layers with narrow products, and their statistics.
         loads: Number of checkpoints that were loaded, by `load` or by a trainer.
         holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
@@ -228,11 +218,10 @@ class Engine:
             prepare_cublas(device)  # before joining the ranks, which initializes CUDA
         self.world = world_of_process(device)
         self.device = self.world.device
-        model, values = _built(model, self.world, initialize=initialize)
+        model, values = build_model(model, self.world, initialize=initialize)
         check_loss_function(loss)
         self.policy, self.policy_reason = resolve(config.policy, self.device)
-        check_guarded(self.policy, config.precision_guard)
-        phase_formats(self.policy, config.precision_phases)
+        check_policy(self.policy, config.precision_phases, config.precision_guard)
         self.strategy = resolve_strategy(config.strategy, self.world)
         self.config = config = replace(
             config,
@@ -242,12 +231,12 @@ class Engine:
         )
         self._warn_about_policy()
         if self.policy.output_dtype in SIXTEEN_BIT:
-            _leave_losses_outside(model)
+            return_logits(model)
         self.max_norm = config.max_norm
         self.nominal_weight = (
             None
             if config.nominal_weight is None
-            else _round_up_to_power_of_two(config.nominal_weight)
+            else round_up_to_power_of_two(config.nominal_weight)
         )
         self._loss = loss
         if config.reproducible:
@@ -258,9 +247,11 @@ class Engine:
         if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
             warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
-        formats = self._format_schedule(self._strategy.narrow_layers)
-        self.narrow_products = NarrowProducts(self._strategy.narrow_layers, self.world, formats)
-        self._say_formats()
+        layers = self._strategy.narrow_layers
+        formats = build_schedule(layers, config, self.policy, quiet=self.world.rank != 0)
+        self.narrow_products = NarrowProducts(layers, self.world, formats)
+        if layers is not None and self.world.rank == 0:
+            log_formats(layers, self.policy, self.device)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
         self._set_up_optimizer(optimizer, schedule)
@@ -317,31 +308,12 @@ class Engine:
                 values,
             )
 
-    def _format_schedule(self, layers: NarrowLayers | None) -> FormatSchedule | None:
-        if layers is None:
-            return None
-        config, quiet = self.config, self.world.rank != 0
-        schedule = FormatSchedule(
-            layers, self.policy, config.precision_phases, config.precision_guard, quiet=quiet
-        )
-        if schedule.changes_formats and config.parallel and config.parallel.compile != "none":
-            allow_recompilation()
-        return schedule
-
     def _warn_about_policy(self) -> None:
         if self.world.rank == 0:
             for cost in costs(self.policy):
                 logger.warning("precision %s reduces accuracy: %s", self.policy.name, cost)
             if unused := unused_rules(self.policy.loss_scale, self.config.loss_scale):
                 logger.warning("precision %s: %s", self.policy.name, unused)
-
-    def _say_formats(self) -> None:
-        """Log the formats of narrow products; a warning if a GPU emulates them."""
-        layers = self.narrow_products.layers
-        if layers is not None and self.world.rank == 0:
-            slow = self.device.type != "cpu" and is_emulated(layers)
-            level = logging.WARNING if slow else logging.INFO
-            logger.log(level, "precision %s: %s", self.policy.name, describe_formats(layers))
 
     def _set_up_optimizer(
         self, optimizer: OptimizerFactory, schedule: ScheduleFactory | None
@@ -459,7 +431,7 @@ class Engine:
                 stats.losses,
                 stats.weights,
                 position=(self.narrow_products.step - 1, self.world.rank * source.count),
-                formats=self.narrow_products.of_layers,
+                formats=self.narrow_products.layer_formats,
             )
             self._recent.append((outcome, inputs))
         return outcome
@@ -535,7 +507,9 @@ class Engine:
     def _backward_factor(self, scale: Tensor, weight: Tensor, microbatches: int) -> Tensor:
         """Return S / n0; the first step determines n0 from the weight of its first microbatch."""
         if self.nominal_weight is None:
-            self.nominal_weight = self._agree_on_nominal_weight(weight, microbatches)
+            self.nominal_weight = agree_on_nominal_weight(
+                weight, microbatches, self.world, reproducible=self.config.reproducible
+            )
         return scale / (self.nominal_weight or 1.0)
 
     def _backward(self, loss: Tensor, factor: Tensor) -> None:
@@ -544,61 +518,23 @@ class Engine:
             # The gradient of `loss * factor`, without the kernels of the product.
             loss.backward(factor)
 
-    def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
-        """Return n0; None if the sum of the first weights is not a finite number above 0."""
-        weight = batch_weight.to(torch.float64, copy=True) * microbatches
-        if self.config.reproducible:
-            # The first microbatch of the global batch is on rank 0 for any number of ranks.
-            weight = weight * self.world.world_size if self.world.rank == 0 else weight.zero_()
-        if self.world.group is not None:
-            dist.all_reduce(weight, group=self.world.group)
-        total = weight.item()
-        return _round_up_to_power_of_two(total) if 0 < total < math.inf else None
-
     def _sum_over_ranks(
         self, stats: MicrobatchStats, source: MicrobatchSource, *, stop: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum the statistics of the step over ranks, in one all-reduce.
-
-        Returns:
-            The first argument of `decide_step`; whether ranks take the step with different
-            settings, 0-dim bool; and the sums of `NarrowProducts.terms`.
-        """
+        """Return the sums of the step over ranks, see `distmp.engine.step_sums.sum_over_ranks`."""
         size = self.world.world_size
         settings = self._settings_of_step() if size > 1 else ()
         if source.problem is not None:
             settings = (self.world.rank, source.problem)  # unlike on any other rank
-        fingerprint = Fingerprint.of(settings, size)
-        dropped = sum(stats.dropped) if stats.dropped else 0.0
-        of_products = self.narrow_products.terms()
-        if self.config.reproducible:
-            total = ordered_total(
-                self._strategy.gradient_shards(),
-                stats.loss_sums,
-                stats.weights,
-                stop=stop,
-                dropped=dropped,
-                more=fingerprint.terms,
-                exact=of_products,
-                group=self.world.group,
-                device=self.device,
-            )
-            total, terms, sums = total.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
-            return total, fingerprint.differs(terms), sums
-        local = local_stats(
-            self._strategy.gradients(),
-            pack(*stats.loss_sums, device=self.device).sum(),
-            pack(*stats.weights, device=self.device).sum(),
+        return sum_over_ranks(
+            self._strategy,
+            stats,
+            Fingerprint.of(settings, size),
+            self.narrow_products.terms(),
+            self.world,
             stop=stop,
-            dropped=dropped,
-            device=self.device,
+            reproducible=self.config.reproducible,
         )
-        if of_products is not None:
-            local = torch.cat([local, of_products])
-        total, differ = fingerprint.sum_over_ranks(
-            local, lambda values: all_reduce_stats(values, self.world.group)
-        )
-        return total[:SUMS], differ, total[SUMS:]
 
     def _settings_of_step(self) -> object:
         """Return the settings that all ranks have to share in a step; no values of the device."""
@@ -941,7 +877,7 @@ class Engine:
             check_evaluated(microbatches)
             sums = MetricSums(metrics, self.device)
             with (
-                _evaluation_mode(self.module),
+                evaluation_mode(self.module),
                 product_switches(self.policy),
                 recorded_outputs(self.module, active=bool(metrics)) as outputs,
             ):
@@ -1241,52 +1177,8 @@ class Engine:
         )
 
 
-@contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    training = [submodule for submodule in module.modules() if submodule.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for submodule in training:  # modules that were in evaluation mode before stay so
-            submodule.training = True
-
-
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     """Return `value` as a 0-dim tensor on `device`; the host does not wait for the device."""
     if isinstance(value, Tensor):
         return to_device(value.detach(), device)
     return torch.scalar_tensor(value, dtype=torch.float64, device=device)
-
-
-def _built(
-    model: nn.Module | Callable[[], nn.Module], world: World, *, initialize: bool
-) -> tuple[nn.Module, InitialValues]:
-    """Return the model, and the initial values of its parameters on the meta device."""
-    is_function = callable(model) and not isinstance(model, nn.Module | type)
-    deferred = is_function or (isinstance(model, nn.Module) and needs_seed(model))
-    # Every rank draws, so that the generators of all ranks advance; rank 0's seed counts.
-    seed = world.ranks.gather(int(torch.randint(2**62, ())) if deferred else 0)[0]
-    try:
-        module = build_deferred(model, seed, world.device) if is_function else model
-    except NotDeferrableError as error:
-        name = getattr(model, "__qualname__", type(model).__name__)
-        problem = f"{error}; pass the model itself, which every rank then builds whole"
-        raise ConfigError("model", name, f"the constructor {problem}") from error
-    check_model(module)
-    assert isinstance(module, nn.Module)
-    if not initialize:
-        return module, not_a_number(module)
-    return module, initial_values(module, seed, world.device)
-
-
-def _leave_losses_outside(model: nn.Module) -> None:
-    """Make models return logits: the policy would round a loss that they compute themselves."""
-    for part in model.modules():
-        if getattr(part, "takes_targets", False):
-            part.takes_targets = False  # type: ignore[assignment]
-
-
-def _round_up_to_power_of_two(weight: float) -> float:
-    """Round up to a power of two; dividing the loss by it is exact."""
-    return 2.0 ** math.ceil(math.log2(weight))

@@ -146,3 +146,15 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, Real)  # numbers of numpy, too
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Set a module to evaluation mode in a `with` block, and restore the mode of each part."""
+    training = [submodule for submodule in module.modules() if submodule.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for submodule in training:  # modules that were in evaluation mode before stay so
+            submodule.training = True

@@ -18,14 +18,14 @@ _PRODUCTS_OF = {
     "wgrad_input": ("wgrad",),
     "wgrad_grad": ("wgrad",),
 }
-# Steps between a step and the first one with the formats that it asked for: see
+# Number of steps from a decision to the first step with its formats: see
 # Note [When formats change] in `distmp.engine.format_schedule`.
 DELAY = 2
 CAUSES = ("saturated or non-finite values", "values that were rounded to zero", "a spike")
 
 
 class FormatGuard:
-    """Widens products whose operands lose too many values, and all after a spike.
+    """Widens products if too many values of an operand saturate or underflow; all after a spike.
 
     Args:
         config: Limits and reaction.
@@ -36,7 +36,7 @@ class FormatGuard:
         wide_until: Number of the first step, counted from 0, in which each product is narrow again;
             int64 of shape [layers, 2, 3]. [:, 1] is the decision after the last step, and [:, 0]
             the one before it. Updated in place.
-        causes: Which of `CAUSES` the last step had, bool of shape [3].
+        causes: Which of `CAUSES` apply to the last step, bool of shape [3].
     """
 
     def __init__(self, config: GuardConfig, layers: int, device: torch.device) -> None:
@@ -58,16 +58,16 @@ class FormatGuard:
             taken: Number of steps taken, this one included.
         """
         above = sums[..., :2] > sums[..., 2:] * self._limits
-        asked = (above.any(2)[..., None] & self._uses).any(1)
+        requested = (above.any(2)[..., None] & self._uses).any(1)
         if self._config.widen == "layer":
-            asked = asked.any(1, keepdim=True)
+            requested = requested.any(1, keepdim=True)
         elif self._config.widen == "policy":
-            asked = asked.any()
+            requested = requested.any()
         if self._config.on_spike:
-            asked = asked | spike
+            requested = requested | spike
         else:
             spike = torch.zeros_like(spike)
-        until = asked * (taken - 1 + DELAY + self._config.steps)
+        until = requested * (taken - 1 + DELAY + self._config.steps)
         self.wide_until[:, 0] = self.wide_until[:, 1]
         self.wide_until[:, 1] = self.wide_until[:, 1].maximum(until)
         self.causes = torch.stack([*above.flatten(0, 1).any(0), spike])

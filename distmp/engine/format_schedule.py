@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distmp.engine.config import EngineConfig
 from distmp.engine.format_guard import CAUSES, FormatGuard
 from distmp.engine.format_settings import (
     GUARD,
@@ -66,7 +67,7 @@ class StepFormats(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What the host knows of a step: the total weight, causes, and the guard's decision."""
+    """Copies on the host after a step: the total weight, causes, and the guard's decision."""
 
     weight: float
     causes: list[str]
@@ -268,7 +269,28 @@ def phase_formats(
     return formats
 
 
-def allow_recompilation() -> None:
+def build_schedule(
+    layers: NarrowLayers | None, config: EngineConfig, policy: PrecisionPolicy, *, quiet: bool
+) -> FormatSchedule | None:
+    """Return the schedule of the formats of an engine; None under wide policies.
+
+    Args:
+        layers: The layers with narrow products; None under wide policies.
+        config: The settings of the engine.
+        policy: The resolved policy.
+        quiet: Do not log changes; True on all ranks but rank 0.
+    """
+    if layers is None:
+        return None
+    schedule = FormatSchedule(
+        layers, policy, config.precision_phases, config.precision_guard, quiet=quiet
+    )
+    if schedule.changes_formats and config.parallel and config.parallel.compile != "none":
+        _allow_recompilation()
+    return schedule
+
+
+def _allow_recompilation() -> None:
     """Let torch compile a block for each combination of the formats of its layers.
 
     By default, a block that needs a ninth version runs uncompiled, and rounds differently.
@@ -280,12 +302,20 @@ def allow_recompilation() -> None:
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
 
 
-def check_guarded(policy: PrecisionPolicy, guard: GuardConfig | None) -> None:
-    """Refuse a guard of a policy without narrow products.
+def check_policy(
+    policy: PrecisionPolicy, phases: Sequence[PrecisionPhase], guard: GuardConfig | None
+) -> None:
+    """Refuse phases and a guard that do not fit a policy.
+
+    Args:
+        policy: The policy.
+        phases: The phases.
+        guard: The guard; None for none.
 
     Raises:
-        ConfigError: If there is nothing to widen.
+        ConfigError: If the policy has no narrow products, or the phases do not fit its formats.
     """
+    phase_formats(policy, phases)
     if guard is not None and guard.is_active and not policy.is_narrow:
         raise ConfigError(
             "precision.policy",

@@ -100,9 +100,9 @@ class PrecisionPhase:
 class GuardConfig:
     """When narrow products are computed in bf16 for some steps.
 
-    All ranks decide from sums over ranks. Products change two steps after the step that caused it,
-    so that no host waits for its device, and change back after `steps` steps. Another cause in the
-    meantime starts them again.
+    All ranks decide from sums over ranks. Products change two steps after the step with the cause,
+    so that no host waits for its device, and change back after `steps` steps. Another cause within
+    this interval starts it again.
 
     Raises:
         ConfigError: For a value of the wrong type or out of range.
@@ -151,13 +151,13 @@ class GuardConfig:
         return self.on_spike or not (self.saturated is None and self.underflowed is None)
 
     def check(self, divergence: DivergenceConfig | None) -> None:
-        """Refuse a reaction to spikes that no step would have.
+        """Refuse `on_spike` if it has no effect.
 
         Args:
             divergence: The spike check; None without one.
 
         Raises:
-            ConfigError: If there are no spikes, or the run goes back to a state before them.
+            ConfigError: If spikes are not checked, or if the run rolls back to before a spike.
         """
         if not self.on_spike:
             return
@@ -232,7 +232,7 @@ def in_steps(phases: Sequence[PrecisionPhase], steps: int) -> tuple[PrecisionPha
     converted = tuple(
         phase
         if phase.after_fraction is None
-        # The decimal number that was written, not the nearest binary one.
+        # Of the decimal number that the user wrote, not of the nearest binary one.
         else replace(
             phase,
             after_steps=math.ceil(Fraction(repr(phase.after_fraction)) * steps),
@@ -249,8 +249,8 @@ def in_steps(phases: Sequence[PrecisionPhase], steps: int) -> tuple[PrecisionPha
     return converted
 
 
-def check_lengths_known(phases: Sequence[PrecisionPhase]) -> None:
-    """Refuse a fraction of a run whose number of steps is unknown.
+def refuse_fractions(phases: Sequence[PrecisionPhase]) -> None:
+    """Refuse `after_fraction`, because the number of steps of a loop is unknown.
 
     Raises:
         ConfigError: If a phase has `after_fraction`.

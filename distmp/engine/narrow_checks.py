@@ -1,4 +1,4 @@
-"""Warns of layers whose products are not narrow although the policy says so."""
+"""Warns about layers whose products are not narrow, although the policy makes them narrow."""
 
 from __future__ import annotations
 

@@ -39,19 +39,19 @@ class NarrowStatistics:
 
 
 class NarrowProducts:
-    """What the engine does about narrow products; nothing under wide policies.
+    """Runs narrow products in the steps of an engine; does nothing under wide policies.
 
     Args:
-        layers: The layers with narrow products; None without any.
+        layers: The layers with narrow products; None under wide policies.
         world: The ranks.
-        schedule: Sets the formats of each step; None without narrow products.
+        schedule: Sets the formats of each step; None under wide policies.
 
     Attributes:
-        layers: The layers with narrow products; None without any.
+        layers: The layers with narrow products; None under wide policies.
         step: Number of steps taken since the start of training.
         statistics: Those of the last step; None before, and without narrow products.
         formats: The formats of the last step, if they may change during the run.
-        of_layers: The formats of each layer in the last step, by name.
+        layer_formats: The formats of each layer in the last step, by name.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class NarrowProducts:
         self.step = 0
         self.statistics: NarrowStatistics | None = None
         self.formats: StepFormats | None = None
-        self.of_layers: dict[str, ProductFormats] = {}
+        self.layer_formats: dict[str, ProductFormats] = {}
         self._world = world
         self._schedule = schedule
 
     def begin_step(self) -> None:
-        """Clear the statistics of the previous step, and note the formats of this one."""
+        """Clear the statistics of the previous step, and store the formats of this one."""
         if self.layers is not None:
             self.layers.begin_step()
-            self.of_layers = self.layers.formats
+            self.layer_formats = self.layers.formats
         if self._schedule is not None and self._schedule.changes_formats:
             self.formats = self._schedule.begin_step(self.step)
 

@@ -179,8 +179,9 @@ class EngineState:
             )
         # Some optimizers create the state of a parameter before its first gradient.
         unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
-        live = self.tensors(nominal_weight) | self._to_convert(optimizer_state)
-        live = {name: tensor for name, tensor in live.items() if name not in self._not_loaded}
+        temporary, replaced = self._to_convert(optimizer_state)
+        live = self.tensors(nominal_weight)
+        live = {name: tensor for name, tensor in live.items() if name not in replaced} | temporary
         lacking = [name for name in live if name not in stored]
         kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
         if older := sorted(name for name in kept if not name.startswith(unused)):
@@ -194,12 +195,17 @@ class EngineState:
             kept |= {*names}
         return {name: tensor for name, tensor in live.items() if name not in kept}
 
-    def _to_convert(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        """Return temporary tensors for moments that are stored in another format, by name."""
+    def _to_convert(self, stored: Mapping[str, TensorSpec]) -> tuple[dict[str, Tensor], set[str]]:
+        """Prepare moments that are stored in another format, which `finish` converts.
+
+        Returns:
+            Temporary tensors to load into, by name; and the names of the live tensors, which are
+            not loaded themselves.
+        """
         self._converted = []
-        self._not_loaded: set[str] = set()
         names = []
         temporary: dict[str, Tensor] = {}
+        replaced: set[str] = set()
         for name, tensor in self._strategy.optimizer_parameters():
             state = self._optimizer.state.get(tensor, {})
             dtypes = {key: stored[f"{name}/{key}"][1] for key in KEYS if f"{name}/{key}" in stored}
@@ -208,18 +214,17 @@ class EngineState:
             if moment is not None:
                 self._converted.append(moment)
                 names.append(name)
-                self._not_loaded |= {f"optimizer/{name}/{key}" for key in moment.live}
+                replaced |= {f"optimizer/{name}/{key}" for key in moment.live}
                 for key, value in moment.loaded.items():
                     as_stored = self._strategy.as_stored(name, value)
                     temporary[f"optimizer/{name}/{key}"] = as_stored
-        self._not_loaded -= temporary.keys()
         if names:
             self._warn(
                 "the state has another format of moments than this engine (optim.state); those of "
                 "%s are converted",
                 names,
             )
-        return temporary
+        return temporary, replaced
 
     def _rates_to_keep(
         self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]

@@ -27,7 +27,8 @@ from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 NamedParameters = Sequence[tuple[str, Tensor]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
-LEAN_OPTIONS = ("betas", "eps")
+# Options of `distmp.optim.AdamW` in `optim.options`.
+ADAMW_OPTIONS = ("betas", "eps")
 NOT_WITH_FUSED = ("foreach", "differentiable")
 
 
@@ -38,7 +39,7 @@ def optimizer_factory(
 
     Args:
         config: The settings.
-        stochastic_rounding: Whether it rounds 16-bit weights stochastically.
+        stochastic_rounding: Whether the optimizer rounds 16-bit weights stochastically.
         seed: Seed of stochastic rounding.
 
     Raises:
@@ -46,7 +47,7 @@ def optimizer_factory(
             it for values that the optimizer refuses.
     """
     if config.state is not None or stochastic_rounding:
-        return _lean_factory(config, stochastic_rounding=stochastic_rounding, seed=seed)
+        return _adamw_factory(config, stochastic_rounding=stochastic_rounding, seed=seed)
     build = find_optimizer(config.name)
     if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
         refuse_kind(build, "optim.name", config.name)
@@ -66,7 +67,7 @@ def optimizer_factory(
     return _with_groups(config, build, options)
 
 
-def _lean_factory(
+def _adamw_factory(
     config: OptimizerConfig, *, stochastic_rounding: bool, seed: int
 ) -> OptimizerFactory:
     """Return the function that builds `distmp.optim.AdamW`.
@@ -84,12 +85,12 @@ def _lean_factory(
     for name, value in config.options.items():
         if name in OWN_SETTINGS:
             raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
-        if name not in LEAN_OPTIONS:
+        if name not in ADAMW_OPTIONS:
             cause = "optim.state" if config.state else "stochastic rounding"
             raise ConfigError(
                 f"optim.options.{name}",
                 value,
-                f"AdamW with {cause} takes {' and '.join(LEAN_OPTIONS)} only; remove it",
+                f"AdamW with {cause} takes {' and '.join(ADAMW_OPTIONS)} only; remove it",
             )
     options = {
         "lr": config.lr,

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distmp.distributed.collectives import all_gather
+from distmp.quantization.formats import FORMATS
 from distmp.quantization.linear import NarrowState
-from distmp.quantization.operands import Operand, largest_in_weight, quantize_rows
+from distmp.quantization.operands import largest_in_weight, quantize_rows, with_row_scales
 
 
 class ShardedWeight(NamedTuple):
@@ -135,7 +136,12 @@ def _encode(part: Tensor, weight: ShardedWeight, rank: int) -> Tensor:
     if not weight.is_narrow:
         return part.contiguous().view(torch.uint8)
     rows = part.view(-1, weight.parameter.shape[1])
-    operand = _rounded(rows, weight, rank * len(rows))
+    assert weight.state is not None
+    assert weight.state.largest is not None
+    formats = weight.state.formats
+    operand = quantize_rows(
+        rows, formats.operand, formats.scaling, weight.state.largest, rank * len(rows)
+    )
     return operand.values.to(operand.number_format.dtype).view(torch.uint8).flatten()
 
 
@@ -144,19 +150,13 @@ def _decode(column: Tensor, target: Tensor, weight: ShardedWeight) -> None:
     if not weight.is_narrow:
         target.copy_(column.contiguous().view(target.dtype))
         return
-    width = weight.parameter.shape[1]
-    values = column.reshape(-1, width)
-    # Its scales are those of every row.
-    operand = _rounded(torch.zeros_like(values, dtype=torch.float32), weight, 0)
-    values = values.view(operand.number_format.dtype).float()
-    target.copy_(operand._replace(values=values).dequantized().view_as(target))
-
-
-def _rounded(rows: Tensor, weight: ShardedWeight, first_row: int) -> Operand:
     assert weight.state is not None
     assert weight.state.largest is not None
     formats = weight.state.formats
-    return quantize_rows(rows, formats.operand, formats.scaling, weight.state.largest, first_row)
+    codes = column.reshape(-1, weight.parameter.shape[1])
+    values = codes.view(FORMATS[formats.operand].dtype).float()
+    operand = with_row_scales(values, formats.operand, formats.scaling, weight.state.largest, 0)
+    target.copy_(operand.dequantized().view_as(target))
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

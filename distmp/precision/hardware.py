@@ -18,6 +18,13 @@ FP8_CAPABILITY = (8, 9)
 # First compute capability with a kernel of torch for narrow products, by the scaling of a policy.
 # Products with other scalings are emulated on every device.
 NARROW_CAPABILITY = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
+# Narrow products by the scaling of a policy, for messages.
+_PRODUCTS = {
+    "tensor": "8-bit products",
+    "row": "8-bit products with scales of rows",
+    "block32": "8-bit products with scales of blocks",
+    "block16": "4-bit products with scales of blocks",
+}
 
 # CPU features that compute with the dtype, as the kernel lists them.
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -149,8 +156,7 @@ def computes_narrow(scaling: str, capability: tuple[int, int]) -> bool:
 
 
 def _emulates(device: str, chosen: PrecisionPolicy) -> str:
-    bits = 4 if chosen.scaling == "block16" else 8
-    return f"{device} only emulates {bits}-bit products: slow, for tests and planning"
+    return f"{device} only emulates {_PRODUCTS[chosen.scaling]}, which is slow: use it for tests"
 
 
 def _gpu(device: torch.device) -> str:

@@ -54,8 +54,8 @@ class PrecisionPolicy:
             cases.
         keep_fp32: Modules that are stored and computed in FP32 under a 16-bit policy; see
             `distmp.precision.keep.kept_modules` for the patterns.
-        stochastic_rounding: Whether the optimizer rounds 16-bit weights up or down with a
-            probability that keeps small updates on average. It needs `distmp.optim.AdamW`.
+        stochastic_rounding: Whether the optimizer rounds 16-bit weights stochastically, so that
+            small updates are kept on average. It needs `distmp.optim.AdamW`.
         cast_inputs: Whether the root module casts floating-point inputs to the dtype of its
             parameters.
         tf32: Whether FP32 matrix products may round their inputs to TF32 (10 bits of mantissa)
@@ -164,7 +164,7 @@ class PrecisionPolicy:
             _refuse(
                 "compute",
                 self.compute_dtype,
-                "narrow products are for bfloat16, whose range the results need; use compute=bf16",
+                "results of narrow products need the range of bfloat16; use compute=bf16",
             )
 
     def _check_format(self, key: str, value: Any) -> None:

@@ -1,12 +1,18 @@
-"""Says which products of a model are narrow, for messages and records."""
+"""Describes the narrow products of a model, for messages and records."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch
+
+from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.layers import NarrowLayers
 from distmp.quantization.linear import ProductFormats
 from distmp.quantization.products import emulated_product
+
+logger = logging.getLogger("distmp")
 
 # The scales of `ProductFormats.scaling` in words.
 _SCALES = {
@@ -23,7 +29,7 @@ def describe_formats(layers: NarrowLayers) -> str:
     Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor; 8 of 9 linear layers have
     narrow products, emulated; wide: head (hp=head)".
     """
-    return f"{_formats(layers.of_policy)}; {layers.describe()}"
+    return f"{_formats(layers.policy_formats)}; {layers.describe()}"
 
 
 def formats_record(layers: NarrowLayers) -> dict[str, Any]:
@@ -35,12 +41,25 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
         compute dtype, by name.
     """
     return {
-        "formats": [_formats(layers.of_policy)],
+        "formats": [_formats(layers.policy_formats)],
         "emulated": is_emulated(layers),
         "backend": layers.backend,
         "narrow": [*layers.modules],
         "wide": dict(layers.wide),
     }
+
+
+def log_formats(layers: NarrowLayers, policy: PrecisionPolicy, device: torch.device) -> None:
+    """Log the formats of narrow products; a warning if a GPU emulates them.
+
+    Args:
+        layers: The layers with narrow products.
+        policy: The policy.
+        device: Device of the model.
+    """
+    slow = device.type != "cpu" and is_emulated(layers)
+    level = logging.WARNING if slow else logging.INFO
+    logger.log(level, "precision %s: %s", policy.name, describe_formats(layers))
 
 
 def is_emulated(layers: NarrowLayers) -> bool:

@@ -39,7 +39,7 @@ class NumberFormat(NamedTuple):
 
     @property
     def saturates_from(self) -> float:
-        """Magnitude from which a number would round to one above `largest`."""
+        """Magnitude from which values saturate: halfway to the number after `largest`."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - self.mantissa_bits - 2)
 
 

@@ -30,8 +30,8 @@ class NarrowLayers:
         device: Device of the model.
 
     Attributes:
-        backend: How products are computed, as text.
-        of_policy: The formats of the policy; those of a layer may change during the run.
+        backend: How products are computed, such as "emulated".
+        policy_formats: The formats of the policy; those of a layer may change during the run.
         wide: Why each other linear layer stays in the compute dtype, by name.
         states: The state of each narrow layer, by name.
         modules: The narrow layers, by name.
@@ -49,9 +49,9 @@ class NarrowLayers:
         salts = [parameter_id(f"{name}.weight") for name in self.modules]
         self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
         self._keys = self._salts.clone()
-        self.of_policy = product_formats(policy)
+        self.policy_formats = product_formats(policy)
         self.states = {
-            name: NarrowState(self.of_policy, counts, key)
+            name: NarrowState(self.policy_formats, counts, key)
             for name, counts, key in zip(self.modules, self.counts, self._keys, strict=True)
         }
         for name, module in self.modules.items():
@@ -97,7 +97,7 @@ class NarrowLayers:
 def narrow_layers(
     model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str], device: torch.device
 ) -> NarrowLayers | None:
-    """Give the linear layers of a model narrow products in place; None for wide policies.
+    """Give the linear layers of a model narrow products in place.
 
     Narrow products of an earlier engine are removed.
 
@@ -106,6 +106,9 @@ def narrow_layers(
         policy: The policy.
         blocks: Names of the model's blocks, in order.
         device: Device of the model.
+
+    Returns:
+        The layers; None under wide policies.
 
     Raises:
         ConfigError: See `distmp.quantization.selection.select`.

@@ -92,7 +92,7 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowS
         x: [..., input features].
         weight: [output features, input features], with the dtype of `x`.
         bias: [output features], or None.
-        state: The formats. Its counts are updated if gradients are enabled.
+        state: The state of the layer. Its counts are updated if gradients are enabled.
 
     Returns:
         [..., output features], in the dtype of `x`.
@@ -115,7 +115,7 @@ class _NarrowLinear(torch.autograd.Function):
         counts: LayerCounts | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # Kept, so that backward has the formats of its forward.
+        # The formats and scales of forward, so that backward has them, too.
         ctx.state, ctx.formats, ctx.counts = state, state.formats, counts
         ctx.largest = state.largest
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -187,16 +187,32 @@ def quantize_rows(
         largest: Largest magnitudes of the full weight, see `largest_in_weight`.
         first_row: Index of the first of these rows in the weight.
     """
+    operand = with_row_scales(rows.float(), format_name, scaling, largest, first_row)
+    scaled = _divided(operand.values, operand.outer, operand.blocks, operand.block)
+    return operand._replace(values=round_to_nearest(scaled, operand.number_format))
+
+
+def with_row_scales(
+    values: Tensor, format_name: str, scaling: str, largest: Tensor, first_row: int
+) -> Operand:
+    """Return some rows of a weight with the scales of the full weight, without rounding.
+
+    Args:
+        values: FP32 [some output features, input features].
+        format_name: As for `quantize_rows`.
+        scaling: As for `quantize_rows`.
+        largest: As for `quantize_rows`.
+        first_row: As for `quantize_rows`.
+    """
     number_format = FORMATS[format_name]
     outer, blocks = _scales(largest, number_format, scaling)
     size = BLOCK_SIZES.get(scaling, 1)
-    index = torch.arange(first_row, first_row + len(rows), device=rows.device) // size
-    index = index.clamp(max=len(largest) - 1)
+    index = torch.arange(first_row, first_row + len(values), device=values.device) // size
+    index = index.clamp(max=len(largest) - 1)  # of padding
     if blocks is not None:
         blocks = blocks[index]
     elif scaling == "row":
         outer = outer[index]
-    values = round_to_nearest(_divided(rows.float(), outer, blocks, (1, size)), number_format)
     return Operand(values, outer, blocks, (1, size), number_format)
 
 

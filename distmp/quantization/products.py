@@ -16,12 +16,12 @@ from torch import Tensor
 from distmp.precision.hardware import computes_narrow
 from distmp.quantization.operands import Operand
 
-# Returns `a @ b.T`, rounded once, in the dtype that is asked for.
+# Returns `a @ b.T` in the given dtype, rounded once.
 Product = Callable[[Operand, Operand, torch.dtype], Tensor]
 
 
 class ProductChoice(NamedTuple):
-    """How narrow products are computed, and the same as text."""
+    """The function that computes narrow products, and how it does so, as text."""
 
     product: Product
     description: str
@@ -65,7 +65,7 @@ def scaled_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32) -
 
     Args:
         a: [m, k], with scales for rows or for all; k is a multiple of 16.
-        b: [n, k], likewise; n is a multiple of 16.
+        b: [n, k], with scales for rows or for all; n is a multiple of 16.
         dtype: Dtype of the result, FP32 or bfloat16. With row scales, the kernel of GPUs returns
             bfloat16 in any case.
 

@@ -19,7 +19,7 @@ from distmp.quantization.operands import BLOCK_SIZES
 _BLOCKS = re.compile(r"(first|last)(\d+)(%?)")
 # GPU kernels of FP8 products need feature counts that are multiples of this.
 _MULTIPLE = 16
-# Words of `hp` that a model does not need to have anything for.
+# Words of `hp` that may match nothing.
 OPTIONAL = ("head", "embedding")
 
 
@@ -39,7 +39,7 @@ class Selection(NamedTuple):
 
 
 def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> Selection:
-    """Return which linear layers of a model have narrow products under a policy.
+    """Return which linear layers of a model have narrow products under a policy, and why not.
 
     Args:
         model: The model.
@@ -59,7 +59,7 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
         raise ConfigError(
             "precision.policy",
             policy.name,
-            f"finds no layer with narrow products; {_why(reasons, _outside(model))}",
+            f"gives no linear layer narrow products; {_why(reasons, _outside(model))}",
         )
     wide = {name: reasons[name] for name in linear if name in reasons}
     return Selection(narrow, wide, _outside(model))

@@ -15,7 +15,7 @@ LARGEST, SATURATED, UNDERFLOWED, ELEMENTS = range(len(STATISTICS))
 
 
 def summarize(statistics: NarrowStatistics) -> dict[str, dict[str, Any]]:
-    """Wait for the step, and return the statistics of each operand class that is narrow.
+    """Wait for the step, and return the statistics of each operand that is narrow.
 
     Returns:
         For each of `OPERANDS`: "saturated", the share of the values that are saturated or not
@@ -32,7 +32,7 @@ def summarize(statistics: NarrowStatistics) -> dict[str, dict[str, Any]]:
 
 
 def _summary(values: Tensor, layers: Sequence[str]) -> dict[str, Any]:
-    """Return the statistics of an operand class, FP64 [layers, 4]; nothing if it is not narrow."""
+    """Summarize the statistics of an operand, FP64 [layers, 4]; empty if it is not narrow."""
     _, saturated, underflowed, elements = values.sum(0).tolist()
     if elements == 0:
         return {}

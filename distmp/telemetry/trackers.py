@@ -137,7 +137,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
     The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
     `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`. The phase of formats and the
     number of widened products are `formats/phase` and `formats/widened`, and a share of narrow
-    operands is `narrow_operands/CLASS/NAME`.
+    operands is `narrow_operands/OPERAND/NAME`.
     """
     values = dataclasses.asdict(record)
     del values["step"]

@@ -12,7 +12,7 @@ import torch
 
 from distmp import cli
 from distmp.commands.calibrate import load
-from distmp.commands.narrow_formats.choice import choose, patterns
+from distmp.commands.narrow_formats.choice import choose_policy, patterns
 from distmp.commands.narrow_formats.measure import (
     FormatCalibration,
     FormatResult,
@@ -72,7 +72,7 @@ def test_layers_above_the_error_stay_wide_in_the_written_policy(arguments: list[
     products = found.results["fp8"].products
     errors = {name: max(one.error or 0.0 for one in each) for name, each in products.items()}
     middle = sorted(errors.values())[len(errors) // 2]
-    choice = choose(found, middle)
+    choice = choose_policy(found, middle)
     above = {name for name, error in errors.items() if error > middle}
     assert {*choice.above} == above
     model = prepare(config, WORLD).model
@@ -121,8 +121,8 @@ def test_ranks_measure_together_under_fsdp(arguments: list[str]) -> None:
     [
         (["--formats=fp9"], "formats = 'fp9': did you mean 'fp8'?"),
         (["--formats=fp8", "--max-error=2"], "max_error = 2.0: use a number between 0 and 1"),
-        (["--max-error=0.2"], "max_error = 0.2: applies to formats; set --formats"),
-        (["--policy-file=a.txt"], "policy_file = 'a.txt': applies to formats; set --formats"),
+        (["--max-error=0.2"], "max_error = 0.2: has no effect without --formats; set it"),
+        (["--policy-file=a.txt"], "policy_file = 'a.txt': has no effect without --formats; set it"),
         (["--formats=fp8", "--policy-file=no/a"], "policy_file = 'no/a': name a file in a folder"),
     ],
 )
@@ -186,16 +186,23 @@ GOOD, BAD = all_layers(0.05, 0.05, 0.05), all_layers(0.2, 0.2, 0.2)
 
 
 def test_the_cheapest_format_below_the_error_is_chosen() -> None:
-    assert choose(calibration(nvfp4=GOOD, fp8=GOOD), 0.1).text == "nvfp4"
-    assert choose(calibration(nvfp4=BAD, fp8=GOOD), 0.1).text == "fp8"
-    assert choose(calibration(nvfp4=BAD, fp8=GOOD), 0.3).text == "nvfp4"
-    neither = choose(calibration(nvfp4=BAD, fp8=BAD), 0.1)
+    assert choose_policy(calibration(nvfp4=GOOD, fp8=GOOD), 0.1).text == "nvfp4"
+    assert choose_policy(calibration(nvfp4=BAD, fp8=GOOD), 0.1).text == "fp8"
+    assert choose_policy(calibration(nvfp4=BAD, fp8=GOOD), 0.3).text == "nvfp4"
+    neither = choose_policy(calibration(nvfp4=BAD, fp8=BAD), 0.1)
     assert neither.text == "bf16"
     assert "all three products of nvfp4 are above the error in most layers" in neither.reason
+    # One product in 4 bits takes longer than three in 8 bits.
+    one_product = all_layers(0.2, 0.2, 0.05)
+    chosen = choose_policy(calibration(nvfp4=one_product, fp8=GOOD), 0.1)
+    assert chosen.text == "fp8"
+    assert chosen.time == pytest.approx(1 - 6 / 7 / 2)
+    assert "products take longer with nvfp4 (6 of 6 layers" in chosen.reason
+    assert choose_policy(calibration(nvfp4=one_product), 0.1).policy.forward_format is None
 
 
 def test_a_product_that_is_the_cause_in_most_layers_becomes_wide() -> None:
-    chosen = choose(calibration(fp8=all_layers(0.05, 0.2, 0.05)), 0.1)
+    chosen = choose_policy(calibration(fp8=all_layers(0.05, 0.2, 0.05)), 0.1)
     assert chosen.policy == policy("fp8,grad=bf16,name=calibrated-fp8")
     assert policy(chosen.text) == chosen.policy
     assert chosen.reason.endswith("6 of 6 layers of fp8 are below the error without grad")
@@ -204,7 +211,7 @@ def test_a_product_that_is_the_cause_in_most_layers_becomes_wide() -> None:
 @pytest.mark.parametrize("error", [0.2, math.inf, math.nan])
 def test_single_layers_above_the_error_are_named(error: float) -> None:
     layers = {**GOOD, "blocks.1.b": (0.05, 0.05, error)}
-    chosen = choose(calibration(fp8=layers), 0.1)
+    chosen = choose_policy(calibration(fp8=layers), 0.1)
     assert chosen.policy.hp == ("head", "embedding", "blocks.1.b")
     assert policy(chosen.text) == chosen.policy
     assert [*chosen.above] == ["blocks.1.b"]
@@ -215,13 +222,13 @@ def test_a_format_is_not_used_if_most_layers_are_above_the_error() -> None:
         name: (0.2, 0.05, 0.05) if index < 2 else (0.05, 0.2, 0.05) if index < 4 else (0.05,) * 3
         for index, name in enumerate(LAYERS)
     }
-    chosen = choose(calibration(fp8=layers), 0.1)
+    chosen = choose_policy(calibration(fp8=layers), 0.1)
     assert chosen.text == "bf16"
     assert chosen.reason == "4 of 6 layers are above the error with fp8"
 
 
 def test_products_that_do_not_exist_are_below_the_error() -> None:
-    assert choose(calibration(fp8=all_layers(0.05, 0.05, None)), 0.1).text == "fp8"
+    assert choose_policy(calibration(fp8=all_layers(0.05, 0.05, None)), 0.1).text == "fp8"
 
 
 def test_patterns_match_the_layers_and_no_other() -> None:
@@ -238,7 +245,7 @@ def test_patterns_match_the_layers_and_no_other() -> None:
 def test_the_table_has_the_largest_error_of_each_group() -> None:
     layers = {**GOOD, "blocks.1.b": (0.05, 0.3, None)}
     found = calibration(fp8=layers)
-    rows = [line.split() for line in report(found, choose(found, 0.1), 0.1).splitlines()]
+    rows = [line.split() for line in report(found, choose_policy(found, 0.1), 0.1).splitlines()]
     shares = ["0", "25.00%", "0.9900", "1.0100"]
     assert ["blocks.*.a", "3", "0.0500", "0.0500", "0.0500", "-", *shares] in rows
     assert ["blocks.*.b", "3", "0.0500", "0.3000", "0.0500", "1", *shares] in rows
@@ -249,7 +256,7 @@ def test_json_and_the_plot_take_all_errors(error: float | None, tmp_path: Path) 
     found = calibration(
         fp8={**GOOD, "blocks.0.a": (0.0, error, 0.5)}, nvfp4={"blocks.1.a": (1.0,) * 3}
     )
-    content: dict[str, Any] = json.loads(as_json(found, choose(found, 0.1), 0.1))
+    content: dict[str, Any] = json.loads(as_json(found, choose_policy(found, 0.1), 0.1))
     written = content["formats"]["fp8"]["layers"]["blocks.0.a"]["products"]["grad"]["error"]
     assert written == (error if error in (0.05, None) else str(error))
     draw(found, 0.1, tmp_path / "a.png")

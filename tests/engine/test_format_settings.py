@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distmp.config import PrecisionConfig, RunConfig
 from distmp.engine.config import EngineConfig
-from distmp.engine.format_schedule import check_guarded, phase_formats
+from distmp.engine.format_schedule import check_policy, phase_formats
 from distmp.engine.format_settings import (
     GuardConfig,
     PrecisionPhase,
@@ -143,7 +143,7 @@ def test_a_guard_against_spikes_needs_spikes() -> None:
     with pytest.raises(ConfigError, match="has no effect with a rollback"):
         RunConfig(precision=PrecisionConfig("fp8", guard=guard), divergence=rollback)
     with pytest.raises(ConfigError, match=r"has no narrow products that precision\.guard could"):
-        check_guarded(policy("bf16"), guard)
+        check_policy(policy("bf16"), (), guard)
     RunConfig(precision=PrecisionConfig("fp8", guard=guard)).check_names()
 
 

@@ -1,4 +1,4 @@
-"""AdamW with moments and weights in few bits, compared with AdamW in float64 and torch's AdamW."""
+"""AdamW with state in 8 and 16 bits, compared with AdamW in float64 and torch's AdamW."""
 
 from __future__ import annotations
 

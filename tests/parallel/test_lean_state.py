@@ -1,4 +1,4 @@
-"""AdamW with state in few bits under every strategy: bits, checkpoints and conversions."""
+"""AdamW with state in 8 and 16 bits under every strategy: bits, checkpoints and conversions."""
 
 from __future__ import annotations
 

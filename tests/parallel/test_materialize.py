@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.engine.engine import _built
+from distmp.engine.model import build_model
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel.materialize import materialize_buffers, materialize_shards, not_a_number
@@ -222,7 +222,7 @@ def test_the_generator_of_the_gpu_does_not_change(
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[-1])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.append(state))
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: states.append(str(seed)))
-    _built(model, World(0, 1, torch.device("cuda", 0), None), initialize=True)
+    build_model(model, World(0, 1, torch.device("cuda", 0), None), initialize=True)
     assert len(states) > 2
     assert states[-1] == "before"
 

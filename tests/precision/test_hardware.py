@@ -9,7 +9,9 @@ from distmp.errors import ConfigError
 from distmp.precision import PrecisionPolicy, policy, resolve
 
 CPU = torch.device("cpu")
-EMULATES = "only emulates {}-bit products: slow, for tests and planning"
+EMULATES = "only emulates {}, which is slow: use it for tests"
+MXFP8 = "8-bit products with scales of blocks"
+NVFP4 = "4-bit products with scales of blocks"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
         ("fp16-autocast", "avx512_fp16", "configured"),
         ("fp16", "amx_bf16", "configured; this CPU only emulates float16, which is slow"),
         ("tf32", "amx_bf16", "configured; a CPU has no TF32, so products keep all bits of float32"),
-        ("fp8", "amx_bf16", f"configured; a CPU {EMULATES.format(8)}"),
-        ("mxfp8", "avx2", f"configured; a CPU {EMULATES.format(8)}"),
-        ("nvfp4", "amx_bf16", f"configured; a CPU {EMULATES.format(4)}"),
+        ("fp8", "amx_bf16", f"configured; a CPU {EMULATES.format('8-bit products')}"),
+        ("mxfp8", "avx2", f"configured; a CPU {EMULATES.format(MXFP8)}"),
+        ("nvfp4", "amx_bf16", f"configured; a CPU {EMULATES.format(NVFP4)}"),
     ],
 )
 def test_what_a_cpu_cannot_do_is_said(
@@ -111,10 +113,10 @@ def test_what_a_cpu_cannot_do_is_said(
         ("tf32", (8, 0), ""),
         ("tf32", (7, 5), "has no TF32, so products keep all bits of float32"),
         ("fp32", (3, 5), ""),
-        ("fp8", (7, 0), EMULATES.format(8)),
-        ("fp8", (8, 6), EMULATES.format(8)),
+        ("fp8", (7, 0), EMULATES.format("8-bit products")),
+        ("fp8", (8, 6), EMULATES.format("8-bit products")),
         ("fp8", (8, 9), ""),
-        ("fp8-rowwise", (8, 9), EMULATES.format(8)),
+        ("fp8-rowwise", (8, 9), EMULATES.format("8-bit products with scales of rows")),
         ("fp8-rowwise", (9, 0), ""),
     ],
 )
@@ -128,13 +130,13 @@ def test_what_a_gpu_cannot_do_is_said(
     assert found == (policy(requested), f"configured{suffix}")
 
 
-@pytest.mark.parametrize(("requested", "bits"), [("mxfp8", 8), ("nvfp4", 4)])
+@pytest.mark.parametrize(("requested", "products"), [("mxfp8", MXFP8), ("nvfp4", NVFP4)])
 def test_blocks_are_emulated_on_every_gpu(
-    monkeypatch: pytest.MonkeyPatch, requested: str, bits: int
+    monkeypatch: pytest.MonkeyPatch, requested: str, products: str
 ) -> None:
     on_a_gpu(monkeypatch, (10, 0))
     found = resolve(requested, torch.device("cuda", 0))
-    assert found.reason == f"configured; distmp {EMULATES.format(bits)}"
+    assert found.reason == f"configured; distmp {EMULATES.format(products)}"
 
 
 def test_what_is_asked_for_is_kept() -> None:
@@ -155,12 +157,3 @@ def test_auto_on_a_device_that_is_not_known() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'auto'"):
         resolve("autoo", CPU)
-
-
-@pytest.mark.parametrize(("requested", "bits"), [("mxfp8", 8), ("nvfp4", 4)])
-def test_scales_of_blocks_are_emulated_on_every_gpu(
-    monkeypatch: pytest.MonkeyPatch, requested: str, bits: int
-) -> None:
-    on_a_gpu(monkeypatch, (12, 0))
-    reason = resolve(requested, torch.device("cuda", 0)).reason
-    assert reason == f"configured; distmp {EMULATES.format(bits)}"

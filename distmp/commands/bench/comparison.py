@@ -128,7 +128,8 @@ class Comparison:
         fast = {n: m for n, m in accurate.items() if m.step_seconds <= SAME_SPEED * fastest}
         best = min(fast, key=lambda name: (fast[name].memory_bytes, fast[name].step_seconds))
         excluded = [name for name in self.measured if name not in accurate]
-        note = f"; {', '.join(excluded)} has a different loss" if excluded else ""
+        verb = "has" if len(excluded) == 1 else "have"
+        note = f"; {', '.join(excluded)} {verb} a different loss" if excluded else ""
         within = f"{self.tolerance:.1%}{' and the noise between seeds' if self.seeds else ''}"
         return best, f"least memory of the fastest policies whose loss is within {within}{note}"
 
@@ -213,8 +214,8 @@ def _agreement(compared: Comparison) -> Iterator[str]:
     kind = "loss of the last quarter" if first.held_out is None else "held-out loss"
     yield (
         f"noise: the {kind} under {reference}, {first.final_loss:.4f}, has a standard deviation of "
-        f"{compared.noise:.4f} over {1 + len(compared.seeds)} seeds; up to {DEVIATIONS:g} of them "
-        "agree"
+        f"{compared.noise:.4f} over {1 + len(compared.seeds)} seeds; a policy "
+        f"agrees if its loss differs by at most {DEVIATIONS:g} of them"
     )
     for name in others:
         excess = compared.excess(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -97,8 +97,10 @@ def _observed(observed: ObservedDtypes, predicted: Prediction) -> str:
         if name not in known
         for kind, dtypes in kinds.items()
     ]
-    parts.append(f"products of backward in {_words(observed.backward)}")
-    return f"{observed.of}; {', '.join(parts)}"
+    if observed.backward:  # empty if all of them are narrow
+        kind = "wide products" if observed.narrow else "products"
+        parts.append(f"{kind} of backward in {_words(observed.backward)}")
+    return "; ".join(filter(None, (observed.of, ", ".join(parts))))
 
 
 def _words(dtypes: Iterable[torch.dtype]) -> str:
@@ -155,17 +157,25 @@ def _products(explanation: Explanation) -> Iterator[str]:
         for label, flops in sorted(products.flops.items(), key=lambda item: -item[1])
     ]
     yield from _table(rows, right=(1, 2))
-    gains = largest_gains(products)
-    if not gains:
-        return
-    yield from _wrapped(products.layers)
+    if gains := largest_gains(products):
+        yield from _wrapped(products.layers)
+        yield from _gains(explanation, gains)
+
+
+def _gains(explanation: Explanation, gains: Mapping[str, float | None]) -> Iterator[str]:
+    """Describe the gain from narrow products.
+
+    Args:
+        explanation: What is known of the run.
+        gains: Upper limit of the gain over bfloat16 by GPU; None if it has no rate for a format.
+    """
     known = [f"{name} {gain:.2f}" for name, gain in gains.items() if gain is not None]
     yield from _wrapped(
-        "datasheet: over bf16, a step can be faster by at most this factor, if it took only the "
-        f"time of its products at the rates of the datasheet: {', '.join(known) or 'none'}"
+        "datasheet: upper limit of the speed-up over bf16, for a step that consists of matrix "
+        f"products at the rates of the datasheet: {', '.join(known) or 'none'}"
     )
     if emulated := [name for name, gain in gains.items() if gain is None]:
-        yield from _wrapped(f"without instructions for these formats: {', '.join(emulated)}")
+        yield from _wrapped(f"GPUs without instructions for these formats: {', '.join(emulated)}")
     measured = [
         f"{one.narrow / one.wide:.2f} ({one.policy}: {one.what}, {one.hardware})"
         for one in MEASURED

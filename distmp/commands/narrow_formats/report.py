@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distmp.commands.explain.types import group_name
-from distmp.commands.narrow_formats.choice import Choice
+from distmp.commands.narrow_formats.choice import ChosenPolicy
 from distmp.commands.narrow_formats.measure import FormatCalibration, FormatResult
 from distmp.diagnosis.product_errors import PRODUCTS, ProductError
 
 WIDTH = 100
 
 
-def report(found: FormatCalibration, choice: Choice, max_error: float) -> str:
-    """Return tables, the policy and how to use it as text."""
+def report(found: FormatCalibration, choice: ChosenPolicy, max_error: float) -> str:
+    """Return the tables and the policy, as text."""
     from rich.console import Console
 
     # Not to the terminal, so that the text is the same in a file.
@@ -99,7 +99,7 @@ def _gradients(result: FormatResult, found: FormatCalibration) -> str:
     )
 
 
-def _advice(choice: Choice, max_error: float) -> Iterator[str]:
+def _advice(choice: ChosenPolicy, max_error: float) -> Iterator[str]:
     yield f"policy for errors up to {max_error:g} ({choice.reason}):"
     yield choice.text
 
@@ -112,7 +112,7 @@ def _share(value: float) -> str:
     return "0" if value == 0 else "<0.01%" if value < 1e-4 else f"{value:.2%}"
 
 
-def as_json(found: FormatCalibration, choice: Choice, max_error: float) -> str:
+def as_json(found: FormatCalibration, choice: ChosenPolicy, max_error: float) -> str:
     """Return all measurements and the policy as one JSON object."""
     content = {
         "steps": found.steps,

@@ -8,7 +8,7 @@ from distmp.errors import ConfigError, nearest
 
 # The presets with narrow products, the cheapest first.
 FORMATS = ("nvfp4", "fp8", "mxfp8", "fp8-rowwise")
-# Above the errors of healthy layers with 8 bits, which are 0.01 to 0.07.
+# Above the typical errors with 8 bits, which are 0.01 to 0.07.
 MAX_ERROR = 0.08
 POLICY_FILE = "policy.txt"
 

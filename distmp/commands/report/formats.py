@@ -55,7 +55,7 @@ def _operands(records: Sequence[StepRecord]) -> str:
 
 
 def _over_steps(statistics: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the cells of an operand class."""
+    """Yield the cells of an operand."""
     count = len(statistics)
     for share in ("saturated", "underflowed"):
         yield share_text(sum(step[share] for step in statistics) / count)

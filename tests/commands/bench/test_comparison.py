@@ -95,14 +95,17 @@ def test_losses_within_the_noise_between_seeds_agree() -> None:
     assert found == {"bf16": True, "near": True, "below": True, "far": False, "lower": False}
     lines = report(compared).splitlines()
     assert lines[-6].startswith("noise: the held-out loss under bf16, 2.0000, has a standard dev")
-    assert "of 0.1000 over 3 seeds; up to 2 of them agree" in lines[-6]
+    assert (
+        "of 0.1000 over 3 seeds; a policy agrees if its loss differs by at most 2 of them"
+        in lines[-6]
+    )
     assert lines[-5:-1] == [
         "near agrees: +0.1900, 1.9 standard deviations",
         "below agrees: -0.1900, 1.9 standard deviations",
         "far DIFFERS: +0.2100, 2.1 standard deviations",
         "lower DIFFERS: -0.2100, 2.1 standard deviations",
     ]
-    assert "within 1.0% and the noise between seeds; far, lower has a different loss" in lines[-1]
+    assert "within 1.0% and the noise between seeds; far, lower have a different loss" in lines[-1]
 
 
 def test_a_policy_within_a_large_noise_needs_to_be_within_the_tolerance() -> None:

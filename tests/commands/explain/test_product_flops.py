@@ -135,13 +135,20 @@ def test_the_report_says_what_is_narrow_and_what_it_gains(explanation: Explanati
     assert "4 of 8 linear layers have narrow products" in text
     assert "; wide: blocks.0.attention." in text
     assert "(hp=first1)" in text
-    assert "datasheet: over bf16, a step can be faster by at most this factor" in text
-    assert "without instructions for these formats: A100" in text
+    assert "datasheet: upper limit of the speed-up over bf16" in text
+    assert "GPUs without instructions for these formats: A100" in text
     assert "this CPU emulates narrow products" in text
+    assert "wide products of backward in bf16" in text
     # The measurements are those of whole presets.
     assert "measured by" not in text
     preset = explanation._replace(policy=named("fp8"))
     assert "measured by torchao's authors, Llama 3 8B: 1.25 (fp8: tens" in " ".join(report(preset))
+
+
+def test_a_step_without_wide_products_in_backward(explanation: Explanation) -> None:
+    assert explanation.observed is not None
+    observed = explanation.observed._replace(backward=set())
+    assert "of backward" not in " ".join(report(explanation._replace(observed=observed)))
 
 
 def test_gathers_in_8_bits_are_parameters(explanation: Explanation) -> None:

@@ -1,0 +1,68 @@
+"""Sums the statistics of a step over ranks, in one all-reduce."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distmp.distributed.compare_ranks import Fingerprint
+from distmp.distributed.world import World
+from distmp.engine.microbatches import MicrobatchStats
+from distmp.parallel import Strategy
+from distmp.scaling import SUMS, all_reduce_stats, local_stats, ordered_total, pack
+
+
+def sum_over_ranks(
+    strategy: Strategy,
+    stats: MicrobatchStats,
+    fingerprint: Fingerprint,
+    of_products: Tensor | None,
+    world: World,
+    *,
+    stop: bool,
+    reproducible: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the statistics of a step over ranks, in one all-reduce; the host does not wait.
+
+    Args:
+        strategy: Holds the gradients of the step.
+        stats: Losses and weights of the microbatches of this rank.
+        fingerprint: The settings of the step on this rank.
+        of_products: See `NarrowProducts.terms`.
+        world: The ranks, all of which have to call this.
+        stop: Whether this rank requests to stop.
+        reproducible: Whether the sums must not depend on the number of ranks.
+
+    Returns:
+        The first argument of `decide_step`; whether ranks take the step with different settings,
+        0-dim bool; and the sums of `of_products`, FP64, empty without them.
+    """
+    dropped = sum(stats.dropped) if stats.dropped else 0.0
+    if reproducible:
+        total = ordered_total(
+            strategy.gradient_shards(),
+            stats.loss_sums,
+            stats.weights,
+            stop=stop,
+            dropped=dropped,
+            more=fingerprint.terms,
+            exact=of_products,
+            group=world.group,
+            device=world.device,
+        )
+        total, terms, sums = total.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
+        return total, fingerprint.differs(terms), sums
+    local = local_stats(
+        strategy.gradients(),
+        pack(*stats.loss_sums, device=world.device).sum(),
+        pack(*stats.weights, device=world.device).sum(),
+        stop=stop,
+        dropped=dropped,
+        device=world.device,
+    )
+    if of_products is not None:
+        local = torch.cat([local, of_products])
+    total, differ = fingerprint.sum_over_ranks(
+        local, lambda values: all_reduce_stats(values, world.group)
+    )
+    return total[:SUMS], differ, total[SUMS:]
