@@ -74,7 +74,7 @@ function yAxis(range, base) {
     for (let p = from; p <= to; p += every) ticks.push(base ** p);
     return { place: (v) => (log(v) - from) / (to - from), ticks };
   }
-  if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= pad; high += pad; }
+  if (low === high) { const pad = Math.abs(low) * 0.1 || 1; if (low !== 0) low -= pad; high += pad; }
   const pad = (high - low) * 0.04;
   const from = low >= 0 && low - pad < 0 ? 0 : low - pad, to = high + pad;
   return { place: (v) => (v - from) / (to - from), ticks: linearTicks(from, to, 5) };
