@@ -136,15 +136,12 @@ class StepReplay:
                 if strategy.narrow_layers is not None:
                     step, first = self._step.position
                     strategy.narrow_layers.begin_microbatch(step, first + index)
-                watch = NarrowWatch(strategy.narrow_layers)
-                with (
-                    generators_as(states),
-                    Probe(strategy.model, strategy.units()) as probe,
-                    watch,
-                ):
+                probe = Probe(strategy.model, strategy.units())
+                watch = NarrowWatch(strategy.narrow_layers, probe)
+                with generators_as(states), probe, watch:
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))
                 probes.append(probe)
-                narrow.append(watch.first(probe))
+                narrow.append(watch.first())
         strategy.begin_step()
         return probes, losses, narrow
 

@@ -36,7 +36,8 @@ class FormatGuard:
         wide_until: Number of the first step, counted from 0, in which each product is narrow again;
             int64 of shape [layers, 2, 3]. [:, 1] is the decision after the last step, and [:, 0]
             the one before it. Updated in place.
-        causes: Which of `CAUSES` apply to the last step, bool of shape [3].
+        causes: Why each product was widened last, with the shape of `wide_until`: bit i is set for
+            `CAUSES[i]`. Updated in place.
     """
 
     def __init__(self, config: GuardConfig, layers: int, device: torch.device) -> None:
@@ -45,8 +46,9 @@ class FormatGuard:
         self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
         uses = [[product in _PRODUCTS_OF[operand] for product in PRODUCTS] for operand in OPERANDS]
         self._uses = torch.tensor(uses, device=device)
+        self._bits = torch.tensor([1, 2], device=device)
         self.wide_until = torch.zeros(layers, 2, len(PRODUCTS), dtype=torch.int64, device=device)
-        self.causes = torch.zeros(len(CAUSES), dtype=torch.bool, device=device)
+        self.causes = torch.zeros_like(self.wide_until)
 
     def end_step(self, sums: Tensor, spike: Tensor, taken: int) -> None:
         """Decide after a step; the host does not wait.
@@ -58,16 +60,22 @@ class FormatGuard:
             taken: Number of steps taken, this one included.
         """
         above = sums[..., :2] > sums[..., 2:] * self._limits
-        requested = (above.any(2)[..., None] & self._uses).any(1)
-        if self._config.widen == "layer":
+        # [layers, products, limits]; with size 1 where all have the same.
+        requested = (above[:, :, None] & self._uses[..., None]).any(1)
+        if self._config.widen != "product":
             requested = requested.any(1, keepdim=True)
-        elif self._config.widen == "policy":
-            requested = requested.any()
+        if self._config.widen == "policy":
+            requested = requested.any(0, keepdim=True)
+        causes = (requested * self._bits).sum(2)
         if self._config.on_spike:
-            requested = requested | spike
-        else:
-            spike = torch.zeros_like(spike)
-        until = requested * (taken - 1 + DELAY + self._config.steps)
+            causes = causes + 4 * spike
+        until = (causes > 0) * (taken - 1 + DELAY + self._config.steps)
         self.wide_until[:, 0] = self.wide_until[:, 1]
         self.wide_until[:, 1] = self.wide_until[:, 1].maximum(until)
-        self.causes = torch.stack([*above.flatten(0, 1).any(0), spike])
+        self.causes[:, 0] = self.causes[:, 1]
+        self.causes[:, 1] = self.causes[:, 1].where(causes == 0, causes)
+
+
+def cause_text(causes: int) -> str:
+    """Return the causes whose bits are set, as text; empty for none."""
+    return " and ".join(cause for index, cause in enumerate(CAUSES) if causes >> index & 1)

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from distmp.engine.config import EngineConfig
-from distmp.engine.format_guard import CAUSES, FormatGuard
+from distmp.engine.format_guard import FormatGuard, cause_text
 from distmp.engine.format_settings import (
     GUARD,
     PHASES,
@@ -50,6 +52,7 @@ RECOMPILE_LIMIT = 128
 
 _WEIGHT = "weight"
 _UNTIL = "wide_until/"
+_CAUSES = "causes/"
 
 
 class StepFormats(NamedTuple):
@@ -67,11 +70,11 @@ class StepFormats(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Copies on the host after a step: the total weight, causes, and the guard's decision."""
+    """Copies on the host after a step: the total weight, the guard's decision and its causes."""
 
     weight: float
-    causes: list[str]
     wide_until: list[list[int]]
+    causes: list[list[int]]
 
 
 class FormatSchedule:
@@ -109,7 +112,7 @@ class FormatSchedule:
         self._phase = 0
         self._widened: dict[str, tuple[str, ...]] = {}
         self._wide_until = 0
-        self._causes: list[str] = []
+        self._causes: list[list[int]] = []
         self._last = StepFormats(0, 0)
         self._last_widened: dict[str, tuple[str, ...]] = {}
         # The sums after the last step.
@@ -156,8 +159,9 @@ class FormatSchedule:
         """Return the live state; the names of a guard's state contain those of layers."""
         state = {_WEIGHT: self._weights}
         if self._guard is not None:
-            for name, until in zip(self._names, self._guard.wide_until, strict=True):
-                state[f"{_UNTIL}{name}"] = until
+            for index, name in enumerate(self._names):
+                state[f"{_UNTIL}{name}"] = self._guard.wide_until[index]
+                state[f"{_CAUSES}{name}"] = self._guard.causes[index]
         return state
 
     def reset(self, names: Sequence[str]) -> None:
@@ -186,34 +190,37 @@ class FormatSchedule:
             taken: Number of steps taken.
         """
         self._check_weight()
-        if self._guard is not None:
-            self._guard.causes.zero_()
         self._copy = self._copied(1)
-        self._set_formats(taken, self._read(self._copied(0)))
+        sums = self._read(self._copied(0))
+        self._set_formats(taken, sums)
+        # What ends with the next step was wide in the last one, perhaps of another process.
+        before = _widened(self._names, sums.wide_until, max(taken - 1, 0))
+        self._last_widened = _without(before, self._widened) | self._last_widened
 
     def _copied(self, row: int) -> HostCopy | None:
         """Copy the sums after the last step (1), or after the one before it (0), to the host."""
         if self._guard is None:
             return HostCopy(self._weights[row : row + 1].clone()) if self._needs_weight else None
-        parts = (self._guard.causes, self._guard.wide_until[:, row].flatten())
-        sums = [self._weights[row : row + 1], *(part.to(torch.float64) for part in parts)]
+        decisions = torch.stack([self._guard.wide_until[:, row], self._guard.causes[:, row]])
+        sums = [self._weights[row : row + 1], decisions.flatten().to(torch.float64)]
         return HostCopy(torch.cat(sums))
 
     def _read(self, copy: HostCopy | None) -> _Sums:
         if copy is None:
             return _Sums(0.0, [], [])
         weight, *values = copy.read()
-        flags, until = values[: len(CAUSES)], [int(value) for value in values[len(CAUSES) :]]
-        causes = [cause for cause, flag in zip(CAUSES, flags, strict=False) if flag]
-        count = len(PRODUCTS)
-        return _Sums(weight, causes, [until[i : i + count] for i in range(0, len(until), count)])
+        numbers, count = [int(value) for value in values], len(PRODUCTS)
+        rows = [numbers[i : i + count] for i in range(0, len(numbers), count)]
+        layers = len(rows) // 2
+        return _Sums(weight, rows[:layers], rows[layers:])
 
     def _set_formats(self, step: int, sums: _Sums) -> None:
+        self._causes = sums.causes
         phase = active_phase(self._phases, step, sums.weight)
         widened = _widened(self._names, sums.wide_until, step)
         if (phase, widened) == (self._phase, self._widened):
             return
-        self._phase, self._widened, self._causes = phase, widened, sums.causes
+        self._phase, self._widened = phase, widened
         self._wide_until = max((until for row in sums.wide_until for until in row), default=0)
         formats = self._formats[phase]
         self._layers.set_formats(
@@ -227,16 +234,28 @@ class FormatSchedule:
             words = _words(self._formats[self._phase])
             changes.append(f"{PHASES}: from step {step + 1} on, the formats are {words}")
         if added := _without(self._widened, self._last_widened):
-            cause = " and ".join(self._causes) or "the state of the checkpoint"
+            cause = self._cause(added) or "the state of the checkpoint"
             changes.append(
                 f"{GUARD}: from step {step + 1} to {self._wide_until} at least, bf16 replaces the "
                 f"formats of {_described(added)}, because of {cause}"
             )
         if ended := _without(self._last_widened, self._widened):
+            cause = self._cause(ended)
             changes.append(
                 f"{GUARD}: from step {step + 1} on, {_described(ended)} are narrow again"
+                + (f"; they were wide because of {cause}" if cause else "")
             )
         return changes
+
+    def _cause(self, widened: Mapping[str, tuple[str, ...]]) -> str:
+        """Return why products were widened, as text; empty if the state does not say so."""
+        of_layer = dict(zip(self._names, self._causes, strict=True))
+        causes = [
+            of_layer[name][PRODUCTS.index(product)]
+            for name, products in widened.items()
+            for product in products
+        ]
+        return cause_text(reduce(operator.or_, causes))
 
 
 def phase_formats(

@@ -119,6 +119,44 @@ def test_the_gradient_of_the_weight_beyond_the_compute_dtype() -> None:
     assert "in the wgrad product of 'layers.1' (e5m2) the result is not finite" in str(report)
 
 
+class Steeper(Model):
+    def forward(self, batch: Batch) -> Tensor:
+        return 64 * super().forward(batch)
+
+
+def filled(model: Model, *weights: float) -> Model:
+    """Give the layers of a model, and then its head, weights with one value each."""
+    with torch.no_grad():
+        for layer, weight in zip((*model.layers, model.head), weights, strict=True):
+            layer.weight.fill_(weight)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["fp8", "fp8-rowwise", "nvfp4,hp=head", "fp8,wgrad=bf16"])
+def test_the_gradient_of_the_input_beyond_the_compute_dtype(policy: str) -> None:
+    engine = make_engine(filled(Model(), 1.0, 2.0**30, 1.0, 1.0), policy)
+    report = explained(engine, Batch(torch.ones(4, WIDTH), slope=2.0**100))
+    assert (report.cause, report.layer, report.product) == ("backward", "layers.1", "grad")
+    number_format = "e2m1" if "nvfp4" in policy else "e4m3" if "rowwise" in policy else "e5m2"
+    where = f", in the grad product of 'layers.1' ({number_format}) the result is not finite"
+    assert report.diagnosis.startswith("the loss is finite, but its gradient is not")
+    assert "; first in the gradient of 'layers.0.weight' (" in report.diagnosis
+    assert where in report.diagnosis
+    wide = make_engine(filled(Model(), 1.0, 2.0**30, 1.0, 1.0), "fp8,grad=bf16,wgrad=bf16")
+    report = explained(wide, Batch(torch.ones(4, WIDTH), slope=2.0**100))
+    assert (report.cause, report.layer, report.module) == ("backward", None, "layers.0")
+
+
+def test_a_result_after_the_gradient_of_another_module_is_not_the_cause() -> None:
+    # The head's input is 2^126, and the gradient of its weight several times as large. Then the
+    # result of grad of layers.1 is above 2^130.
+    engine = make_engine(filled(Steeper(), 2.0**-14, 2.0**60, 2.0**68, 2.0**-126))
+    report = explained(engine, Batch(torch.ones(4, WIDTH), slope=2.0**120))
+    assert (report.cause, report.module, report.layer) == ("backward", "head", None)
+    names = [overflow.name for overflow in report.parameters]
+    assert names == ["head.weight", "layers.0.weight"]
+
+
 @pytest.mark.parametrize("policy", ["fp8,hp=layers.*", "bf16", "fp8,forward=bf16"])
 def test_what_is_wide_is_not_named(policy: str) -> None:
     model = Model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.engine import Engine
+from distmp.engine.format_guard import CAUSES, FormatGuard, cause_text
 from distmp.engine.format_schedule import RECOMPILE_LIMIT
 from distmp.engine.format_settings import GuardConfig, PrecisionPhase
 from distmp.engine.rank_consistency import check
@@ -23,6 +25,7 @@ from distmp.quantization.linear import OPERANDS
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, fused_adamw, snapshot
 
+CPU = torch.device("cpu")
 WIDTH = 16
 PRODUCTS = ("forward", "grad", "wgrad")
 STEPS = 12
@@ -177,7 +180,7 @@ def test_a_spike_widens_everything_and_a_loss_that_is_not_finite_too(
         "precision.guard: from step 9 to 10 at least, bf16 replaces the formats of left (forward, "
         "grad, wgrad), right (forward, grad, wgrad), because of a spike",
         "precision.guard: from step 11 on, left (forward, grad, wgrad), right (forward, grad, "
-        "wgrad) are narrow again",
+        "wgrad) are narrow again; they were wide because of a spike",
     ]
 
 
@@ -339,6 +342,58 @@ def test_a_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         "precision.phases: from step 3 on, the formats are forward=e4m3, grad=e5m2, wgrad=e5m2",
         "precision.guard: from step 6 to 8 at least, bf16 replaces the formats of right (forward, "
         "grad, wgrad), because of saturated or non-finite values",
-        "precision.guard: from step 9 on, right (forward, grad, wgrad) are narrow again",
+        "precision.guard: from step 9 on, right (forward, grad, wgrad) are narrow again; they were "
+        "wide because of saturated or non-finite values",
         "precision.phases: from step 11 on, the formats are forward=bf16, grad=bf16, wgrad=bf16",
     ]
+
+
+@pytest.mark.parametrize("widen", ["product", "layer", "policy"])
+def test_a_run_that_resumes_knows_why_products_are_wide(widen: Any) -> None:
+    options = {"precision_guard": replace(GUARD, widen=widen)}
+    engine = make_engine(**options)
+    states, messages = [], []
+    for step in range(9):
+        states.append({name: value.clone() for name, value in engine.state_dict().items()})
+        messages += changes(engine, step)
+    cause = "because of saturated or non-finite values"
+    assert [message.rpartition(", ")[2] for message in messages[:1]] == [cause]
+    assert messages[1].endswith(f"are narrow again; they were wide {cause}")
+    assert len(messages) == 2
+    # Before the change, at its step, in between, at the step of the return, and after it.
+    for first in (BAD_STEP + 1, BAD_STEP + 2, 6, 8):
+        other = make_engine(**options)
+        other.load_state_dict(states[first])
+        found = [message for step in range(first, 9) for message in changes(other, step)]
+        assert found[-1] == messages[1]
+        assert [message.rpartition(", ")[2] for message in found[:-1]] == [cause] * (first < 8)
+    # A state that was written before causes were stored.
+    older = {n: v for n, v in states[6].items() if not n.startswith("narrow/causes/")}
+    other.load_state_dict(older)
+    found = [message for step in range(6, 9) for message in changes(other, step)]
+    assert found[-1] == messages[1].partition(";")[0]
+    fresh = make_engine(**options)
+    fresh.load_state_dict(older)
+    assert changes(fresh, 6)[0].endswith("because of the state of the checkpoint")
+
+
+def test_a_product_returns_with_the_cause_of_its_own() -> None:
+    """Another cause that widens another layer in the meantime is not that of the first one."""
+    guard = FormatGuard(GuardConfig(saturated=0.0, underflowed=0.5, steps=2), 2, CPU)
+    bad = torch.zeros(2, len(OPERANDS), 3, dtype=torch.float64)
+    bad[..., 2] = 1
+    first, second = bad.clone(), bad.clone()
+    first[0, OPERANDS.index("grad"), 0] = 1
+    second[1, OPERANDS.index("input"), 1] = 1
+    no_spike = torch.tensor(False)
+    for taken, sums in enumerate((first, second, bad), 1):
+        guard.end_step(sums, no_spike, taken)
+    texts = [[cause_text(causes) for causes in row] for row in guard.causes[:, 1].tolist()]
+    assert texts == [3 * [CAUSES[0]], 3 * [CAUSES[1]]]
+
+
+def changes(engine: Engine, step: int) -> tuple[str, ...]:
+    outcome = engine.step(batches(step))
+    _ = outcome.numbers
+    assert outcome.formats is not None
+    return outcome.formats.changes

@@ -20,8 +20,10 @@ function html(name, className, parent, text) {
   return node;
 }
 
-/* The validation loss and the skipped steps of a run have other colors than its line. */
+/* The validation loss and the marks of a run have other colors than its line. Numbered lines have
+   hues that are far apart. */
 function color(series) {
+  if (series.number !== undefined) return `hsl(${(205 + 137.5 * series.number) % 360} 65% 48%)`;
   return COLORS[series.run + (series.kind === "dots" || series.kind === "marks" ? 2 : 0)];
 }
 
@@ -72,7 +74,7 @@ function yAxis(range, base) {
     for (let p = from; p <= to; p += every) ticks.push(base ** p);
     return { place: (v) => (log(v) - from) / (to - from), ticks };
   }
-  if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= pad; high += pad; }
+  if (low === high) { const pad = Math.abs(low) * 0.1 || 1; if (low !== 0) low -= pad; high += pad; }
   const pad = (high - low) * 0.04;
   const from = low >= 0 && low - pad < 0 ? 0 : low - pad, to = high + pad;
   return { place: (v) => (v - from) / (to - from), ticks: linearTicks(from, to, 5) };
@@ -100,7 +102,8 @@ function drawSeries(svg, chart, series, px, py) {
   } else {
     const smoothed = chart.series.some((other) => other.run === series.run && other.kind === "smooth");
     const under = series.kind === "line" && smoothed ? " under" : "";
-    element("path", { d: path(series, px, py), class: series.kind + under, stroke: color(series) }, svg);
+    const dashes = series.number !== undefined && series.run ? { "stroke-dasharray": "5 3" } : {};
+    element("path", { d: path(series, px, py), class: series.kind + under, stroke: color(series), ...dashes }, svg);
     if (series.x.length <= 50) {
       series.y.forEach((y, i) => {
         if (y !== null) element("circle", { cx: px(series.x[i]), cy: py(y), r: 2, fill: color(series) }, svg);
@@ -129,7 +132,7 @@ function follow(figure, svg, chart, xs, px, width) {
     const lines = [`step ${step}`];
     for (const series of chart.series) {
       const i = indexAt(series.x, step);
-      if (series.kind === "marks") { if (i >= 0 && series.x[i] === step) lines.push("skipped"); continue; }
+      if (series.kind === "marks") { if (i >= 0 && series.x[i] === step) lines.push(series.mark); continue; }
       if (i >= 0) lines.push(`${series.label}: ${number(series.y[i])} ${chart.unit}`);
     }
     tip.replaceChildren();

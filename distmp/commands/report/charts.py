@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distmp.commands.report.formats import OPERANDS
+from distmp.commands.report.formats import OPERANDS, changed
 from distmp.commands.report.run import Run
 from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord
@@ -28,7 +28,8 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
     Each chart has `title`, `unit`, `logarithm` (the base of the axis, or 0) and `series`; a series
     has `label`, `run` (0 or 1), `kind` ("line", "smooth", "dots" or "marks") and the points `x`,
-    `y`. Non-finite values are null and leave a gap.
+    `y`. Non-finite values are null and leave a gap. Marks have `mark`, what happened in these
+    steps. Lines of several operands or ranks have `number`, which selects their color.
     """
     throughput = " or ".join(dict.fromkeys(run.throughput_unit for run in runs))
     return [
@@ -101,7 +102,7 @@ def _skipped(run: Run) -> list[Chart]:
     if not skipped:
         return []
     marks = _line(f"{len(skipped):,} skipped", skipped, lambda r: r.loss_scale)
-    return [marks | {"kind": "marks"}]
+    return [marks | {"kind": "marks", "mark": "skipped"}]
 
 
 def _rank_times(runs: Sequence[Run]) -> list[Chart]:
@@ -112,7 +113,7 @@ def _rank_times(runs: Sequence[Run]) -> list[Chart]:
         ranks = max((len(record.rank_seconds or []) for record in compared), default=0)
         for rank in range(min(ranks, MAX_RANKS)):
             label = f"rank {rank}" if len(runs) == 1 else f"{run.name}, rank {rank}"
-            series.append(_line(label, compared, _of_rank(rank)) | {"run": index})
+            series.append(_line(label, compared, _of_rank(rank)) | {"run": index, "number": rank})
     chart = {"title": "Time of each rank without waiting", "unit": "s", "logarithm": 0}
     return [{**chart, "series": series}] if series else []
 
@@ -134,10 +135,29 @@ def _narrow_operands(runs: Sequence[Run]) -> Iterator[Chart]:
             found = [name for record in measured for name in record.narrow_operands or {}]
             for name in dict.fromkeys(found):
                 label = OPERANDS[name] if len(runs) == 1 else f"{run.name}, {OPERANDS[name]}"
-                series.append(_line(label, measured, _of_operand(name, share)) | {"run": index})
+                line = _line(label, measured, _of_operand(name, share))
+                series.append(line | {"run": index, "number": [*OPERANDS].index(name)})
+            if found:
+                series += _changed_formats(run, index, runs)
         if series:
             title = f"{share.capitalize()} operands of narrow products"
             yield {"title": title, "unit": "%", "logarithm": 0, "series": series}
+
+
+def _changed_formats(run: Run, index: int, runs: Sequence[Run]) -> list[Chart]:
+    """Return the marks of steps in which formats changed, if there are any."""
+    records = changed(run.records)
+    if not records:
+        return []
+    count = sum(len((record.formats or {})["changes"]) for record in records)
+    label = f"{count:,} change{'s' if count > 1 else ''} of formats"
+    marks = _line(label if len(runs) == 1 else f"{run.name}, {label}", records, _nothing)
+    return [marks | {"run": index, "kind": "marks", "mark": "formats changed"}]
+
+
+def _nothing(record: StepRecord) -> float:
+    """Return NaN: a mark is at the axis and has no value."""
+    return math.nan
 
 
 def _of_operand(name: str, share: str) -> Value:

@@ -11,6 +11,9 @@ from distmp.commands.report.elements import table
 from distmp.commands.report.run import Run
 from distmp.telemetry.records import StepRecord
 
+# Maximum number of listed changes; the records have all of them.
+MAX_CHANGES = 200
+
 # What the operands of the records are.
 OPERANDS = {
     "input": "input in forward",
@@ -31,7 +34,13 @@ def section(run: Run) -> str:
         f"{'; '.join(narrow['formats'])}; {len(narrow['narrow'])} of {total} linear layers have "
         f"narrow products, {narrow['backend']}"
     )
-    return f"<p>{escape(text)}</p>{_operands(run.records)}{_wide(narrow['wide'])}"
+    tables = f"{_operands(run.records)}{_changes(run.records)}{_wide(narrow['wide'])}"
+    return f"<p>{escape(text)}</p>{tables}"
+
+
+def changed(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the records of the steps in which formats changed."""
+    return [record for record in records if record.formats and record.formats["changes"]]
 
 
 def share_text(share: float) -> str:
@@ -64,6 +73,20 @@ def _over_steps(statistics: Sequence[dict[str, Any]]) -> Iterator[str]:
         layers = [step[worst] for step in statistics if step[worst] is not None]
         layer = max(layers, key=operator.itemgetter("share"), default=None)
         yield "none" if layer is None else f"{layer['layer']}: {share_text(layer['share'])}"
+
+
+def _changes(records: Sequence[StepRecord]) -> str:
+    """Return a table of what `precision.phases` and `precision.guard` changed."""
+    rows = [
+        (f"{record.step:,}", *change.partition(": ")[::2])
+        for record in changed(records)
+        for change in (record.formats or {})["changes"]
+    ]
+    if not rows:
+        return ""
+    more = len(rows) - MAX_CHANGES
+    rest = f"<p>and {more:,} more, in steps.jsonl</p>" if more > 0 else ""
+    return table(["step", "changed by", "change"], rows[:MAX_CHANGES]) + rest
 
 
 def _wide(layers: dict[str, str]) -> str:
