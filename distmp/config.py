@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -538,6 +538,10 @@ class RunConfig:
     def precision_phases(self) -> tuple[PrecisionPhase, ...]:
         """The phases of the formats of narrow products, each with its first step."""
         return in_steps(parse_phases(self.precision.phases), self.steps)
+
+    def with_fixed_formats(self: Config) -> Config:
+        """Return the configuration without phases and guard, for commands that compare formats."""
+        return replace(self, precision=replace(self.precision, phases=(), guard=GuardConfig()))
 
     def parallel(self, microbatches: int | None) -> ParallelConfig:
         """Return the settings of a strategy, for steps of `microbatches` microbatches."""

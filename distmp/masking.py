@@ -20,6 +20,8 @@ _LAST_WORDS = (
     *("header", "headers", "keys", "pat", "pats", "sig", "signature", "tokens"),
 )
 _ENDINGS = ("key", "token")
+# The names of settings that count tokens.
+_COUNTS = ("after_tokens",)
 # In any place. Values that are numbers are hidden too.
 _ANYWHERE = re.compile(r"secret|passw|passphrase|passcode|credential|pwd|(?:^|_)pass(?:_|$)")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -45,6 +47,8 @@ _LONE_NAME = re.compile(r"-{0,2}[A-Za-z_][\w.-]*")
 def is_secret(name: str) -> bool:
     """Return whether a setting, an environment variable or a header of this name is a secret."""
     words = _words(name)
+    if words.endswith(_COUNTS):
+        return False
     return words.endswith(_ENDINGS) or words.rpartition("_")[2] in _LAST_WORDS or _is_strong(words)
 
 

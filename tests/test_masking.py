@@ -30,7 +30,11 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["token_dtype", "num_key_value_heads", "tokenizer", "KeyError", "bypass", "path", "lr"]
+    "name",
+    [
+        *("token_dtype", "num_key_value_heads", "tokenizer", "KeyError", "bypass", "path", "lr"),
+        "precision.phases.after_tokens",
+    ],
 )
 def test_other_names(name: str) -> None:
     assert not is_secret(name)
@@ -51,6 +55,7 @@ def test_other_names(name: str) -> None:
         ("DB_PASS=hush, 'hush", "DB_PASS=***"),
         ("Authorization: Bearer hush", "Authorization: ***"),
         ("invalid header Bearer hushhush", "invalid header Bearer ***"),
+        ("{after_tokens: 1e9, forward: bf16}", "{after_tokens: 1e9, forward: bf16}"),
         ("data.source = 'my.token:build'", "data.source = 'my.token:build'"),
         ("cannot connect: password='hu sh'; retry", "cannot connect: password=***; retry"),
         (

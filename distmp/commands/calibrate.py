@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +55,9 @@ class CalibrationConfig(RunConfig):
             raise ConfigError("calibrate_steps", self.calibrate_steps, "use 1 or more steps")
         for name in ("picture", "policy_file"):
             path = getattr(self, name)
-            if path is not None and not Path(path).absolute().parent.is_dir():
+            if path is None:
+                continue
+            if not Path(path).absolute().parent.is_dir() or Path(path).is_dir():
                 raise ConfigError(name, path, "name a file in a folder that exists")
         object.__setattr__(self, "formats", split_formats(self.formats))
         if not 0 < self.max_error < 1:
@@ -105,7 +108,8 @@ def _measure_range(config: CalibrationConfig, world: World) -> None:
         sys.stdout.write(text + "\n")
         if config.picture is not None:
             scale = calibration.total.recommended_scale()
-            draw_gradient_ranges(calibration.histograms, scale, config.picture)
+            with _written("picture", config.picture):
+                draw_gradient_ranges(calibration.histograms, scale, config.picture)
 
 
 def _measure_formats(config: CalibrationConfig, world: World) -> None:
@@ -120,10 +124,21 @@ def _measure_formats(config: CalibrationConfig, world: World) -> None:
     choice = choose_policy(found, config.max_error)
     make = as_json if config.json else report
     sys.stdout.write(make(found, choice, config.max_error) + "\n")
-    if config.picture is not None:
-        draw(found, config.max_error, config.picture)
     if config.policy_file is not None:
-        Path(config.policy_file).write_text(choice.text + "\n")
+        with _written("policy_file", config.policy_file):
+            Path(config.policy_file).write_text(choice.text + "\n")
+    if config.picture is not None:
+        with _written("picture", config.picture):
+            draw(found, config.max_error, config.picture)
+
+
+@contextmanager
+def _written(setting: str, path: str) -> Iterator[None]:
+    """Explain that a file cannot be written, after the numbers were printed."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(setting, path, f"cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":

@@ -620,6 +620,7 @@ class Engine:
         """Refuse changes of model and optimizer that have no effect; train unfrozen parameters."""
         self._stepped.check(self.optimizer)
         self._strategy.check_model()
+        self.narrow_products.check_unchanged()
         self._train_unfrozen()
 
     def _check_gradients(self, stats: MicrobatchStats) -> None:

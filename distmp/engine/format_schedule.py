@@ -309,6 +309,19 @@ def build_schedule(
     return schedule
 
 
+def describe_unreached(phases: Sequence[PrecisionPhase], formats: StepFormats | None) -> str | None:
+    """Return which phases a run did not reach, as text; None if there are none.
+
+    Args:
+        phases: The phases of the run.
+        formats: The formats of its last step; None without a step, or without changes.
+    """
+    if formats is None or formats.phase == len(phases):
+        return None
+    missed = [str(phase.given) for phase in phases[formats.phase :]]
+    return f"{PHASES}: the run ended before {listed(missed)}"
+
+
 def _allow_recompilation() -> None:
     """Let torch compile a block for each combination of the formats of its layers.
 

@@ -19,6 +19,8 @@ PRODUCTS = ("forward", "grad", "wgrad")
 _FORMATS = ("e4m3", "e5m2", "e2m1", "bf16")
 _BEGINNINGS = ("after_steps", "after_tokens", "after_fraction")
 _BEGIN = "give one of after_steps, after_tokens and after_fraction"
+# Numbers of steps are exact in FP64, also in sums.
+_MOST_STEPS = 2**40
 _FIXED = (
     "is no part of a phase: phases change the formats of forward, grad and wgrad, and the rest of "
     "precision.policy is fixed for the run"
@@ -139,8 +141,8 @@ class GuardConfig:
                 self._refuse(name, "use a share from 0 to below 1, or null")
         if self.widen not in ("layer", "product", "policy"):
             self._refuse("widen", nearest(str(self.widen), ["layer", "product", "policy"]))
-        if self.steps < 1:
-            self._refuse("steps", "use 1 or more steps")
+        if not 1 <= self.steps <= _MOST_STEPS:
+            self._refuse("steps", "use 1 or more steps, and at most 2^40")
         for field in fields(self):
             if not self.is_active and getattr(self, field.name) != field.default:
                 self._refuse(field.name, "has no effect without saturated, underflowed or on_spike")

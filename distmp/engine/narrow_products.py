@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from distmp.distributed.world import World
 from distmp.engine.format_schedule import FormatSchedule, StepFormats
+from distmp.errors import ConfigError
 from distmp.quantization import NarrowLayers, ProductFormats
 from distmp.scaling import StepDecision
 from distmp.utils.host_copy import HostCopy
@@ -64,6 +67,24 @@ class NarrowProducts:
         self.layer_formats: dict[str, ProductFormats] = {}
         self._world = world
         self._schedule = schedule
+        self._forwards = _forwards(layers)
+
+    def check_unchanged(self) -> None:
+        """Refuse layers that have another forward than when the engine was built.
+
+        Raises:
+            ConfigError: If another engine, or the user, has replaced the forward of a layer.
+        """
+        for name, forward in _forwards(self.layers).items():
+            if forward is not self._forwards[name]:
+                raise ConfigError(
+                    "model",
+                    f"{name}.forward",
+                    "was replaced since the engine was built (by an assignment, or by another "
+                    "engine that has the same layer), so its products would not be those of "
+                    "precision.policy; change a model before you build the engine, and give each "
+                    "engine its own layers",
+                )
 
     def begin_step(self) -> None:
         """Clear the statistics of the previous step, and store the formats of this one."""
@@ -108,3 +129,8 @@ class NarrowProducts:
         self.step = step
         if self._schedule is not None:
             self._schedule.continue_from(step)
+
+
+def _forwards(layers: NarrowLayers | None) -> dict[str, Any]:
+    modules = {} if layers is None else layers.modules
+    return {name: vars(module).get("forward") for name, module in modules.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
         eps: Term in the denominator of the update.
         weight_decay: Decoupled weight decay.
         state: "fp32", "bf16" or "fp8"; None: the dtype of each weight.
-        stochastic_rounding: Whether to round 16-bit weights stochastically; otherwise to nearest.
+        stochastic_rounding: Whether to round bfloat16 weights stochastically; otherwise to nearest.
             The engine sets it to that of its policy.
         seed: Seed of stochastic rounding.
 
@@ -83,7 +85,7 @@ class AdamW(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        _check(betas, eps)
+        _check_betas(betas)
         self.stochastic_rounding = stochastic_rounding
         self._seed = seed
         self._step_supports_amp_scaling = True
@@ -104,10 +106,14 @@ class AdamW(torch.optim.Optimizer):
             param_group: The group; it may set `state`.
 
         Raises:
-            ConfigError: If its `state` is unknown.
+            ConfigError: If one of its settings is out of range, or a tensor is complex.
         """
-        check_state(param_group.get("state", self.defaults["state"]), "optim.state")
+        _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        for tensor in param_group["params"]:
+            if tensor.is_complex():
+                problem = "is complex, and the moments are real; train torch.view_as_real of it"
+                raise ConfigError("optimizer", f"a tensor of shape {tuple(tensor.shape)}", problem)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps only groups and state. A copy has other tensors, whose shards are not set.
@@ -367,15 +373,31 @@ def _check_division(tensor: Tensor, place: Place, block: int) -> None:
         )
 
 
-def _check(betas: Sequence[float], eps: float) -> None:
-    """Refuse values that the optimizer cannot use.
+def _check(group: Mapping[str, Any]) -> None:
+    """Refuse settings of a group that would train something else than AdamW.
 
     Raises:
-        ConfigError: If a value is invalid; it names the option.
+        ConfigError: If one is invalid; it names the option.
     """
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    check_state(group["state"], "optim.state")
+    _check_betas(group["betas"])
+    names = {"lr": "optim.lr", "weight_decay": "optim.weight_decay", "eps": "optim.options.eps"}
+    for name, setting in names.items():
+        value = group[name]
+        if isinstance(value, Tensor):  # torch's schedules may change a learning rate on a device
+            if value.numel() != 1:
+                raise ConfigError(setting, tuple(value.shape), "use a tensor with one element")
+        elif not (_is_number(value) and 0 <= value < math.inf):
+            raise ConfigError(setting, value, "use a finite number of 0 or more")
+
+
+def _check_betas(betas: Any) -> None:
+    given = betas if isinstance(betas, Sequence) else ()
+    if len(given) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in given):
         raise ConfigError(
             "optim.options.betas", betas, "use two numbers of at least 0 and less than 1"
         )
-    if not eps >= 0:
-        raise ConfigError("optim.options.eps", eps, "use a number of 0 or more")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

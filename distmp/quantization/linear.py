@@ -96,7 +96,11 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowS
 
     Returns:
         [..., output features], in the dtype of `x`.
+
+    Raises:
+        ConfigError: Under a function transform, such as `torch.vmap`.
     """
+    _check_not_transformed()
     counts = state.counts if torch.is_grad_enabled() else None
     y: Tensor = _NarrowLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
     # As in F.linear, the result is no view: FSDP loses its hook if a view is changed in place.
@@ -151,6 +155,18 @@ def _check_differentiated_once(formats: ProductFormats) -> None:
             "narrow products have no second derivatives; use grad=bf16 and wgrad=bf16 in "
             "precision.policy, or bf16",
         )
+
+
+def _check_not_transformed() -> None:
+    """Refuse `torch.func.grad`, `jvp`, `vmap` and so on, for which the products have no rules."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    raise ConfigError(
+        "loss",
+        "torch.func or torch.vmap",
+        "narrow products have no rules for function transforms; list these layers in "
+        "precision.policy.hp, or use bf16",
+    )
 
 
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:

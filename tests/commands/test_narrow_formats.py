@@ -47,7 +47,10 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_command_writes_a_policy_that_a_run_takes(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["calibrate", *arguments, "--formats", "mxfp8,fp8", "--json"]) == 0
+    # The formats are compared in every step, also with those of a run that changes them.
+    changing = ["--precision.phases", "{after_steps: 1, forward: bf16}"]
+    changing += ["--precision.policy=fp8", "--precision.guard.saturated=0.1"]
+    assert cli.main(["calibrate", *arguments, *changing, "--formats", "mxfp8,fp8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "calibration.png",
@@ -124,6 +127,7 @@ def test_ranks_measure_together_under_fsdp(arguments: list[str]) -> None:
         (["--max-error=0.2"], "max_error = 0.2: has no effect without --formats; set it"),
         (["--policy-file=a.txt"], "policy_file = 'a.txt': has no effect without --formats; set it"),
         (["--formats=fp8", "--policy-file=no/a"], "policy_file = 'no/a': name a file in a folder"),
+        (["--formats=fp8", "--policy-file=."], "policy_file = '.': name a file in a folder"),
     ],
 )
 def test_invalid_options_are_refused_by_name(
@@ -131,6 +135,17 @@ def test_invalid_options_are_refused_by_name(
 ) -> None:
     assert cli.main(["calibrate", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_one_message(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "policy.txt").symlink_to("no/such/folder")
+    options = ["--formats=fp8", "--calibrate-steps=1", "--picture=null"]
+    assert cli.main(["calibrate", *arguments, *options]) == 2
+    printed = capsys.readouterr()
+    assert "policy_file = 'policy.txt': cannot be written (No such file or dir" in printed.err
+    assert printed.out.endswith("\nfp8\n")
 
 
 def test_a_model_without_suitable_layers_is_one_message(

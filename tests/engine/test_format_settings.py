@@ -125,6 +125,7 @@ def test_phases_of_policies_that_do_not_have_these_formats_are_refused() -> None
         ({"saturated": 1.5}, "precision.guard.saturated = 1.5: use a share from 0 to below 1"),
         ({"underflowed": -0.1}, "precision.guard.underflowed = -0.1: use a share"),
         ({"saturated": 0.1, "steps": 0}, "precision.guard.steps = 0: use 1 or more steps"),
+        ({"saturated": 0.1, "steps": 2**63 - 1}, "use 1 or more steps, and at most 2^40"),
         ({"saturated": 0.1, "widen": "layers"}, "widen = 'layers': did you mean 'layer'"),
         ({"steps": 7}, "precision.guard.steps = 7: has no effect without saturated, underflowed"),
     ],

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.engine import Engine
+from distmp.errors import ConfigError
 from distmp.quantization.description import describe_formats, formats_record
 from tests.reference import fused_adamw
 
@@ -102,3 +103,21 @@ def test_the_formats_are_said(caplog: pytest.LogCaptureFixture) -> None:
         "narrow": ["layers.0", "layers.1"],
         "wide": {"head": "hp=head"},
     }
+
+
+def test_a_forward_that_is_replaced_later_is_refused() -> None:
+    model = Model(1)
+    engine = make_engine(model)
+    engine.step([torch.ones(4, WIDTH)])
+    model.layers[0].forward = lambda x: F.linear(x, model.head.weight)
+    with pytest.raises(ConfigError, match=r"model = 'layers\.0\.forward': was replaced"):
+        engine.step([torch.ones(4, WIDTH)])
+
+
+def test_engines_do_not_share_a_narrow_layer() -> None:
+    shared = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+    first = make_engine(nn.Sequential(shared, nn.Linear(WIDTH, WIDTH)))
+    first.step([torch.ones(4, WIDTH)])
+    make_engine(nn.Sequential(shared, nn.Linear(WIDTH, WIDTH)), "bf16")
+    with pytest.raises(ConfigError, match=r"model = '0\.forward': was replaced .* another engine"):
+        first.step([torch.ones(4, WIDTH)])

@@ -331,13 +331,31 @@ def test_a_copy_takes_the_same_steps() -> None:
         ({"state": "fp4"}, r"optim\.state = 'fp4': did you mean 'fp8'|choose one of"),
         ({"betas": (0.9, 1.0)}, r"optim\.options\.betas = .*less than 1"),
         ({"betas": (0.9,)}, r"optim\.options\.betas"),
-        ({"eps": -1.0}, r"optim\.options\.eps = -1\.0: use a number of 0 or more"),
+        ({"eps": -1.0}, r"optim\.options\.eps = -1\.0: use a finite number of 0 or more"),
         ({"eps": float("nan")}, r"optim\.options\.eps = nan"),
+        ({"eps": "1e-8"}, r"optim\.options\.eps = '1e-8'"),
+        ({"betas": 0.9}, r"optim\.options\.betas = 0\.9: use two numbers"),
+        ({"betas": ("0.9", "0.95")}, r"optim\.options\.betas"),
+        ({"lr": -1e-3}, r"optim\.lr = -0\.001: use a finite number of 0 or more"),
+        ({"lr": float("nan")}, r"optim\.lr = nan"),
+        ({"lr": torch.ones(2)}, r"optim\.lr = \(2,\): use a tensor with one element"),
+        ({"weight_decay": -0.1}, r"optim\.weight_decay = -0\.1"),
+        ({"weight_decay": None}, r"optim\.weight_decay = None"),
     ],
 )
 def test_arguments_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdamW(parameters(), **options)
+
+
+@pytest.mark.parametrize("setting", [{"lr": -1.0}, {"betas": (2, 3)}, {"weight_decay": -0.1}])
+def test_groups_that_cannot_be_used(setting: dict[str, Any]) -> None:
+    optimizer = AdamW(parameters())
+    tensor = torch.zeros(2, requires_grad=True)
+    with pytest.raises(ConfigError, match=r"optim\."):
+        optimizer.add_param_group({"params": [("more", tensor)], **setting})
+    with pytest.raises(ConfigError, match=r"is complex"):
+        AdamW([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
 
 
 def test_shards_that_divide_a_block_are_refused() -> None:

@@ -75,6 +75,8 @@ def measure(
     Returns:
         Time, memory and losses, or why the run cannot use the policy.
     """
+    if not resolve(name, world.device)[0].is_narrow:
+        config = config.with_fixed_formats()
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
     start = begin_peak(world.device)
     try:

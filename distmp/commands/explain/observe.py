@@ -202,7 +202,7 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
             return parts.loss(module, batch)
 
         engine = build_engine(
-            small,
+            small.with_fixed_formats(),
             parts._replace(loss=loss),
             world,
             policy=policy,

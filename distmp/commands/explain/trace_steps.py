@@ -15,6 +15,7 @@ from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.precision import PrecisionPolicy
+from distmp.quantization import NarrowLayers
 from distmp.training.setup import Progress, RunComponents, build_engine, training_batches
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.live_bytes import LiveBytes
@@ -69,7 +70,7 @@ def trace_steps(
     with LiveBytes() as memory, CollectiveRecorder() as recorder, FlopRecorder() as flops:
         tracker = _PhaseTracker(memory, recorder, parts.loss)
         engine = build_engine(
-            config,
+            config.with_fixed_formats(),
             parts._replace(loss=tracker.loss),
             world,
             policy=policy,
@@ -102,8 +103,19 @@ def trace_steps(
         kept_steps = 1 + (STEPS_KEPT if config.precision.attribution else 0)
         microbatch_bytes = _size(batch) / len(batch)
         peak[memory_parts.BATCHES] = round(microbatch_bytes * kept_steps * parts.microbatches)
-    products = Products(dict(flops.flops), "" if narrow is None else narrow.describe())
+    products = Products(dict(flops.flops), "" if narrow is None else _described(narrow, config))
     return StepTrace(engine.strategy_reason, peak, start_peak, recorder.collectives, products)
+
+
+def _described(layers: NarrowLayers, config: RunConfig) -> str:
+    settings = {
+        "precision.phases": bool(config.precision.phases),
+        "precision.guard": config.precision.guard.is_active,
+    }
+    changing = " and ".join(name for name, is_set in settings.items() if is_set)
+    if not changing:
+        return layers.describe()
+    return f"{layers.describe()}; the formats are those of the policy, and {changing} change them"
 
 
 def _average(engine: Engine) -> list[Tensor]:

@@ -118,7 +118,7 @@ def measure_formats(
     if world.group is None:
         config = for_one_process(config)
     # Compiled layers do not run hooks.
-    config = replace(config, compile="none")
+    config = replace(config.with_fixed_formats(), compile="none")
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
     config, _ = choose_strategy(config, parts, world)
     wide = wide_policy(config.precision.policy, world.device)

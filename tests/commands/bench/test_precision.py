@@ -52,6 +52,9 @@ def test_the_noise_is_that_of_other_seeds(
 ) -> None:
     size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--validation.samples=4"]
     data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3"]
+    # They change the formats of the narrow policy only.
+    changing = ["--precision.phases", "{after_steps: 3, forward: bf16}", "--precision.policy=fp8"]
+    data += [*changing, "--precision.guard.saturated=0.1"]
     options = [*size, *data, "--policies", "bf16,fp8", "--seeds=2", "--json", "true"]
     assert bench(*options) == 0
     found = json.loads(capsys.readouterr().out)
