@@ -130,10 +130,10 @@ def product_formats(policy: PrecisionPolicy) -> ProductFormats:
 
 
 def _replace_forward(module: nn.Linear, state: NarrowState, compute_dtype: torch.dtype) -> None:
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - the name of torch
         # Under autocast the parameters are FP32.
         weight = self.weight.to(compute_dtype)
-        return narrow_linear(x.to(compute_dtype), weight, self.bias, state)
+        return narrow_linear(input.to(compute_dtype), weight, self.bias, state)
 
     forward.is_narrow = True  # type: ignore[attr-defined]
     # A bound method, so that a deep copy calls its own module.

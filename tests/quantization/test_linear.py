@@ -250,6 +250,13 @@ def test_second_derivatives_are_refused(text: str) -> None:
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
+def test_a_layer_is_called_as_that_of_torch() -> None:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    narrow_layers(layer, policy("fp8"), [], torch.device("cpu"))
+    x = torch.ones(4, 32)
+    assert torch.equal(layer[0](input=x), layer(x))
+
+
 def test_function_transforms_are_refused() -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
     narrow_layers(layer, policy("fp8"), [], torch.device("cpu"))
