@@ -150,9 +150,10 @@ def test_the_gradient_of_the_input_beyond_the_compute_dtype(policy: str) -> None
 def test_a_result_after_the_gradient_of_another_module_is_not_the_cause() -> None:
     # The head's input is 2^126, and the gradient of its weight several times as large. Then the
     # result of grad of layers.1 is above 2^130.
-    engine = make_engine(filled(Steeper(), 2.0**-14, 2.0**60, 2.0**68, 2.0**-126))
-    report = explained(engine, Batch(torch.ones(4, WIDTH), slope=2.0**120))
+    engine = make_engine(filled(Steeper(), 2.0**-14, 2.0**60, 2.0**60, 2.0**-126))
+    report = explained(engine, Batch(torch.ones(4, WIDTH), factor=2.0**8, slope=2.0**120))
     assert (report.cause, report.module, report.layer) == ("backward", "head", None)
+    assert report.microbatch == 1
     names = [overflow.name for overflow in report.parameters]
     assert names == ["head.weight", "layers.0.weight"]
 
