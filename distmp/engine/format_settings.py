@@ -151,14 +151,22 @@ class GuardConfig:
         return self.on_spike or not (self.saturated is None and self.underflowed is None)
 
     def check(self, divergence: DivergenceConfig | None) -> None:
-        """Refuse a reaction to spikes that no step would have.
+        """Refuse a guard without a limit, and a reaction to spikes that no step would have.
 
         Args:
             divergence: The spike check; None without one.
 
         Raises:
-            ConfigError: If there are no spikes, or the run goes back to a state before them.
+            ConfigError: If nothing is checked, there are no spikes, or the run goes back to a state
+                before them.
         """
+        if not self.is_active:
+            raise ConfigError(
+                GUARD,
+                self,
+                "never widens anything; set saturated (such as 0.001), underflowed or on_spike, or "
+                "remove the guard",
+            )
         if not self.on_spike:
             return
         if divergence is None or divergence.on_spike == "ignore":

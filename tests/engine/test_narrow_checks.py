@@ -71,6 +71,16 @@ def test_no_warning(policy: str, options: dict[str, bool]) -> None:
         engine.step([torch.ones(4, WIDTH)])
 
 
+@pytest.mark.parametrize("policy", ["bf16,grad=e5m2", "bf16,wgrad=e5m2"])
+def test_called_layers_without_narrow_gradients_are_not_named(policy: str) -> None:
+    model = Model(1)
+    model.layers[0].requires_grad_(False)  # its input needs no gradient, either
+    engine = make_engine(model, policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step([torch.ones(4, WIDTH)])
+
+
 @pytest.mark.parametrize("policy", ["fp8", "fp8-rowwise", "mxfp8,hp=none", "nvfp4,hp=none"])
 def test_a_step_without_samples(policy: str) -> None:
     engine = make_engine(Model(1), policy)
