@@ -442,7 +442,8 @@ class RunConfig:
             )
         self.profile.check(self.steps)
         _ = self.precision_phases  # refuses phases that do not fit the number of steps
-        self.precision.guard.check(self.divergence)
+        if self.precision.guard.is_active:
+            self.precision.guard.check(self.divergence)
 
     def check_names(self) -> None:
         """Look up what settings name: files of token ids, functions, the policy, and others.
@@ -531,7 +532,7 @@ class RunConfig:
             on_nonfinite=self.precision.on_nonfinite,
             divergence=self.divergence,
             precision_phases=self.precision_phases,
-            precision_guard=self.precision.guard,
+            precision_guard=self.precision.guard if self.precision.guard.is_active else None,
         )
 
     @property

@@ -153,14 +153,22 @@ class GuardConfig:
         return self.on_spike or not (self.saturated is None and self.underflowed is None)
 
     def check(self, divergence: DivergenceConfig | None) -> None:
-        """Refuse `on_spike` if it has no effect.
+        """Refuse a guard without a limit, and `on_spike` if it has no effect.
 
         Args:
             divergence: The spike check; None without one.
 
         Raises:
-            ConfigError: If spikes are not checked, or if the run rolls back to before a spike.
+            ConfigError: If there is no limit, spikes are not checked, or the run rolls back to before
+                a spike.
         """
+        if not self.is_active:
+            raise ConfigError(
+                GUARD,
+                self,
+                "never widens anything; set saturated (such as 0.001), underflowed or on_spike, or "
+                "remove the guard",
+            )
         if not self.on_spike:
             return
         if divergence is None or divergence.on_spike == "ignore":

@@ -33,14 +33,19 @@ class CallCheck:
         names = [
             name for name, count in zip(statistics.layers, elements, strict=True) if count == 0
         ]
-        narrow = [name for name in names if self._is_narrow(name)]
+        narrow = [name for name in names if self._counts_calls(name)]
         self._layers = None
         return _message(narrow) if narrow else None
 
-    def _is_narrow(self, name: str) -> bool:
+    def _counts_calls(self, name: str) -> bool:
+        """Return whether every call of a layer adds statistics.
+
+        Backward skips the gradients of inputs and weights that need none, also in called layers.
+        """
         assert self._layers is not None
         formats = self._layers.states[name].formats
-        return any((formats.forward, formats.grad, formats.wgrad))
+        weight = self._layers.modules[name].weight
+        return bool(formats.forward or (formats.wgrad and weight.requires_grad))
 
 
 def _message(names: list[str]) -> str:

@@ -238,9 +238,11 @@ def _no_match(module: nn.Module, pattern: str) -> str:
         return "the model has no parts"
     names = {name.rpartition(".")[2] for name, _ in parts} | {name for name, _ in parts}
     classes = {type(part).__name__ for _, part in parts}
-    guess = nearest(pattern, {*names, *classes, *WORDS} - {pattern})
+    words = [word for word in WORDS if any(_matches(word, name, part) for name, part in parts)]
+    guess = nearest(pattern, {*names, *classes, *words} - {pattern})
     if not guess.startswith("did you mean"):
-        guess = f"write a name such as {parts[-1][0]!r}, a class, or one of {', '.join(WORDS)}"
+        others = f"a class, or one of {', '.join(words)}" if words else "or a class"
+        guess = f"write a name such as {parts[-1][0]!r}, {others}"
     return f"matches no module of the model; {guess}"
 
 

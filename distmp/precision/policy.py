@@ -304,6 +304,8 @@ def _check_dtype(key: str, value: Any) -> None:
 
 
 def _refuse(key: str, value: object, problem: str) -> NoReturn:
+    if isinstance(value, torch.dtype) and value in DTYPES:
+        value = dtype_word(value)  # as the user has written it
     raise ConfigError(f"precision.policy.{key}", value, problem)
 
 

@@ -54,6 +54,8 @@ def _has_type(annotation: Any, value: Any) -> bool:
 def _expected_in_python(annotation: Any) -> str:
     if dataclasses.is_dataclass(annotation):
         return f"a {cast('type[Any]', annotation).__name__}"
+    if get_origin(annotation) is tuple and dataclasses.is_dataclass(get_args(annotation)[0]):
+        return f"a list of {get_args(annotation)[0].__name__}"
     return {bool: "True or False", type(None): "None"}.get(annotation) or expected(annotation)
 
 

@@ -148,6 +148,18 @@ def test_a_guard_against_spikes_needs_spikes() -> None:
     RunConfig(precision=PrecisionConfig("fp8", guard=guard)).check_names()
 
 
+def test_a_guard_without_a_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"never widens anything; set saturated"):
+        EngineConfig(policy="fp8", precision_guard=GuardConfig())
+    assert RunConfig(precision=PrecisionConfig("fp8")).engine(1).precision_guard is None
+
+
+def test_one_phase_is_no_list() -> None:
+    phase: Any = PrecisionPhase(after_steps=5)
+    with pytest.raises(ConfigError, match=r"must be a list of PrecisionPhase$"):
+        EngineConfig(policy="fp8", precision_phases=phase)
+
+
 def test_settings_in_a_file_are_those_of_the_engine() -> None:
     values = {
         "steps": 1000,

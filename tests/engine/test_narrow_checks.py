@@ -72,6 +72,17 @@ def test_no_warning(policy: str, options: dict[str, bool]) -> None:
         engine.step([torch.ones(4, WIDTH)])
 
 
+@pytest.mark.parametrize("policy", ["bf16,grad=e5m2", "bf16,wgrad=e5m2"])
+def test_called_layers_without_narrow_gradients_are_not_named(policy: str) -> None:
+    model = Model(1)
+    # Its input needs no gradient in either case.
+    model.layers[0].requires_grad_(policy == "bf16,grad=e5m2")
+    engine = make_engine(model, policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step([torch.ones(4, WIDTH)])
+
+
 @pytest.mark.parametrize("policy", ["fp8", "fp8-rowwise", "mxfp8,hp=none", "nvfp4,hp=none"])
 def test_a_step_without_samples(policy: str) -> None:
     engine = make_engine(Model(1), policy)

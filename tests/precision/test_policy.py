@@ -97,6 +97,11 @@ def test_narrow_presets(name: str) -> None:
     assert policy("bf16").wide is policy("bf16")
 
 
+def test_a_refused_dtype_is_printed_as_written() -> None:
+    with pytest.raises(ConfigError, match=r"^precision\.policy\.compute = 'fp32': narrow products"):
+        policy("fp32,forward=e4m3")
+
+
 B, H = {"compute_dtype": BF16}, {"compute_dtype": FP16, "loss_scale": "dynamic"}
 PURE = {"param_dtype": BF16, "compute_dtype": BF16}
 
