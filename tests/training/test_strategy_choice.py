@@ -87,7 +87,8 @@ def needs(monkeypatch: pytest.MonkeyPatch) -> dict[Option, int]:
 
 @pytest.mark.parametrize("text", ["bf16", "bf16-autocast"])
 def test_the_memory_is_that_of_explain(text: str, needs: dict[Option, int]) -> None:
-    config = config_of(precision=policy(text))
+    # The predictions trace the model five times.
+    config = config_of(model={**MODEL, "layers": 3}, precision=policy(text))
     chosen(config, 10**8)
     for option in OPTIONS:
         # The prediction does not model that activations are freed while gradients are exchanged.
@@ -96,12 +97,13 @@ def test_the_memory_is_that_of_explain(text: str, needs: dict[Option, int]) -> N
 
 
 def test_moments_are_counted_in_their_dtypes(needs: dict[Option, int]) -> None:
-    elements = 6 * (4 * 256 * 256 + 3 * 256 * 704)  # without embedding, head and norms
+    elements = 3 * (4 * 256 * 256 + 3 * 256 * 704)  # without embedding, head and norms
     pure = "bf16-pure,stochastic_rounding=true"
     runs = [("bf16", None), ("bf16", "bf16"), ("bf16", "fp8"), (pure, None), (pure, "fp8")]
     found = []
     for text, state in runs:
-        chosen(config_of(precision=policy(text), optim={"state": state}), 10**9)
+        model = {**MODEL, "layers": 3}
+        chosen(config_of(model=model, precision=policy(text), optim={"state": state}), 10**8)
         found.append(needs[DDP] / elements)
     in_fp32, in_bf16, in_fp8, pure_in_bf16, pure_in_fp8 = found
     assert in_fp32 - in_bf16 == pytest.approx(8 - 4, rel=0.1)
