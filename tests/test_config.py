@@ -43,6 +43,14 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--precision.max-consecutive-skips", "0"], "precision.max_consecutive_skips"),
         (["--optim.lr", "nan"], "optim.lr"),
         (["--optim.name", "adamww"], "optim.name = 'adamww': did you mean 'adamw'?"),
+        (
+            ["--config", "preset:fp8", "--optim.name", "sgd"],
+            "optim.options.betas = [0.9, 0.95]: choose one of dampening",
+        ),
+        (
+            ["--config", "preset:quickstart", "--optim.name", "sgd"],
+            "; optim.options: {} removes all options",
+        ),
         (["--optim.options", "{beta: 1}"], "optim.options.beta = 1: did you mean 'betas'?"),
         (["--optim.weight-decay", "-1"], "optim.weight_decay"),
         (["--optim.max-norm", "0"], "optim.max_norm"),

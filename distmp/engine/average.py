@@ -135,9 +135,9 @@ class WeightAverage:
     def _check_not_replaced(self) -> None:
         if self.is_replaced:
             raise TrainingError(
-                "engine.load or a rollback has replaced the weights since their average began; "
-                "after it, call average.load(values) with the average that you saved, or "
-                "average.restart() to begin with the loaded weights"
+                "engine.load, engine.load_state_dict or a rollback has replaced the weights since "
+                "their average began; after it, call average.load(values) with the average that you "
+                "saved, or average.restart() to begin with the loaded weights"
             )
 
     def _check_not_exchanged(self, call: str) -> None:

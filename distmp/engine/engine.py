@@ -1009,6 +1009,7 @@ class Engine:
         )
         self._state.copy(state, live)
         self.finish_loading(live)
+        self.loads += 1
 
     def save(
         self,

@@ -159,8 +159,8 @@ class GuardConfig:
             divergence: The spike check; None without one.
 
         Raises:
-            ConfigError: If there is no limit, spikes are not checked, or the run rolls back to before
-                a spike.
+            ConfigError: If there is no limit, spikes are not checked, or the run rolls back to a
+                step before the spike.
         """
         if not self.is_active:
             raise ConfigError(

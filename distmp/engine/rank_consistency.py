@@ -112,8 +112,11 @@ def check(
     if on_difference == "stop" or not difference.repairable:
         raise TrainingError(_advice(difference))
     broadcast(tensors, world.group, world.device)
-    # Also updates what the engine derives from its state, such as 16-bit parameters.
+    # Also updates what the engine derives from its state, such as 16-bit parameters. An average of
+    # the weights remains valid: it has been repaired, too.
+    loads = engine.loads
     engine.load_state_dict(state)
+    engine.loads = loads
     if world.rank == 0:
         logger.error("ranks differed: %s; all ranks continue with the values of rank 0", difference)
     return difference

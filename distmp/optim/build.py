@@ -58,7 +58,8 @@ def optimizer_factory(
             raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
         if name not in accepted and not accepts_any:
             choices = optimizer_options(config.name)
-            raise ConfigError(f"optim.options.{name}", value, nearest(name, choices))
+            problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
+            raise ConfigError(f"optim.options.{name}", value, problem)
     options = {"lr": config.lr, **config.options}
     if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
         # The fused kernel unscales, clips and skips on the device, without a host synchronization.

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from distmp.errors import ConfigError, nearest
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
@@ -93,7 +95,9 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
 
     These are the modules that the policy keeps. With 16-bit parameters and without a 16-bit
     `buffer_dtype`, they include normalization layers with running statistics: a batch norm refuses
-    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data.
+    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data. They also
+    include layers that compute their weight from it and from FP32 buffers, as under spectral
+    normalization.
 
     Raises:
         ConfigError: See `kept_modules`.
@@ -101,9 +105,18 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     kept = kept_modules(module, policy.keep_fp32)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
-            if name and getattr(part, "running_mean", None) is not None:
+            if name and (getattr(part, "running_mean", None) is not None or _has_vectors(part)):
                 kept[name] = part
     return _outermost(module, kept)
+
+
+def _has_vectors(part: nn.Module) -> bool:
+    """Whether a weight is computed with FP32 buffers, in the new or the old way of torch."""
+    if any(isinstance(hook, SpectralNorm) for hook in part._forward_pre_hooks.values()):
+        return True
+    return is_parametrized(part) and any(
+        buffer.is_floating_point() for buffer in part.get_submodule("parametrizations").buffers()
+    )
 
 
 def parameters_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> set[int]:

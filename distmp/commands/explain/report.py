@@ -183,11 +183,6 @@ def _gains(explanation: Explanation, gains: Mapping[str, float | None]) -> Itera
     ]
     if measured:
         yield from _wrapped(f"measured by {MEASURED_BY}: {', '.join(measured)}")
-    if explanation.device == "cpu":
-        yield from _wrapped(
-            "this CPU emulates narrow products: their values are exact, but a step is slower than "
-            "in bf16"
-        )
 
 
 def _links(total: int, between: int) -> tuple[str, str, str]:

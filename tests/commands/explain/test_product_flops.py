@@ -140,7 +140,6 @@ def test_the_report_says_what_is_narrow_and_what_it_gains(explanation: Explanati
     assert "precision.guard change them" in text
     assert "datasheet: upper limit of the speed-up over bf16" in text
     assert "GPUs without instructions for these formats: A100" in text
-    assert "this CPU emulates narrow products" in text
     assert "wide products of backward in bf16" in text
     # The measurements are those of whole presets.
     assert "measured by" not in text
