@@ -136,8 +136,8 @@ class WeightAverage:
         if self.is_replaced:
             raise TrainingError(
                 "engine.load, engine.load_state_dict or a rollback has replaced the weights since "
-                "their average began; after it, call average.load(values) with the average that you "
-                "saved, or average.restart() to begin with the loaded weights"
+                "their average began; after it, call average.load(values) with the average that "
+                "you saved, or average.restart() to begin with the loaded weights"
             )
 
     def _check_not_exchanged(self, call: str) -> None:
