@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 REFERENCE = "bf16"
@@ -25,19 +25,26 @@ REFERENCE = "bf16"
 SHARED = 3
 
 
-def parser(description: str | None, candidates: Sequence[str]) -> argparse.ArgumentParser:
+class Training(NamedTuple):
+    """How a model of some size is trained."""
+
+    steps: int
+    samples: int  # of a step
+    length: int  # tokens of a sample
+    lr: float
+
+
+TRAININGS = {"22m": Training(300, 4, 256, 1e-3), "1m": Training(600, 8, 256, 4e-3)}
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of `final_losses`."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--folder", type=Path, default=Path("build/continued-runs"))
-    options.add_argument("--candidates", nargs="+", default=list(candidates), choices=candidates)
     options.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
-    options.add_argument("--size", default="22m", help="size of the transformer (default: 22m)")
-    options.add_argument("--steps", type=int, default=300, help="default: 300")
-    options.add_argument("--samples", type=int, default=4, help="samples of a step (default: 4)")
-    options.add_argument("--length", type=int, default=256, help="tokens of a sample")
-    options.add_argument("--lr", type=float, default=1e-3, help="default: 1e-3")
+    options.add_argument("--size", default="22m", choices=TRAININGS, help="default: 22m")
     return options
 
 
@@ -47,7 +54,7 @@ def final_losses(
     """Train candidates with several seeds; return their final losses and what was trained.
 
     Args:
-        candidates: Arguments of `distmp.train` by the name of the candidate, with `REFERENCE`.
+        candidates: Arguments of `distmp.train` by the name of the candidate; `REFERENCE` is first.
         arguments: The parsed options of `parser`.
 
     Returns:
@@ -55,17 +62,17 @@ def final_losses(
         `mean` and the `largest` relative difference from the reference with the same seed; and
         the size of the trainings.
     """
-    names = [REFERENCE, *(name for name in arguments.candidates if name != REFERENCE)]
-    losses: dict[str, list[float]] = {name: [] for name in names}
+    training = TRAININGS[arguments.size]
+    losses: dict[str, list[float]] = {name: [] for name in candidates}
     for seed in range(1, arguments.seeds + 1):
-        for name in names:
-            losses[name].append(_final_loss(name, candidates[name], seed, arguments))
+        for name, options in candidates.items():
+            losses[name].append(_final_loss(name, options, seed, arguments))
             print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
     return {
         "size": arguments.size,
-        "steps": arguments.steps,
-        "shared": arguments.steps // SHARED,
-        "tokens": arguments.samples * arguments.length,
+        "steps": training.steps,
+        "shared": training.steps // SHARED,
+        "tokens": training.samples * training.length,
         "losses": losses,
         "differences": _differences(losses),
     }
@@ -74,24 +81,25 @@ def final_losses(
 def _final_loss(
     name: str, options: Sequence[str], seed: int, arguments: argparse.Namespace
 ) -> float:
+    training = TRAININGS[arguments.size]
     folder = _folder(name, seed, arguments)
-    shared = arguments.steps // SHARED
+    shared = training.steps // SHARED
     start = _folder(REFERENCE, seed, arguments) / "checkpoints" / f"step-{shared:06d}"
     records = folder / "steps.jsonl"
-    if not (records.exists() and _held_out_loss(records, arguments.steps) is not None):
+    if not (records.exists() and _held_out_loss(records, training.steps) is not None):
         if name != REFERENCE:  # an interrupted one has no checkpoint to continue from
             shutil.rmtree(folder, ignore_errors=True)
         settings: dict[str, Any] = {
             "run_dir": folder,
             "resume": "auto" if name == REFERENCE else start,
             "seed": seed,
-            "steps": arguments.steps,
+            "steps": training.steps,
             "compile": "blocks",
             "model.size": arguments.size,
-            "data.sequence_length": arguments.length,
-            "batch.global_batch_size": arguments.samples,
-            "batch.microbatch_size": arguments.samples,
-            "optim.lr": arguments.lr,
+            "data.sequence_length": training.length,
+            "batch.global_batch_size": training.samples,
+            "batch.microbatch_size": training.samples,
+            "optim.lr": training.lr,
             "validation.every": 0,
             "validation.final_samples": 128,
             "sample.length": 0,
@@ -101,13 +109,14 @@ def _final_loss(
         command = [sys.executable, "-m", "distmp.train", "--config", str(QUICKSTART)]
         command += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
         subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
-    loss = _held_out_loss(records, arguments.steps)
+    loss = _held_out_loss(records, training.steps)
     assert loss is not None, f"{records} has no held-out loss"
     return loss
 
 
 def _folder(name: str, seed: int, arguments: argparse.Namespace) -> Path:
-    return Path(arguments.folder / f"{name.replace(',', '').replace(' ', '-')}-{seed}")
+    run = f"{name.replace(',', '').replace(' ', '-')}-{seed}"
+    return Path(arguments.folder / arguments.size / run)
 
 
 def _held_out_loss(records: Path, steps: int) -> float | None:

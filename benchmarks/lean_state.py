@@ -30,13 +30,14 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
 
 
 def main() -> int:
-    arguments = parser(__doc__, list(CANDIDATES)).parse_args()
+    arguments = parser(__doc__).parse_args()
     result = {"machine": machine("cpu"), **final_losses(CANDIDATES, arguments)}
     result["bytes"] = {
         name: bytes_per_parameter(CANDIDATES[name], arguments.size) for name in result["losses"]
     }
     print(lean_state(result))
-    print(f"saved to {save('lean-state-cpu', result)}")
+    size = "" if arguments.size == "22m" else f"-{arguments.size}"
+    print(f"saved to {save(f'lean-state{size}-cpu', result)}")
     return 0
 
 
