@@ -76,6 +76,7 @@ def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path
         assert not re.search(r"Traceback|^\[?[WE]\d{4}", output, flags=re.MULTILINE), output
 
 
+@pytest.mark.soak
 def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None:
     """As PyTorchJob, Volcano, Azure ML and scripts number machines with one process each."""
     words = [
@@ -171,6 +172,7 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
             assert "waiting for node rank 1 (joined: one (10.99.7.1)), up to 25 s" in output
 
 
+@pytest.mark.soak
 def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
     words = [
         *rendezvous_at("one:29400"),

@@ -114,6 +114,7 @@ def test_from_random_weights_to_an_export(tmp_path: Path) -> None:
     assert 4 * sum(parameter.numel() for parameter in model.parameters()) >= WHOLE
 
 
+@pytest.mark.soak
 def test_from_files_to_a_model_folder(tmp_path: Path, folder: Path) -> None:
     arguments = [f"--model.name=hf:{folder}", "--run-dir=run", "--steps=2"]
     (done,) = run_jobs([_job(*arguments, ranks=4, data=corpus(tmp_path / "corpus"))], tmp_path)
