@@ -96,8 +96,7 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     These are the modules that the policy keeps. With 16-bit parameters and without a 16-bit
     `buffer_dtype`, they include normalization layers with running statistics: a batch norm refuses
     FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data. They also
-    include layers that compute their weight from it and from FP32 buffers, as under spectral
-    normalization.
+    include layers whose weight is computed with FP32 buffers, as under spectral normalization.
 
     Raises:
         ConfigError: See `kept_modules`.
@@ -105,13 +104,16 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     kept = kept_modules(module, policy.keep_fp32)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
-            if name and (getattr(part, "running_mean", None) is not None or _has_vectors(part)):
+            if name and (
+                getattr(part, "running_mean", None) is not None
+                or _computes_weight_with_buffers(part)
+            ):
                 kept[name] = part
     return _outermost(module, kept)
 
 
-def _has_vectors(part: nn.Module) -> bool:
-    """Whether a weight is computed with FP32 buffers, in the new or the old way of torch."""
+def _computes_weight_with_buffers(part: nn.Module) -> bool:
+    """Return whether a parametrization or an old hook of torch needs floating-point buffers."""
     if any(isinstance(hook, SpectralNorm) for hook in part._forward_pre_hooks.values()):
         return True
     return is_parametrized(part) and any(
