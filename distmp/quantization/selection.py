@@ -39,7 +39,7 @@ class Selection(NamedTuple):
 
 
 def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> Selection:
-    """Return which linear layers of a model have narrow products under a policy, and why others do not.
+    """Return which linear layers have narrow products under a policy, and why others do not.
 
     Args:
         model: The model.
