@@ -178,9 +178,9 @@ MUTANTS = [
     ),
     Mutant(
         "only the first microbatch has a weight",
-        "distmp/engine/engine.py",
-        "pack(*stats.weights, device=self.device).sum(),",
-        "pack(*stats.weights, device=self.device)[0] * len(stats.weights),",
+        "distmp/engine/step_sums.py",
+        "pack(*stats.weights, device=world.device).sum(),",
+        "pack(*stats.weights, device=world.device)[0] * len(stats.weights),",
     ),
     Mutant(
         "a dropped microbatch keeps its weight",
@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "evaluation leaves the model in evaluation mode",
-        "distmp/engine/engine.py",
+        "distmp/engine/evaluation.py",
         "submodule.training = True",
         "pass",
     ),

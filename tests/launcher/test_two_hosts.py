@@ -91,6 +91,7 @@ def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None
     assert steps(tmp_path) == [1, 2]
 
 
+@pytest.mark.soak
 def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     """Each host ends within its timeout and names the other one."""
     words = [
@@ -109,6 +110,7 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     assert "first machine (one, 10.99.7.1)" in last_line(second_output)
 
 
+@pytest.mark.soak
 def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
     """All are started at once: each costs an import of torch, and waits for others or timeouts."""
     held = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"

@@ -98,7 +98,7 @@ def test_narrow_presets(name: str) -> None:
 
 
 def test_a_refused_dtype_is_printed_as_written() -> None:
-    with pytest.raises(ConfigError, match=r"^precision\.policy\.compute = 'fp32': narrow products"):
+    with pytest.raises(ConfigError, match=r"^precision\.policy\.compute = 'fp32': results"):
         policy("fp32,forward=e4m3")
 
 

@@ -232,6 +232,7 @@ def measured_on_two_ranks() -> dict[str, tuple[int, int, float]]:
     return found
 
 
+@pytest.mark.soak
 def test_memory_and_traffic_of_two_ranks() -> None:
     measured = run_ranks(measured_on_two_ranks, 2, timeout=110.0)[0]
     for name, config in TWO_RANKS.items():
