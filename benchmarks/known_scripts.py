@@ -69,7 +69,7 @@ class Script:
     """Further arguments, for float16."""
 
     shown: tuple[Hunk, ...] = ()
-    """Replacements of all forms, so that the losses are printed and fall in a few steps."""
+    """Replacements of all forms: losses are printed and fall in a few steps, and ranks end."""
 
 
 def hunks(page: str, title: str) -> tuple[list[Hunk], list[Hunk]]:
@@ -219,6 +219,7 @@ def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+_TRL_END = "        trainer.end()\n"
 SCRIPTS = {
     "nanogpt": Script(
         title="nanoGPT",
@@ -263,6 +264,13 @@ SCRIPTS = {
         ),
         loss=r"'loss': '?([\d.]+)",
         float16=("--fp16", "True"),
+        shown=(
+            # Where the trainer is freed, the destructor of torch's gloo group can wait forever for
+            # a thread that waits for the interpreter.
+            Hunk(
+                _TRL_END, f"{_TRL_END}    import os, sys\n    sys.stdout.flush()\n    os._exit(0)\n"
+            ),
+        ),
     ),
 }
 
