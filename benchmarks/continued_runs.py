@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.report import save
+
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 REFERENCE = "bf16"
 # All candidates share the first 1 / SHARED of the steps.
@@ -76,6 +78,12 @@ def final_losses(
         "losses": losses,
         "differences": _differences(losses),
     }
+
+
+def save_result(name: str, result: dict[str, Any]) -> Path:
+    """Save a result under the name of its table, with the size if it is not the default."""
+    size = "" if result["size"] == "22m" else f"-{result['size']}"
+    return save(f"{name}{size}-cpu", result)
 
 
 def _final_loss(

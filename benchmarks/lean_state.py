@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from benchmarks.continued_runs import QUICKSTART, REFERENCE, final_losses, parser
-from benchmarks.report import machine, save
+from benchmarks.continued_runs import QUICKSTART, REFERENCE, final_losses, parser, save_result
+from benchmarks.report import machine
 from benchmarks.tables.formats import lean_state
 from distmp.config import load
 from distmp.distributed.world import World
@@ -36,8 +36,7 @@ def main() -> int:
         name: bytes_per_parameter(CANDIDATES[name], arguments.size) for name in result["losses"]
     }
     print(lean_state(result))
-    size = "" if arguments.size == "22m" else f"-{arguments.size}"
-    print(f"saved to {save(f'lean-state{size}-cpu', result)}")
+    print(f"saved to {save_result('lean-state', result)}")
     return 0
 
 

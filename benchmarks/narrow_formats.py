@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.continued_runs import REFERENCE, final_losses, parser
-from benchmarks.report import machine, save
+from benchmarks.continued_runs import REFERENCE, final_losses, parser, save_result
+from benchmarks.report import machine
 from benchmarks.tables.formats import narrow_formats
 
 NVFP4 = ("--precision.policy", "nvfp4")
@@ -47,8 +47,7 @@ def main() -> int:
     candidates = CANDIDATES[arguments.size]
     result = {"machine": machine("cpu"), **final_losses(candidates, arguments)}
     print(narrow_formats(result))
-    size = "" if arguments.size == "22m" else f"-{arguments.size}"
-    print(f"saved to {save(f'narrow-formats{size}-cpu', result)}")
+    print(f"saved to {save_result('narrow-formats', result)}")
     return 0
 
 
