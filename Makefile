@@ -7,6 +7,7 @@
 # make soak    the tests that take minutes, such as kills and restarts, then random faults on two and three
 #              simulated hosts (SECONDS=240)
 # make lint    formatting, lint, types and layers
+# make size    code lines, modules, configuration keys, import cycles and words of the documentation
 # make dist    build sdist and wheel into dist/, check and test them
 # make docs    build the documentation into build/docs, with warnings as errors
 # make bench   compare with other training loops, side by side
@@ -22,7 +23,7 @@ SECONDS ?= 240
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 
-.PHONY: train test test-fake-gpu test-fast soak nightly lint format docs dist bench bench-gpu clean
+.PHONY: train test test-fake-gpu test-fast soak nightly lint size format docs dist bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -75,6 +76,9 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+size: $(INSTALLED)
+	$(VENV)/bin/python .ci/size.py
 
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .
