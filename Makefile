@@ -8,6 +8,7 @@
 #              simulated hosts (SECONDS=240)
 # make lint    formatting, lint, types and layers
 # make size    code lines, modules, configuration keys, import cycles and words of the documentation
+# make behaviour  what a change of structure must not change: API, help, messages, weights of short runs
 # make dist    build sdist and wheel into dist/, check and test them
 # make docs    build the documentation into build/docs, with warnings as errors
 # make bench   compare with other training loops, side by side
@@ -23,7 +24,7 @@ SECONDS ?= 240
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 
-.PHONY: train test test-fake-gpu test-fast soak nightly lint size format docs dist bench bench-gpu clean
+.PHONY: train test test-fake-gpu test-fast soak nightly lint size behaviour format docs dist bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -79,6 +80,9 @@ lint: $(INSTALLED)
 
 size: $(INSTALLED)
 	$(VENV)/bin/python .ci/size.py
+
+behaviour: $(INSTALLED)
+	@$(TEST_ENV) $(VENV)/bin/python .ci/behaviour.py
 
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .
