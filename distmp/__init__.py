@@ -6,7 +6,6 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from distmp import _moved
 from distmp._lazy import lazy_names
 
 __version__ = "0.1.0"
@@ -66,7 +65,6 @@ else:
         "distmp.engine.settings": ("DivergenceConfig",),
     }
 
-    _moved.install()
     _public_name = lazy_names(__name__, _PUBLIC_NAMES)
 
     def __getattr__(name: str) -> object:

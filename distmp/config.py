@@ -22,7 +22,6 @@ from distmp.models import contracts
 from distmp.models.settings import ModelConfig
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 from distmp.parallel.settings import (
-    FORMER_STRATEGIES,
     SHARDED_STRATEGIES,
     STRATEGIES,
     AccumulationSettings,
@@ -359,7 +358,7 @@ class RunConfig:
         metadata=consequential("spikes are handled differently from here on"),
     )
     rank_consistency: RankConsistencyConfig = field(
-        default_factory=RankConsistencyConfig, metadata={"formerly": "lockstep", **HARMLESS}
+        default_factory=RankConsistencyConfig, metadata=HARMLESS
     )
     validation: ValidationConfig = field(default_factory=ValidationConfig, metadata=HARMLESS)
     ema: EmaConfig = field(
@@ -415,7 +414,7 @@ class RunConfig:
             )
 
     def _check_strategy(self) -> None:
-        if self.strategy not in (*STRATEGIES, *FORMER_STRATEGIES):
+        if self.strategy not in STRATEGIES:
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
         if self.strategy != "auto":  # which chooses a strategy that supports the settings
             self.sharding.check(self.strategy)

@@ -63,13 +63,13 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def read_index(
-    path: Location, files: dict[str, FileSum] | None, opened: IO[bytes] | None = None
+    path: Location, files: dict[str, FileSum], opened: IO[bytes] | None = None
 ) -> Metadata:
     """Read and check the index of the checkpoint at `path`.
 
     Args:
         path: Folder of the checkpoint.
-        files: Its files by name; None in a checkpoint without checksums.
+        files: Its files by name.
         opened: The file of the index, if it is open already; it is closed.
 
     Raises:
@@ -79,13 +79,9 @@ def read_index(
     file = path / INDEX_FILE
     try:
         data = read_bytes(file, _LARGEST_BYTES) if opened is None else _read_again(opened)
-        if files is None:
-            files_here = (entry for entry in path.iterdir() if entry.is_file())
-            sizes = {entry.name: entry.stat().st_size for entry in files_here}
-        else:
-            sizes = {name: written.size for name, written in files.items()}
-            manifest.check_sum(file, FileSum().extended(data), files.get(INDEX_FILE, FileSum()))
-        if files is None or len(data) <= _SCANNED_BYTES:
+        sizes = {name: written.size for name, written in files.items()}
+        manifest.check_sum(file, FileSum().extended(data), files.get(INDEX_FILE, FileSum()))
+        if len(data) <= _SCANNED_BYTES:
             _refuse_absurd(data)
         index = _RestrictedUnpickler(io.BytesIO(data)).load()
         if not isinstance(index, Metadata):

@@ -22,9 +22,7 @@ from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
 
 STATE_FILE = "state.json"
-FORMAT = 2
-# The format before checksums were added.
-FORMAT_WITHOUT_CHECKSUMS = 1
+FORMAT = 1
 
 _CHUNK_BYTES = 1 << 22
 # Limits that no real file reaches: 100,000 ranks take 10 MB.
@@ -75,16 +73,15 @@ class State:
     Attributes:
         step: Number of steps done.
         numbers: The numbers that the caller of `store.save` passed.
-        files: Size and checksum of the other files, by name; None in a checkpoint without
-            checksums.
-        crc32: CRC-32 of the content; 0 in a checkpoint without checksums.
+        files: Size and checksum of the other files, by name.
+        crc32: CRC-32 of the content.
         health: Whether a run should continue from this state.
         best: Step of the best checkpoint when this one was saved; None for none.
     """
 
     step: int
     numbers: dict[str, Any]
-    files: dict[str, FileSum] | None
+    files: dict[str, FileSum]
     crc32: int
     health: Health = HEALTHY
     best: int | None = None
@@ -143,9 +140,9 @@ def read(path: Location) -> State:
         raise CheckpointError(f"{file} is missing") from error
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
-    if found_format not in (FORMAT_WITHOUT_CHECKSUMS, FORMAT):
+    if found_format != FORMAT:
         raise CheckpointError(
-            f"{file} has format {found_format!r}; this version of distmp reads up to {FORMAT}"
+            f"{file} has format {found_format!r}; this version of distmp reads format {FORMAT}"
         )
     try:
         return _decode(state)
@@ -223,10 +220,6 @@ def check_number(name: str, value: object) -> int:
 
 def _decode(state: dict[str, Any]) -> State:
     _check_depth(state)
-    without_sums = state["format"] == FORMAT_WITHOUT_CHECKSUMS and "crc32" not in state
-    if without_sums:
-        _check_step(state)
-        return State(state["step"], state["numbers"], None, 0)
     written = int(state.pop("crc32"), 16)
     if _content_sum(state) != written:
         raise CheckpointError("its content does not match its checksum")

@@ -101,8 +101,7 @@ class StoredCheckpoint:
     def verify(self) -> None:
         """Compare the files with their checksums. Collective over all ranks.
 
-        Each data file is read by one of the ranks. For a checkpoint without checksums, of the first
-        version of distmp, every rank checks the index instead.
+        Each data file is read by one of the ranks.
 
         Raises:
             CheckpointError: The same on all ranks, if the checkpoint is damaged or has a later
@@ -162,13 +161,6 @@ class StoredCheckpoint:
                 f"its folder is named after step {step}, but it holds step {self.state.step}"
             )
         files = self.state.files
-        if files is None:
-            _ = self.index
-            if ranks.rank == 0:
-                logger.warning(
-                    "%s has no checksums; an earlier version of distmp wrote it", self.path
-                )
-            return self.state.crc32
         # In the order of the ranks that wrote them: at the same world size a rank verifies the file
         # that it wrote (which its host may still cache) and that it is going to load.
         spare_bytes = _spare_bytes(ranks)

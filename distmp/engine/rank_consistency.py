@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.engine.settings import RankConsistencyConfig as RankConsistencyConfig  # former path
 from distmp.errors import TrainingError, rank_names
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.flat_shard import FlatShard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from distmp.errors import ConfigError
@@ -42,7 +42,7 @@ class DivergenceConfig:
     max_rollbacks: int = 5
     """Maximum number of rollbacks of a run; the next one ends the run with an error."""
 
-    skip_data_steps: int = field(default=0, metadata={"formerly": "pass_over"})
+    skip_data_steps: int = 0
     """Steps of data after the spike that a rollback skips too."""
 
     def __post_init__(self) -> None:

@@ -11,7 +11,6 @@ from distmp.errors import ConfigError, nearest
 from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
 from distmp.parallel.materialize import InitialValues, nothing_to_compute
 from distmp.parallel.settings import (
-    FORMER_STRATEGIES,
     SHARDED_STRATEGIES,
     STRATEGIES,
     AccumulationSettings,
@@ -30,10 +29,6 @@ def resolve_strategy(name: str, world: World) -> str:
     Raises:
         ConfigError: If the name is unknown or does not support the number of ranks.
     """
-    if name in FORMER_STRATEGIES:
-        if world.rank == 0:
-            logger.warning("strategy %r was removed; using %r", name, FORMER_STRATEGIES[name])
-        name = FORMER_STRATEGIES[name]
     if name not in STRATEGIES:
         raise ConfigError("strategy", name, nearest(name, STRATEGIES))
     if name == "auto":

@@ -18,7 +18,6 @@ Compilation = Literal["none", "blocks", "model"]
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
 # Removed names of strategies, and the strategy with the same results that they select now.
-FORMER_STRATEGIES = {"ddp-torch": "ddp"}
 SHARDED_STRATEGIES = ("fsdp", "hsdp", "fsdp1")
 ON_NONFINITE = ("skip_step", "drop_microbatch")
 

@@ -255,8 +255,6 @@ def _strict(value: Any) -> Any:
 def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecord:
     try:
         values = json.loads(line)
-        if "tokens_per_second" in values:  # written before the unit could be another
-            values.setdefault("weight_per_second", values["tokens_per_second"])
         known = {n: convert(values[n]) for n, convert in _CONVERTERS.items() if n in values}
         return StepRecord(**known)
     except (ValueError, TypeError) as error:

@@ -21,7 +21,7 @@ from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
 from distmp.training.resume_compat import RUN_PROPERTIES, Changes, compare
 from distmp.utils.environment_info import versions
-from distmp.utils.settings import current_name, former_names, leaf_names, to_mapping
+from distmp.utils.settings import leaf_names, to_mapping
 from distmp.utils.settings.flat import digest, flat
 
 
@@ -100,13 +100,9 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         now: The fingerprint of the run that resumes.
     """
     if "configuration" not in before:
-        return Changes(note="the checkpoint is too old to contain settings: none are compared")
+        return Changes(note="the checkpoint contains no settings: none are compared")
     leaves = frozenset(leaf_names(RunConfig))
-    former = former_names(RunConfig)
-    settings_before = {
-        current_name(name, former): value
-        for name, value in flat(masked(before["configuration"]), leaves).items()
-    }
+    settings_before = flat(masked(before["configuration"]), leaves)
     settings_now = flat(now["configuration"], leaves)
     for settings in (settings_before, settings_now):
         _resolve_warmup(settings)

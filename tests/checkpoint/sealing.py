@@ -19,10 +19,3 @@ def seal(path: Path) -> None:
         if file.is_file() and file.name != STATE_FILE
     }
     (path / STATE_FILE).write_bytes(manifest.encode(state["step"], state["numbers"], files))
-
-
-def make_old(path: Path) -> None:
-    """Convert a checkpoint to the format of the first version of distmp, without checksums."""
-    state = json.loads((path / STATE_FILE).read_text())
-    old = {"format": 1, "step": state["step"], "numbers": state["numbers"]}
-    (path / STATE_FILE).write_text(json.dumps(old, indent=2) + "\n")

@@ -111,7 +111,7 @@ def link_to_nowhere(path: Path, random: Random) -> None:
 
 
 def change_the_version(path: Path, random: Random) -> None:
-    edit(path, "format", random.choice([0, 1, 3, 10**30, -2, 2.5, "2", None, True, [2]]))
+    edit(path, "format", random.choice([0, 2, 3, 10**30, -2, 2.5, "2", None, True, [2]]))
 
 
 def change_the_step(path: Path, random: Random) -> None:

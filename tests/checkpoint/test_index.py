@@ -18,18 +18,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from distmp.checkpoint import manifest, store
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError
-from tests.checkpoint.sealing import make_old, seal
+from tests.checkpoint.sealing import seal
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 
 
-@pytest.fixture(params=["checksums", "old"])
-def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
     tensors = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in DTYPES}
     path = store.save(tmp_path, 1, tensors, {}, keep=1)
     assert isinstance(path, Path)
-    if request.param == "old":
-        make_old(path)
     return path
 
 
@@ -193,8 +191,8 @@ ABSURD = [
 def test_absurd_index_takes_no_memory(tmp_path: Path, data: bytes) -> None:
     path = store.save(tmp_path, 1, {}, {}, keep=1)
     assert isinstance(path, Path)
-    make_old(path)
     (path / INDEX_FILE).write_bytes(data)
+    seal(path)
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match="cannot be used"):
@@ -209,7 +207,8 @@ def test_absurd_index_takes_no_memory(tmp_path: Path, data: bytes) -> None:
 def test_random_bytes_as_an_index(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        (path / "state.json").write_text('{"format": 1, "step": 1, "numbers": {}}')
+        (path / "state.json").write_bytes(manifest.encode(1, {}, {}))
         (path / INDEX_FILE).write_bytes(data)
+        seal(path)
         with pytest.raises(CheckpointError, match="cannot be used"):
             read_index(path)

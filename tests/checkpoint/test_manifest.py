@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import tempfile
 import zlib
 from pathlib import Path
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from distmp.checkpoint import manifest, store
 from distmp.checkpoint.manifest import STATE_FILE, FileSum
 from distmp.errors import CheckpointError
-from tests.checkpoint.sealing import make_old
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -76,9 +74,8 @@ def test_checksums_take_no_second_reading(tmp_path: Path, monkeypatch: pytest.Mo
         ("[]", "cannot be read: TypeError"),
         ("{}", "cannot be read: KeyError"),
         ('{"format": 1}', "cannot be read: KeyError"),
-        ('{"format": 2}', "cannot be read: KeyError"),
-        ('{"format": 3, "numbers": {}}', "has format 3; this version of distmp reads up to 2"),
-        ('{"format": 2, "crc32": "00000000"}', "its content does not match its checksum"),
+        ('{"format": 2, "numbers": {}}', "has format 2; this version of distmp reads format 1"),
+        ('{"format": 1, "crc32": "00000000"}', "its content does not match its checksum"),
         ("[" * 100_000, "cannot be read: RecursionError"),
         (b"\xff" * 10_000, "cannot be read: UnicodeDecodeError"),
     ],
@@ -104,24 +101,3 @@ def test_numbers_are_covered_by_the_checksum(tmp_path: Path) -> None:
     (path / STATE_FILE).write_text(text.replace('"samples": 8', '"samples": 9'))
     with pytest.raises(CheckpointError, match="its content does not match its checksum"):
         _ = store.StoredCheckpoint(path).numbers
-
-
-def test_an_earlier_version_has_no_checksum_to_ignore(tmp_path: Path) -> None:
-    data = manifest.encode(1, {}, {})
-    (tmp_path / STATE_FILE).write_bytes(data.replace(b'"format": 2', b'"format": 1'))
-    with pytest.raises(CheckpointError, match="its content does not match its checksum"):
-        manifest.read(tmp_path)
-
-
-def test_a_checkpoint_without_checksums_is_loaded_with_a_note(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = store.save(tmp_path, 1, {"weight": torch.arange(3.0)}, {"samples": 8}, keep=1)
-    assert isinstance(path, Path)
-    make_old(path)
-    assert json.loads((path / STATE_FILE).read_text()).keys() == {"format", "step", "numbers"}
-    found = {"weight": torch.zeros(3)}
-    store.load(path, found)
-    assert torch.equal(found["weight"], torch.arange(3.0))
-    assert store.StoredCheckpoint(path).numbers == {"samples": 8}
-    assert f"{path} has no checksums" in caplog.text

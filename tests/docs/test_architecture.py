@@ -128,11 +128,11 @@ def test_a_setting_and_a_checkpoint_take_their_journeys(
 def test_the_layers_are_those_of_the_linter() -> None:
     contracts = _toml()["tool"]["importlinter"]["contracts"]
     [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
-    known = {name for layer in layers for name in re.findall(r"\w+", layer)} - {"_moved", "_lazy"}
+    known = {name for layer in layers for name in re.findall(r"\w+", layer)} - {"_lazy"}
     [diagram] = re.findall(r"```text\n(.*?)```", PAGE, re.S)
     shown = [re.findall(r"\w+", line[:28]) for line in diagram.splitlines()]
     assert {name for line in shown for name in line} == known
-    order = [set(re.findall(r"\w+", layer)) - {"_moved", "_lazy"} for layer in layers]
+    order = [set(re.findall(r"\w+", layer)) - {"_lazy"} for layer in layers]
     ranks_of = {name: index for index, layer in enumerate(order) for name in layer}
     heights = [ranks_of[name] for line in shown for name in line]
     assert heights == sorted(heights)

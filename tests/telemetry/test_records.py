@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, _line, read_records
+from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
 from tests.disks import disk, fill
 from tests.telemetry.samples import record
 
@@ -244,14 +244,6 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
     with pytest.raises(RecordError) as caught:
         read_records(path)
     assert f"{path}, line 2: " in str(caught.value)
-
-
-def test_the_former_name_of_the_throughput_is_read(tmp_path: Path) -> None:
-    line = json.loads(_line(record(1)))
-    line["tokens_per_second"] = line.pop("weight_per_second")
-    del line["unit"]
-    (tmp_path / "records.jsonl").write_text(json.dumps(line) + "\n")
-    assert read_records(tmp_path / "records.jsonl") == [record(1)]
 
 
 def test_fields_of_later_versions_are_ignored(tmp_path: Path) -> None:

@@ -231,8 +231,8 @@ def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_p
     resumed = run(tmp_path, *ROLLBACK, "--resume=auto", poisoned=bad)
     assert (resumed.progress.rollbacks, resumed.progress.rolled_back_to) == (3, 3)
     assert resumed.progress.samples == (11 + 11) * BATCH
-    # All three windows at once, with the former name of divergence.skip_data_steps.
-    once = run(tmp_path / "o", *ROLLBACK, "--divergence.pass-over=2", poisoned=bad)
+    # All three windows at once.
+    once = run(tmp_path / "o", *ROLLBACK, "--divergence.skip-data-steps=2", poisoned=bad)
     assert (once.progress.rollbacks, once.progress.rolled_back_to) == (1, 6)
     assert once.progress.samples == (11 + 8) * BATCH
     # A spike before the first checkpoint leads back to the start.

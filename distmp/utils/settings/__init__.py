@@ -6,8 +6,6 @@ fields (`optim.lr`), the same in the file, on the command line and in every mess
 
 from distmp.utils.settings.command_line import command_line
 from distmp.utils.settings.convert import (
-    current_name,
-    former_names,
     from_mapping,
     leaf_names,
     to_mapping,
@@ -16,8 +14,6 @@ from distmp.utils.settings.yaml_files import read_yaml, write_yaml
 
 __all__ = [
     "command_line",
-    "current_name",
-    "former_names",
     "from_mapping",
     "leaf_names",
     "read_yaml",

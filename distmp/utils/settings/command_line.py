@@ -16,15 +16,12 @@ from distmp.utils.presets import located
 from distmp.utils.settings.convert import (
     advice_of,
     annotation_of,
-    current_name,
     did_you_mean,
-    former_names,
     from_mapping,
     join,
     option_setting,
     setting_names,
     unknown_setting,
-    warn_former,
 )
 from distmp.utils.settings.yaml_files import dictionary_as_line, dictionary_from_line, read_yaml
 
@@ -53,7 +50,6 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
         SystemExit: With code 0 after `--help`.
     """
     path, overrides = _split_config(argv)
-    overrides = _renamed(cls, overrides)
     values = {} if path is None else read_yaml(located("--config", path))
     config = from_mapping(cls, values)
     # Importing tyro takes a third of a second on every rank; without overrides it is not needed.
@@ -79,21 +75,6 @@ def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
             raise ConfigError("--config", value, f"is given twice; the first is {path!r}")
         path = value
     return path, overrides
-
-
-def _renamed(cls: type[Any], overrides: list[str]) -> list[str]:
-    """Replace former names of settings in options by the current ones."""
-    former = former_names(cls)
-    words = []
-    for word in overrides:
-        option, equals, value = word.partition("=")
-        old = _setting_of(option)
-        new = current_name(old, former)
-        if word.startswith("--") and new != old:
-            warn_former(old, new)
-            word = f"--{new.replace('_', '-')}{equals}{value}"
-        words.append(word)
-    return words
 
 
 def _override(cls: type[T], config: T, overrides: list[str], prog: str, description: str) -> T:

@@ -91,61 +91,11 @@ def annotation_of(cls: type[Any], setting: str) -> Any:
     return annotation_of(cast("type[Any]", section), rest)
 
 
-def former_names(cls: type[Any]) -> dict[str, str]:
-    """Return the current dotted names of settings and sections by their former ones.
-
-    A field has its former name in its metadata: `field(metadata={"formerly": NAME})`.
-    """
-    names = {}
-    for full in setting_names(cls):
-        section, _, name = full.rpartition(".")
-        holder = cls if not section else _section_class(cls, section)
-        fields = {field.name: field for field in dataclasses.fields(holder)}
-        if former := fields[name].metadata.get("formerly"):
-            names[join(section, former)] = full
-    return names
-
-
-def current_name(setting: str, former: Mapping[str, str]) -> str:
-    """Return the current name of a setting.
-
-    Args:
-        setting: Dotted name, perhaps a former one.
-        former: Result of `former_names`.
-    """
-    for old, new in former.items():
-        if setting == old or setting.startswith(f"{old}."):
-            return new + setting[len(old) :]
-    return setting
-
-
-def warn_former(old: str, new: str) -> None:
-    """Log that a setting has a new name."""
-    logger.warning("the setting %s is now %s; the old name works in this release only", old, new)
-
-
-def _section_class(cls: type[Any], setting: str) -> Any:
-    return next(
-        item for item in members_of(annotation_of(cls, setting)) if dataclasses.is_dataclass(item)
-    )
-
-
 def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> Any:
     fields = field_annotations(cls)
-    former = {
-        field.metadata["formerly"]: field.name
-        for field in dataclasses.fields(cls)
-        if "formerly" in field.metadata
-    }
     arguments = {}
     for name, value in values.items():
         setting = join(where, str(name))
-        if name in former:
-            name = former[name]
-            if name in values:
-                raise ConfigError(setting, value, f"is the former name of {name!r}; give only that")
-            warn_former(setting, join(where, name))
-            setting = join(where, name)
         if name not in fields:
             option = option_setting(cls, values, setting)
             problem = did_you_mean(option) if option else unknown_setting(cls, setting, known)
