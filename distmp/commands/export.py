@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from distmp.commands.arguments import Parser, byte_size
-from distmp.precision.policy import DTYPE_WORDS
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +25,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")
     parser.add_argument(
-        "--dtype", default="fp32", choices=list(DTYPE_WORDS), help="dtype of the weights"
+        "--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="dtype of the weights"
     )
     parser.add_argument(
         "--format",

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distmp.commands.report.page import page
-from distmp.commands.report.run import Run
 from distmp.errors import ConfigError
 from distmp.utils.files import replacing
 
@@ -27,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, nargs="?", help="folder of a run to compare it with")
     parser.add_argument("--to", type=Path, help="output file (default: RUN_DIR/report.html)")
     arguments = parser.parse_args(argv)
+    from distmp.commands.report.page import page
+    from distmp.commands.report.run import Run
+
     folders = [arguments.run_dir, *([arguments.other] if arguments.other else [])]
     runs = [Run.read(folder) for folder in folders]
     target = arguments.to or arguments.run_dir / "report.html"
