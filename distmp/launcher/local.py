@@ -21,7 +21,7 @@ from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exi
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import detect, slurm_resolver
-from distmp.launcher.messages import log
+from distmp.launcher.messages import assignment, log
 from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import OrderlyStop, has_ranks
 from distmp.launcher.plan import Endpoint, Machine, Plan, join_timeout_seconds, make_plan
@@ -210,7 +210,7 @@ def _apply(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Nam
     for note in (*plan.job.notes, *plan.notes):
         log(note)
     names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
-    variables = [f"{name}={os.environ[name]}" for name in names]
+    variables = [assignment(name, os.environ[name]) for name in names]
     log(" ".join([*variables, shlex.join(masked(["torchrun", *plan.torchrun(), *command]))]))
     return parsed
 

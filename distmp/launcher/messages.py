@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 
 from distmp.masking import masked_text
@@ -13,3 +14,8 @@ def log(message: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"distmp launch: {masked_text(message)}\n")
         sys.stderr.flush()
+
+
+def assignment(name: str, value: str) -> str:
+    """Return how a shell sets a variable. Unquoted, `NAME==lo` looks wrong, and zsh expands it."""
+    return f"{name}='{value}'" if value.startswith("=") else f"{name}={shlex.quote(value)}"

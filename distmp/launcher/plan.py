@@ -15,6 +15,7 @@ from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
+from distmp.launcher.messages import assignment
 from distmp.launcher.network import (
     AddressError,
     Network,
@@ -146,7 +147,7 @@ class Plan:
 
     def describe(self, command: Sequence[str]) -> str:
         """Return the command with its environment, ready to paste into a shell, and the reasons."""
-        variables = [f"{name}={shlex.quote(v.value)}" for name, v in self.variables.items()]
+        variables = [assignment(name, v.value) for name, v in self.variables.items()]
         reasons = [variable.reason for variable in self.variables.values()]
         entries = [*self.options, *map(ExplainedValue, variables, reasons)]
         width = max((len(entry.value) for entry in entries), default=0)

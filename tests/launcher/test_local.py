@@ -111,7 +111,7 @@ def test_success(tmp_path: Path) -> None:
     assert threads == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
     # Only the command is logged: no banner of torchrun.
     command = f"torchrun {ALONE} --nproc-per-node 2 -m tests.launcher.worker succeed"
-    interfaces = "GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME==lo"
+    interfaces = "GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME='=lo'"
     assert output.splitlines() == [
         f"distmp launch: OMP_NUM_THREADS={threads.pop()} {interfaces} {command} {tmp_path}"
     ]

@@ -8,6 +8,7 @@ import pytest
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job, detect
+from distmp.launcher.messages import assignment
 from distmp.launcher.network import AddressError, Network
 from distmp.launcher.plan import Machine, Plan, UserOptions, make_plan, port_of, split_endpoint
 from tests.launcher.networks import NAMES, network
@@ -341,7 +342,7 @@ def test_the_description_has_reasons_and_a_command_to_paste() -> None:
     assert comments[-1].startswith("# the same on n1, each with its own")
     for value, entry in [
         *((option.value, option) for option in planned.options),
-        *((f"{name}={entry.value}", entry) for name, entry in planned.variables.items()),
+        *((assignment(name, entry.value), entry) for name, entry in planned.variables.items()),
     ]:
         (line,) = (line for line in comments if line.startswith(f"#   {value} "))
         assert line.endswith(entry.reason)

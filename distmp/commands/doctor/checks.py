@@ -7,6 +7,7 @@ from ipaddress import ip_address
 from typing import Literal, NamedTuple
 
 from distmp.commands.doctor.machine_info import MachineInfo
+from distmp.launcher.messages import assignment
 from distmp.launcher.network import external_interfaces
 from distmp.utils.units import bytes_text
 
@@ -312,14 +313,14 @@ def _network(machine: MachineInfo) -> Iterator[CheckResult]:
     if nccl and not any(_nccl_matches(nccl, name) for name in names):
         yield CheckResult(
             "FAIL",
-            f"NCCL_SOCKET_IFNAME={nccl} matches none of the interfaces: {listed}",
+            f"{assignment('NCCL_SOCKET_IFNAME', nccl)} matches none of the interfaces: {listed}",
             "set it to an interface that is up, or unset it",
         )
     for name, setting in (("GLOO_SOCKET_IFNAME", gloo), ("NCCL_SOCKET_IFNAME", nccl)):
-        if (setting or "").lstrip("=") == "lo":
+        if setting and setting.lstrip("=") == "lo":
             yield CheckResult(
                 "WARN",
-                f"{name}={setting}, through which no other machine can be reached",
+                f"{assignment(name, setting)}, through which no other machine can be reached",
                 "unset it; `distmp launch` selects the interface",
             )
     if machine.environment.get("NCCL_NET", "").upper() == "IB" and (

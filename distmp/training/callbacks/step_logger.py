@@ -36,6 +36,8 @@ class StepLogger(Callback):
         )
         self._rollback: Rollback | None = None
         self._started = 0
+        # Advice on skipped steps that was printed.
+        self._advised: set[str] = set()
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Write the record of a step and print its messages."""
@@ -43,7 +45,7 @@ class StepLogger(Callback):
         unit = weight_unit(trainer.config, result.numbers.weight)
         operands = self._operands(result, trainer)
         self._log.write(_record(result, memory, self._divergence(result), unit, operands))
-        for message in _messages(result):
+        for message in self._messages(result):
             trainer.console.message(message)
 
     def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
@@ -59,6 +61,27 @@ class StepLogger(Callback):
     def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
         """Close the record file and the trackers."""
         self._log.close()
+
+    def _messages(self, result: StepResult) -> Iterator[str]:
+        numbers, spike, overflow = result.numbers, result.spike, result.overflow
+        if overflow is not None:
+            yield f"step {result.step} skipped: {overflow.diagnosis}{self._once(overflow.advice)}"
+        elif numbers.weight == 0:
+            problem, _, hint = advice(numbers).partition("; ")
+            yield f"step {result.step} skipped: {problem}{self._once(hint)}"
+        if numbers.dropped:
+            yield (
+                f"step {result.step}: dropped {numbers.dropped} microbatches with non-finite "
+                "gradients"
+            )
+        if spike is not None and not result.rolls_back:
+            yield f"step {result.step}{' skipped' if numbers.skipped else ''}: {spike.problem}"
+
+    def _once(self, hint: str) -> str:
+        """Return advice for the end of a message; "" if an earlier message has it."""
+        known = hint in self._advised
+        self._advised.add(hint)
+        return "" if known else f"; {hint}"
 
     def _operands(self, result: StepResult, trainer: Trainer) -> dict[str, Any] | None:
         """Return the statistics of narrow operands in the steps of which a line is printed."""
@@ -126,17 +149,3 @@ def _record(
         formats=None if result.formats is None else result.formats._asdict(),
         narrow_operands=narrow_operands,
     )
-
-
-def _messages(result: StepResult) -> Iterator[str]:
-    numbers, spike = result.numbers, result.spike
-    if result.overflow is not None:
-        yield f"step {result.step} skipped: {result.overflow}"
-    elif numbers.weight == 0:
-        yield f"step {result.step} skipped: {advice(numbers)}"
-    if numbers.dropped:
-        yield (
-            f"step {result.step}: dropped {numbers.dropped} microbatches with non-finite gradients"
-        )
-    if spike is not None and not result.rolls_back:
-        yield f"step {result.step}{' skipped' if numbers.skipped else ''}: {spike.problem}"

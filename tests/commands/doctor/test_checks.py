@@ -168,7 +168,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         variables(NCCL_SOCKET_IFNAME="=lo"),
         "network",
         "WARN",
-        "unset it; `distmp launch`",
+        "NCCL_SOCKET_IFNAME='=lo', through which no other machine",
     ),
     "NCCL for missing InfiniBand": (
         {"rdma_devices": (), **variables(NCCL_NET="IB")},
