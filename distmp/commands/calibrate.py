@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distmp.commands.narrow_formats.settings import MAX_ERROR, POLICY_FILE, split_formats
+from distmp.commands.narrow_formats.settings import MAX_ERROR, split_formats
 from distmp.config import RunConfig, load_as
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError
@@ -35,18 +35,18 @@ class CalibrationConfig(RunConfig):
     json: bool = False
     """Print JSON instead of tables."""
 
-    picture: str | None = "calibration.png"
+    picture: str | None = None
     """PNG file for the histograms or errors; null writes none."""
 
     formats: tuple[str, ...] = ()
-    """Measure matrix products with these formats (fp8, fp8-rowwise, mxfp8, nvfp4) and write a
+    """Measure matrix products with these formats (fp8, fp8-rowwise, mxfp8, nvfp4) and choose a
     policy; empty measures gradients for float16."""
 
     max_error: float = MAX_ERROR
     """With `formats`: largest relative error of a product in the policy. Typical errors are 0.01 to
     0.07 with 8 bits, and 0.03 to 0.15 with nvfp4."""
 
-    policy_file: str | None = POLICY_FILE
+    policy_file: str | None = None
     """With `formats`: the text file to which the policy is written; null writes none."""
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class CalibrationConfig(RunConfig):
         object.__setattr__(self, "formats", split_formats(self.formats))
         if not 0 < self.max_error < 1:
             raise ConfigError("max_error", self.max_error, "use a number between 0 and 1")
-        for name, default in (("max_error", MAX_ERROR), ("policy_file", POLICY_FILE)):
+        for name, default in (("max_error", MAX_ERROR), ("policy_file", None)):
             if not self.formats and getattr(self, name) != default:
                 raise ConfigError(
                     name, getattr(self, name), "has no effect without --formats; set it"

@@ -50,7 +50,9 @@ def test_the_command_writes_a_policy_that_a_run_takes(
     # The formats are compared in every step, also with those of a run that changes them.
     changing = ["--precision.phases", "{after_steps: 1, forward: bf16}"]
     changing += ["--precision.policy=fp8", "--precision.guard.saturated=0.1"]
-    assert cli.main(["calibrate", *arguments, *changing, "--formats", "mxfp8,fp8", "--json"]) == 0
+    files = ["--picture=calibration.png", "--policy-file=policy.txt"]
+    options = [*changing, *files, "--formats", "mxfp8,fp8", "--json"]
+    assert cli.main(["calibrate", *arguments, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "calibration.png",
@@ -87,7 +89,7 @@ def test_layers_above_the_error_stay_wide_in_the_written_policy(arguments: list[
 def test_the_tables_have_the_layers_and_the_policy(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--formats", "fp8-rowwise", "--picture=null", "--policy-file=null"]
+    options = ["--formats", "fp8-rowwise"]
     assert cli.main(["calibrate", *arguments, *options]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -141,7 +143,7 @@ def test_a_file_that_cannot_be_written_is_one_message(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "policy.txt").symlink_to("no/such/folder")
-    options = ["--formats=fp8", "--calibrate-steps=1", "--picture=null"]
+    options = ["--formats=fp8", "--calibrate-steps=1", "--policy-file=policy.txt"]
     assert cli.main(["calibrate", *arguments, *options]) == 2
     printed = capsys.readouterr()
     assert "policy_file = 'policy.txt': cannot be written (No such file or dir" in printed.err

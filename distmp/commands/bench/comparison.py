@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from distmp.utils.files import replacing
@@ -14,9 +14,10 @@ from distmp.utils.units import bytes_text
 
 # Policies within this factor of the fastest count as equally fast, because of noise.
 SAME_SPEED = 1.05
-# A final loss agrees with that of the reference if it differs by at most this number of standard
-# deviations of the reference's final losses over seeds: another seed changes it as much.
+# A result agrees with that of the reference if the mean of their differences over seeds is at most
+# this number of standard deviations of the reference over seeds: another seed changes it as much.
 DEVIATIONS = 2.0
+LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class PolicyResult:
         memory_bytes: Maximum over the ranks of the additional peak memory.
         skipped: Number of skipped steps.
         held_out: Loss on held-out samples after the last step; None if it was not computed.
+        metrics: Metrics on the same samples, by name.
+        seed: Seed of the run.
     """
 
     reason: str
@@ -38,6 +41,13 @@ class PolicyResult:
     memory_bytes: int
     skipped: int
     held_out: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 1
+
+    @property
+    def final(self) -> dict[str, float]:
+        """`final_loss` as LOSS, and the metrics."""
+        return {LOSS: self.final_loss, **self.metrics}
 
     @property
     def final_loss(self) -> float:
@@ -75,14 +85,14 @@ class Comparison:
         world_size: Number of ranks.
         tolerance: Largest accepted relative difference of the last loss from the reference.
         results: The result of each policy, by its name.
-        seeds: The results of the reference with other seeds.
+        seeds: The results of each policy that ran with other seeds, by its name.
     """
 
     steps: int
     world_size: int
     tolerance: float
     results: dict[str, PolicyResult | PolicyRefused]
-    seeds: tuple[PolicyResult, ...] = ()
+    seeds: Mapping[str, Sequence[PolicyResult]] = field(default_factory=dict)
 
     @property
     def measured(self) -> dict[str, PolicyResult]:
@@ -92,29 +102,44 @@ class Comparison:
     def difference(self, name: str) -> float:
         """Return the relative difference of a policy's last loss from the reference."""
         first = next(iter(self.measured.values())).last_loss
-        return abs(self.measured[name].last_loss - first) / abs(first) if first else math.nan
+        apart = abs(self.measured[name].last_loss - first)
+        return apart / abs(first) if first else math.inf if apart else 0.0
 
-    @property
-    def noise(self) -> float:
-        """Standard deviation of the final losses of the reference over seeds, its own included."""
-        losses = [one.final_loss for one in (next(iter(self.measured.values())), *self.seeds)]
-        return statistics.stdev(losses) if all(map(math.isfinite, losses)) else math.nan
+    def finals(self, name: str, result: str) -> list[float]:
+        """Return LOSS or a metric of a policy after the last step, by seed."""
+        return [one.final[result] for one in (self.measured[name], *self.seeds.get(name, ()))]
 
-    def excess(self, name: str) -> float:
-        """Return how much larger a policy's final loss is than that of the reference."""
-        return self.measured[name].final_loss - next(iter(self.measured.values())).final_loss
+    def noise(self, result: str) -> float:
+        """Return the standard deviation of LOSS or a metric of the reference over seeds."""
+        values = self.finals(next(iter(self.measured)), result)
+        return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
-    def agrees(self, name: str) -> bool:
-        """Return whether a policy's final loss differs by at most `DEVIATIONS` times the noise."""
-        return abs(self.excess(name)) <= DEVIATIONS * self.noise
+    def excess(self, name: str, result: str) -> float:
+        """Return how much larger LOSS or a metric is than that of the reference: a mean over seeds.
+
+        Both have the same initial weights and batches in each seed.
+        """
+        reference = self.finals(next(iter(self.measured)), result)
+        return statistics.fmean(map(float.__sub__, self.finals(name, result), reference))
+
+    def agrees(self, name: str, result: str) -> bool:
+        """Return whether LOSS or a metric differs by at most `DEVIATIONS` times the noise."""
+        return abs(self.excess(name, result)) <= DEVIATIONS * self.noise(result)
+
+    def diverged(self, name: str) -> str:
+        """Return in which runs of a policy LOSS or a metric is not finite; empty if in none."""
+        runs = (self.measured[name], *self.seeds.get(name, ()))
+        seeds = [str(run.seed) for run in runs if not all(map(math.isfinite, run.final.values()))]
+        return f"{name} diverged with seed {' and '.join(seeds)}" if seeds else ""
 
     def is_accurate(self, name: str) -> bool:
         """Return whether a policy can be recommended.
 
-        Its last loss is within the tolerance, and with other seeds, its final loss agrees.
+        Its last loss is within the tolerance, and with other seeds, its loss and metrics agree.
         """
-        within = self.difference(name) <= self.tolerance
-        return within and (not self.seeds or self.agrees(name))
+        if not self.difference(name) <= self.tolerance:
+            return False
+        return not self.seeds or all(self.agrees(name, what) for what in self.measured[name].final)
 
     def recommendation(self) -> tuple[str | None, str]:
         """Return the recommended policy and the reason; None if no policy is accurate enough.
@@ -122,14 +147,17 @@ class Comparison:
         It is the fastest of the accurate policies; of equally fast ones, the one with least memory.
         """
         accurate = {name: one for name, one in self.measured.items() if self.is_accurate(name)}
+        diverged = [*filter(None, map(self.diverged, self.measured))]
         if not accurate:
-            return None, "no policy ran with a finite loss"
+            advice = f"{', '.join(diverged)}; lower optim.lr, or use another seed"
+            return None, advice if diverged else "no policy ran"
         fastest = min(one.step_seconds for one in accurate.values())
         fast = {n: m for n, m in accurate.items() if m.step_seconds <= SAME_SPEED * fastest}
         best = min(fast, key=lambda name: (fast[name].memory_bytes, fast[name].step_seconds))
-        excluded = [name for name in self.measured if name not in accurate]
-        verb = "has" if len(excluded) == 1 else "have"
-        note = f"; {', '.join(excluded)} {verb} a different loss" if excluded else ""
+        others = [n for n in self.measured if n not in accurate and not self.diverged(n)]
+        what = "loss or metric" if self.measured[best].metrics else "loss"
+        apart = f"{', '.join(others)} {'has' if len(others) == 1 else 'have'} a different {what}"
+        note = "".join(f"; {text}" for text in (*diverged, *([apart] if others else ())))
         within = f"{self.tolerance:.1%}{' and the noise between seeds' if self.seeds else ''}"
         return best, f"least memory of the fastest policies whose loss is within {within}{note}"
 
@@ -141,7 +169,10 @@ class Comparison:
             "world_size": self.world_size,
             "recommended": recommended,
             "reason": reason,
-            "noise": self._noise_as_json(),
+            "noise": {
+                what: {"standard_deviation": _finite(self.noise(what)), "accepted": DEVIATIONS}
+                for what in self._compared
+            },
             "policies": {
                 name: {"refused": one.reason}
                 if isinstance(one, PolicyRefused)
@@ -152,20 +183,23 @@ class Comparison:
                     "memory_bytes": one.memory_bytes,
                     "skipped": one.skipped,
                     "final_loss": _finite(one.final_loss),
-                    "agrees": self.agrees(name) if self.seeds else None,
+                    "over_seeds": {
+                        what: {
+                            "values": [*map(_finite, self.finals(name, what))],
+                            "difference": _finite(self.excess(name, what)),
+                            "agrees": self.agrees(name, what),
+                        }
+                        for what in self._compared
+                    },
                 }
                 for name, one in self.results.items()
             },
         }
 
-    def _noise_as_json(self) -> dict[str, Any] | None:
-        if not self.seeds:
-            return None
-        return {
-            "final_losses": [_finite(one.final_loss) for one in self.seeds],
-            "standard_deviation": _finite(self.noise),
-            "accepted_deviations": DEVIATIONS,
-        }
+    @property
+    def _compared(self) -> list[str]:
+        """What is compared over seeds."""
+        return [*next(iter(self.measured.values())).final] if self.seeds else []
 
 
 def _finite(number: float) -> float | None:
@@ -206,22 +240,28 @@ def report(compared: Comparison) -> str:
 
 
 def _agreement(compared: Comparison) -> Iterator[str]:
-    """Yield whether the loss of each policy is that of the reference, up to the noise."""
+    """Yield whether loss and metrics of each policy are those of the reference, up to the noise."""
     if not compared.seeds:
         return
     reference, *others = compared.measured
     first = compared.measured[reference]
-    kind = "loss of the last quarter" if first.held_out is None else "held-out loss"
-    yield (
-        f"noise: the {kind} under {reference}, {first.final_loss:.4f}, has a standard deviation of "
-        f"{compared.noise:.4f} over {1 + len(compared.seeds)} seeds; a policy "
-        f"agrees if its loss differs by at most {DEVIATIONS:g} of them"
-    )
-    for name in others:
-        excess = compared.excess(name)
-        ratio = abs(excess) / compared.noise if compared.noise else math.inf if excess else 0.0
-        verdict = "agrees" if compared.agrees(name) else "DIFFERS"
-        yield f"{name} {verdict}: {excess:+.4f}, {ratio:.1f} standard deviations"
+    for what in first.final:
+        kind = f"held-out {what}" if first.held_out is not None else "loss of the last quarter"
+        values, noise = compared.finals(reference, what), compared.noise(what)
+        if math.isnan(noise):
+            yield f"{kind}: no noise to compare with, because {compared.diverged(reference)}"
+            continue
+        yield (
+            f"{kind}: under {reference}, a mean of {statistics.fmean(values):.4f} and a standard "
+            f"deviation of {noise:.4f} over {len(values)} seeds; a policy agrees if the mean of "
+            f"its differences is at most {DEVIATIONS:g} standard deviations"
+        )
+        for name in others:
+            excess = compared.excess(name, what)
+            ratio = abs(excess) / noise if noise else math.inf if excess else 0.0
+            verdict = "agrees" if compared.agrees(name, what) else "DIFFERS"
+            found = compared.diverged(name) or f"{excess:+.4f}, {ratio:.1f} standard deviations"
+            yield f"  {name} {verdict}: {found}"
 
 
 def draw(compared: Comparison, path: str | os.PathLike[str]) -> None:
@@ -235,7 +275,7 @@ def draw(compared: Comparison, path: str | os.PathLike[str]) -> None:
     names = list(compared.measured)
     for name, one in compared.measured.items():
         panels["loss"].plot(range(1, compared.steps + 1), one.losses, label=name, linewidth=1.2)
-    for one in compared.seeds:
+    for one in compared.seeds.get(next(iter(compared.measured), ""), ()):
         steps = range(1, compared.steps + 1)
         panels["loss"].plot(steps, one.losses, color="0.7", linewidth=0.8, zorder=0)
     panels["loss"].set(title="Loss", xlabel="step")

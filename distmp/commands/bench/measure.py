@@ -14,6 +14,7 @@ from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import SetupError
+from distmp.models.metrics import find_metric
 from distmp.precision import resolve
 from distmp.telemetry.memory import begin_peak, peak_since
 from distmp.training.setup import (
@@ -54,17 +55,21 @@ def compare(config: BenchPrecisionConfig, world: World) -> Comparison:
 
 def _other_seeds(
     config: BenchPrecisionConfig, world: World, results: dict[str, PolicyResult | PolicyRefused]
-) -> tuple[PolicyResult, ...]:
-    """Train the first policy that ran again, with other data orders and initial weights."""
-    ran = [name for name, one in results.items() if isinstance(one, PolicyResult)]
-    others = [
-        measure(
-            replace(config, seed=config.seed + 1 + index), world, name, steps=config.bench_steps
-        )
-        for name in ran[:1]
-        for index in range(config.seeds)
-    ]
-    return tuple(one for one in others if isinstance(one, PolicyResult))
+) -> dict[str, list[PolicyResult]]:
+    """Train each policy that ran again, with other data orders and initial weights."""
+    seeds = range(config.seed + 1, config.seed + 1 + config.seeds)
+    runs = {
+        name: [
+            measure(replace(config, seed=seed), world, name, steps=config.bench_steps)
+            for seed in seeds
+        ]
+        for name, one in results.items()
+        if seeds and isinstance(one, PolicyResult)
+    }
+    return {
+        name: [one for one in found if isinstance(one, PolicyResult)]
+        for name, found in runs.items()
+    }
 
 
 def measure(
@@ -100,16 +105,25 @@ def measure(
     if world.group is not None:
         torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX, world.group)
     _, reason = resolve(name, world.device)
-    held_out = _held_out(config, parts, engine) if config.seeds else None
+    held_out, metrics = _held_out(config, parts, engine) if config.seeds else (None, {})
     return PolicyResult(
-        reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped, held_out
+        reason,
+        tuple(losses),
+        tuple(seconds[WARM_UP:]),
+        int(memory),
+        skipped,
+        held_out,
+        metrics,
+        config.seed,
     )
 
 
-def _held_out(config: BenchPrecisionConfig, parts: RunComponents, engine: Engine) -> float | None:
-    """Return the loss on held-out samples, the same under every policy and seed."""
+def _held_out(
+    config: BenchPrecisionConfig, parts: RunComponents, engine: Engine
+) -> tuple[float | None, dict[str, float]]:
+    """Return loss and metrics on held-out samples, the same under every policy and seed."""
     if parts.datasets.validation is None:
-        return None
+        return None, {}
     batches = evaluation_batches(
         parts.datasets.validation,
         samples=config.validation.samples,
@@ -117,4 +131,7 @@ def _held_out(config: BenchPrecisionConfig, parts: RunComponents, engine: Engine
         rank=engine.world.rank,
         world_size=engine.world.world_size,
     )
-    return engine.evaluate(batches)
+    found = {name: find_metric(name, path) for name, path in config.compared_metrics.items()}
+    # Perplexity follows from the loss.
+    metrics = {name: metric for name, metric in found.items() if metric is not None}
+    return engine.evaluate_metrics(batches, metrics)

@@ -24,9 +24,9 @@ class BenchPrecisionConfig(RunConfig):
     """Policies to compare; the first one is the reference."""
 
     seeds: int = 0
-    """Other seeds with which the reference is trained, too. A policy then agrees if its final loss
-    differs by at most 2 standard deviations of the reference's losses over seeds. 0 compares with
-    `tolerance` only."""
+    """Other seeds with which all policies are trained, too. A policy then agrees if the mean
+    difference of its held-out loss and metrics from the reference is at most 2 standard deviations
+    of the reference over seeds. 0 compares the training loss with `tolerance` only."""
 
     tolerance: float = 0.01
     """Largest accepted relative difference of a policy's last loss from the reference."""
@@ -34,7 +34,7 @@ class BenchPrecisionConfig(RunConfig):
     json: bool = False
     """Print JSON instead of a table."""
 
-    picture: str | None = "precision.png"
+    picture: str | None = None
     """PNG file for loss, time and memory; null writes none."""
 
     def __post_init__(self) -> None:
@@ -55,6 +55,12 @@ class BenchPrecisionConfig(RunConfig):
             raise ConfigError("tolerance", self.tolerance, "use a number between 0 and 1")
         if self.picture is not None and not Path(self.picture).absolute().parent.is_dir():
             raise ConfigError("picture", self.picture, "name a file in a folder that exists")
+
+    @property
+    def compared_metrics(self) -> dict[str, str]:
+        """The metrics of `validation.metrics`; accuracy if it is empty and tokens are predicted."""
+        tokens = self.model.loss == "next_token" and not self.data.is_import_path
+        return self.validation.metrics or ({"accuracy": "accuracy"} if tokens else {})
 
     def check_names(self) -> None:
         """Look up what the settings name, and the policies."""

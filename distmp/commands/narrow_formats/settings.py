@@ -10,7 +10,6 @@ from distmp.errors import ConfigError, nearest
 FORMATS = ("nvfp4", "fp8", "mxfp8", "fp8-rowwise")
 # Above the typical errors with 8 bits, which are 0.01 to 0.07.
 MAX_ERROR = 0.08
-POLICY_FILE = "policy.txt"
 
 
 def split_formats(formats: Sequence[str]) -> tuple[str, ...]:

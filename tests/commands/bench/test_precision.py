@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import dataclasses
 import json
-import statistics
 from pathlib import Path
 
 import pytest
 
 from distmp.cli import main
-from distmp.commands.bench.comparison import PolicyResult
-from distmp.commands.bench.measure import compare, measure
+from distmp.commands.bench.measure import compare
 from distmp.commands.bench.precision import load
 from distmp.distributed.world import World
 from tests.ranks import ranks
@@ -23,7 +20,6 @@ RUN = (
     "--optim.lr=1e-3",
     "--schedule.warmup-steps=0",
     "--bench-steps=5",
-    "--picture=null",
 )
 
 
@@ -47,27 +43,30 @@ def test_policies_are_compared_on_the_same_steps(
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
-def test_the_noise_is_that_of_other_seeds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_policies_are_compared_over_seeds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--validation.samples=4"]
-    data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3"]
+    data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3", "--steps=5"]
     # They change the formats of the narrow policy only.
     changing = ["--precision.phases", "{after_steps: 3, forward: bf16}", "--precision.policy=fp8"]
-    data += [*changing, "--precision.guard.saturated=0.1"]
-    options = [*size, *data, "--policies", "bf16,fp8", "--seeds=2", "--json", "true"]
-    assert bench(*options) == 0
-    found = json.loads(capsys.readouterr().out)
-    losses = [found["policies"]["bf16"]["final_loss"], *found["noise"]["final_losses"]]
-    assert len({*losses}) == 3
-    assert found["noise"]["standard_deviation"] == pytest.approx(statistics.stdev(losses))
-    # Each is the loss of a run with another seed, on the same held-out samples.
-    config = load([*RUN, *options])
-    for index, loss in enumerate(losses):
-        seeded = dataclasses.replace(config, seed=config.seed + index)
-        again = measure(seeded, World.current("cpu"), "bf16", steps=config.bench_steps)
-        assert isinstance(again, PolicyResult)
-        assert again.held_out == pytest.approx(loss, rel=1e-6)
+    changing += ["--precision.guard.saturated=0.1"]
+    options = ["--policies", "bf16,fp8", "--seeds=2", "--json", "true"]
+    assert bench(*size, *data, *changing, *options) == 0
+    found = json.loads(capsys.readouterr().out)["policies"]
+    # A training run with the third seed has the same loss and accuracy.
+    run = [*RUN, *size, *data, "--precision.policy=bf16", "--seed=3", "--run-dir=run"]
+    run.remove("--bench-steps=5")
+    run += ["--validation.final-samples=4", "--validation.metrics", "{right: accuracy}"]
+    assert main(["train", *run, "--log.console=plain"]) == 0
+    last = json.loads(Path("run/steps.jsonl").read_text().splitlines()[-1])
+    compared = found["bf16"]["over_seeds"]
+    assert len({*compared["loss"]["values"]}) == 3
+    assert compared["loss"]["values"][2] == pytest.approx(last["validation_loss"], rel=1e-6)
+    accuracy = last["validation_metrics"]["right"]
+    assert compared["accuracy"]["values"][2] == pytest.approx(accuracy, rel=1e-6)
+    assert len(found["fp8"]["over_seeds"]["accuracy"]["values"]) == 3
 
 
 @ranks(2)
