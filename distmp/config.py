@@ -65,6 +65,8 @@ _ADVICE = {
     "batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
     "micro_batch_size": _BATCH,
+    "micro_batch": _BATCH,
+    "train_micro_batch_size_per_gpu": _BATCH,
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS,
     "max_epochs": _EPOCHS,

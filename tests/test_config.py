@@ -122,9 +122,17 @@ def test_advice_names_settings_and_is_not_for_settings() -> None:
         load([f"--{setting.group().replace('_', '-')}", "0"])
 
 
-def test_advice_in_a_file() -> None:
-    with pytest.raises(ConfigError, match=r"epochs = 3: unknown setting; .* set steps to"):
-        from_mapping(RunConfig, {"epochs": 3})
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("epochs", 3, r"epochs = 3: unknown setting; .* set steps to"),
+        ("micro_batch", 3, r"micro_batch = 3: unknown setting; .* batch.microbatch_size"),
+        ("precision", "bf16", r"precision = 'bf16': is a section; set precision.policy"),
+    ],
+)
+def test_advice_in_a_file(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(RunConfig, {name: value})
 
 
 @pytest.mark.parametrize(

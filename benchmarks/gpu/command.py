@@ -21,6 +21,11 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(_listed(chosen)))
         return 0
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be created ({error.strerror}); name another directory"
+        raise SystemExit(f"--output {arguments.output}: {problem}") from None
     processes.adopt_orphans()
     # Ends the running job too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

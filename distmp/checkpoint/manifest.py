@@ -138,6 +138,9 @@ def read(path: Location) -> State:
         found_format = state["format"]
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
+    except ValueError as error:
+        problem = "is empty or truncated, or was changed: it holds no JSON"
+        raise CheckpointError(f"{file} {problem} ({error})") from error
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
     if found_format != FORMAT:

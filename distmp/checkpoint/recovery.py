@@ -22,6 +22,8 @@ from distmp.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("distmp")
 
+_RESTORE = "restore it from a copy, or start again without it"
+
 # Names of folders in which loops save the checkpoints of one model, step by step.
 _OF_ONE_MODEL = re.compile(r"checkpoints|(?:(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?\d+", re.I)
 
@@ -136,9 +138,10 @@ def resolve(
     result = usable(directory) if resume == "auto" else _search(directory)
     unusable = result.damaged + result.unhealthy
     if result.checkpoint is None and unusable:
-        hint = "; name an unhealthy one by its path to use it anyway" if result.unhealthy else ""
+        named = "name an unhealthy one by its path to use it anyway"
+        hint = named if result.unhealthy else _RESTORE
         raise CheckpointError(
-            f"no checkpoint in {directory} can be used: {'; '.join(unusable)}{hint}"
+            f"no checkpoint in {directory} can be used: {'; '.join(unusable)}; {hint}"
         )
     if result.checkpoint is None and resume != "auto" and not missing_ok:
         problem = "is not a checkpoint and contains none" if exists else "does not exist"
@@ -243,7 +246,8 @@ def _verify_named(path: Location) -> StoredCheckpoint:
         checkpoint.verify()
     except CheckpointError as error:
         other = usable(path.parent, other_than=path).checkpoint
-        hint = f"{other} is intact" if other is not None else "its directory has no other one"
+        none = f"its directory has no other one; {_RESTORE}"
+        hint = none if other is None else f"{other} is intact"
         raise CheckpointError(f"{error}; {hint}") from error
     return checkpoint
 

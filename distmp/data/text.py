@@ -22,6 +22,14 @@ from distmp.utils.visible_files import visible_files
 END_OF_FILE = 256
 """Token after each file."""
 
+RECORDS = (".jsonl", ".ndjson", ".parquet")
+"""Ends of names of files whose text has to be extracted from records."""
+
+_TOKENIZE = (
+    "run `distmp data tokenize`, and set data.source to tokens and {} to the directory that it "
+    "writes"
+)
+
 VOCABULARY_SIZE = 257
 """The 256 bytes and END_OF_FILE."""
 
@@ -76,9 +84,8 @@ def list_text_files(
             problem = "there is no such folder; name a folder of text files"
         else:
             problem = (
-                "is not a folder; name a folder of text files, or make token ids of the file: run "
-                f"`distmp data tokenize`, and set data.source to tokens and {setting} to the "
-                "folder that it writes"
+                "is not a directory; name a directory of text files, or make token ids of the "
+                f"file: {_TOKENIZE.format(setting)}"
             )
         raise ConfigError(setting, str(folder), problem)
     matches = re.compile(_regular_expression(pattern)).fullmatch
@@ -87,8 +94,19 @@ def list_text_files(
     )
     if not names:
         raise ConfigError(
-            setting, str(folder), f"no file below it matches data.pattern = {pattern!r}"
+            setting,
+            str(folder),
+            f"no file below it matches data.pattern = {pattern!r}; change data.pattern, or make "
+            f"token ids of JSON Lines and parquet: {_TOKENIZE.format(setting)}",
         )
+    for name in names:
+        if name.endswith(RECORDS):
+            raise ConfigError(
+                setting,
+                str(folder),
+                f"{name} holds records, which would be trained as they are stored; exclude it by "
+                f"data.pattern, or make token ids of it: {_TOKENIZE.format(setting)}",
+            )
     files = [TextFile(name, _readable_size(folder, name, setting)) for name in names]
     if not any(file.size for file in files):
         raise ConfigError(

@@ -96,16 +96,23 @@ def test_file_in_place_of_folder_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"1"})
     for setting in ("data.path", "data.validation_path"):
         advice = (
-            f"run `distmp data tokenize`, and set data.source to tokens and {setting} to the fol"
+            f"run `distmp data tokenize`, and set data.source to tokens and {setting} to the dir"
         )
-        with pytest.raises(ConfigError, match=f"{setting} = .* is not a folder; .* {advice}"):
+        with pytest.raises(ConfigError, match=f"{setting} = .* is not a directory; .* {advice}"):
             list_text_files(tmp_path / "a.py", "*", setting=setting)
 
 
 def test_folder_without_a_match_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.md": b"1"})
-    with pytest.raises(ConfigError, match=r"no file below it matches data.pattern = '\*.py'"):
+    with pytest.raises(ConfigError, match=r"= '\*.py'; change data.pattern, .* tokenize`"):
         list_text_files(tmp_path, "*.py")
+
+
+def test_records_are_refused_as_text(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"1", "b/c.jsonl": b'{"text": "1"}'})
+    assert [file.name for file in list_text_files(tmp_path, "*.txt")] == ["a.txt"]
+    with pytest.raises(ConfigError, match=r"b/c\.jsonl holds records.* `distmp data tokenize`"):
+        list_text_files(tmp_path, "**/*")
 
 
 def test_folder_of_empty_files_is_refused(tmp_path: Path) -> None:

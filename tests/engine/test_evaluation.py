@@ -179,6 +179,7 @@ def test_accuracy_needs_a_class_per_sample(batch: Any) -> None:
         ("top/5", "accuracy", "choose another name"),
         ("right", "accuracies", "write an import path"),
         ("right", "json:decoder", "is a module; name a function or a class"),
+        ("right", "json:dumps", "cannot be called as metric(outputs, batch): too many positional"),
     ],
 )
 def test_names_and_paths_are_checked(name: str, path: str, message: str) -> None:

@@ -80,6 +80,7 @@ def _types(explanation: Explanation) -> Iterator[str]:
         yield "observed: nothing; the model is too large to run on this machine"
     else:
         yield from _wrapped(f"observed: {_observed(explanation.observed, predicted)}")
+        yield from _converted(explanation.observed, predicted)
 
 
 def _computed(group: ModuleGroup) -> str:
@@ -101,6 +102,25 @@ def _observed(observed: ObservedDtypes, predicted: Prediction) -> str:
         kind = "wide products" if observed.narrow else "products"
         parts.append(f"{kind} of backward in {_words(observed.backward)}")
     return "; ".join(filter(None, (observed.of, ", ".join(parts))))
+
+
+def _converted(observed: ObservedDtypes, predicted: Prediction) -> Iterator[str]:
+    """Yield why norms and others compute in a wider dtype than the policy specifies."""
+    names: dict[str, list[str]] = {}
+    for group in predicted.groups:
+        for kind, dtypes in observed.computed.get(group.name, {}).items():
+            wider = group.computed and max(map(_bytes, dtypes)) > _bytes(group.computed)
+            if wider and kind != "products":  # these are mismatches
+                names.setdefault(f"{kind} in {_words(dtypes)}", []).append(group.name)
+    for what, groups in names.items():
+        yield from _wrapped(
+            f"{what}, not as computed: torch or the model's code converts their inputs, which adds "
+            f"precision and is no mismatch ({', '.join(groups)})"
+        )
+
+
+def _bytes(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def _words(dtypes: Iterable[torch.dtype]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class Run:
             ConfigError: If it contains no step record, or a profile that cannot be read.
         """
         directory = RunDirectory(folder)
-        records = read_records(directory.records) if directory.records.is_file() else []
+        records = read_records(directory.records) if os.path.isfile(directory.records) else []
         if not records:
             raise ConfigError(
                 "run_dir",

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from distmp.errors import ConfigError, listed
+from distmp.errors import ConfigError
 from distmp.utils.annotations import expected, members_of
 from distmp.utils.presets import located
 from distmp.utils.settings.convert import (
-    advice_of,
     annotation_of,
     did_you_mean,
     from_mapping,
     join,
     option_setting,
+    section_advice,
     setting_names,
     unknown_setting,
 )
@@ -231,7 +231,7 @@ def _not_an_option(config: Any, word: str, overrides: list[str]) -> ConfigError:
     words = [*_values_of(setting, overrides)]
     value = " ".join(words)
     if setting in known:
-        return ConfigError(setting, value, f"is a section; {_inside(type(config), setting)}")
+        return ConfigError(setting, value, section_advice(type(config), setting))
     option = _as_option(config, setting, overrides)
     if option is None:
         return ConfigError(setting, value, unknown_setting(type(config), setting, known))
@@ -239,12 +239,6 @@ def _not_an_option(config: Any, word: str, overrides: list[str]) -> ConfigError:
     written = words[0] if len(words) == 1 else f"[{', '.join(words)}]" if words else "VALUE"
     problem = f"{holder} is one option." if option == setting else did_you_mean(option)
     return ConfigError(setting, value, f"{problem} Write --{holder} '{{{name}: {written}}}'")
-
-
-def _inside(cls: type[Any], section: str) -> str:
-    """Return which settings of a section to set."""
-    names = [name for name in setting_names(cls) if name.rpartition(".")[0] == section]
-    return advice_of(cls).get(section) or f"set {listed(names)}"
 
 
 def _as_option(config: Any, setting: str, overrides: list[str]) -> str | None:

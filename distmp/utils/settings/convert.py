@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, listed, nearest
 from distmp.utils.annotations import accepts, expected, field_annotations, hint, members_of
 
 T = TypeVar("T")
@@ -100,6 +100,8 @@ def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> An
             option = option_setting(cls, values, setting)
             problem = did_you_mean(option) if option else unknown_setting(cls, setting, known)
             raise ConfigError(setting, value, problem)
+        if dataclasses.is_dataclass(fields[name]) and not isinstance(value, Mapping | None):
+            raise ConfigError(setting, value, section_advice(cls, setting, where))
         arguments[name] = _convert(fields[name], value, setting, known)
     return cls(**arguments)
 
@@ -153,6 +155,18 @@ def unknown_setting(cls: type[Any], setting: str, known: frozenset[str]) -> str:
         if close := difflib.get_close_matches(name, full_names, n=1):
             return did_you_mean(full_names[close[0]])
     return f"unknown setting; {nearest(name, siblings or known)}"
+
+
+def section_advice(cls: type[Any], section: str, where: str = "") -> str:
+    """Return the message for a value in place of a section: which settings to set.
+
+    Args:
+        cls: Dataclass that holds the section, or one above it.
+        section: Dotted name of the section.
+        where: Dotted name of `cls`.
+    """
+    names = [name for name in setting_names(cls, where) if name.rpartition(".")[0] == section]
+    return f"is a section; {advice_of(cls).get(section) or f'set {listed(names)}'}"
 
 
 def advice_of(cls: type[Any]) -> Mapping[str, str]:

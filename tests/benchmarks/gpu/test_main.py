@@ -42,7 +42,7 @@ def test_jobs_are_listed_and_chosen(
     assert [line.split()[0] for line in lines] == ["slice", "engine", "slice", "loss"]
 
 
-def test_unknown_slices_and_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_slices_jobs_and_outputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_arguments(monkeypatch, "--slice", "6")
     with pytest.raises(SystemExit, match="--slice 6: choose one of 1 to 5"):
         main()
@@ -51,6 +51,9 @@ def test_unknown_slices_and_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         main()
     with_arguments(monkeypatch, "--only", "engine", "--slice", "2")
     with pytest.raises(SystemExit, match="--slice, --only and --skip leave no job"):
+        main()
+    with_arguments(monkeypatch, "--output", "/proc/x")
+    with pytest.raises(SystemExit, match=r"--output /proc/x: cannot be created \(No such file"):
         main()
 
 

@@ -397,7 +397,14 @@ def test_json_has_the_numbers_of_the_tables(
             for line in text.splitlines()
         )
     (warning,) = found["warnings"]
-    assert warning in " ".join(text.split())
+    text = " ".join(text.split())
+    assert warning in text
+    # Their column `observed` is not that of the policy.
+    norms = [group["name"] for group in found["groups"] if group["observed"] == ["fp32"]]
+    assert len(norms) == 3
+    reason = "torch or the model's code converts their inputs, which adds precision and is no mism"
+    assert f"norms in fp32, not as computed: {reason}" in text
+    assert f"({', '.join(norms)})" in text
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -169,6 +169,11 @@ def test_a_folder_without_a_step_is_refused(
     assert message.count("\n") == 1
 
 
+def test_a_path_that_is_too_long_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", 300 * "9"]) == 2
+    assert "contains no step" in capsys.readouterr().err
+
+
 def test_a_path_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
