@@ -573,8 +573,12 @@ def _hook(
         if alive is None or not alive._accumulating:
             return
         gradient = parameter.grad
-        if gradient is None:  # backward computed no gradient
-            return
+        if gradient is None:  # autograd calls hooks after it has set the gradient
+            raise TrainingError(
+                f"a hook has set the gradient of {alive._by_bucket[bucket][index].name!r} to None "
+                "in a backward, so it would be lost; remove the hook, which was registered by "
+                "register_post_accumulate_grad_hook"
+            )
         is_added = gradient is alive._leaf.views[bucket][index]
         if not is_added or alive._last_microbatch:
             alive._take_gradient(alive._by_bucket[bucket][index], gradient)

@@ -11,6 +11,15 @@ from distmp.buckets.gradients import Fp32GradBuckets
 from distmp.buckets.layout import BucketLayout
 from distmp.distributed.collectives import all_gather
 from distmp.errors import ConfigError
+from distmp.utils.host_copy import HostCopy
+
+# Steps before which copies of master weights are compared with what was published.
+WATCHED_STEPS = 4
+WRITTEN = (
+    "was written to (for example by {}), but its value is copied from the optimizer's FP32 master "
+    "weight; write to a model before you build the engine, use engine.load_state_dict, or change "
+    "engine.weights() and call engine.publish_weights()"
+)
 
 
 class _ParameterStorage:
@@ -49,13 +58,51 @@ class _ParameterStorage:
                 "optimizer does not step; change a model before you build the engine",
             )
         if self._has_master and self._parameter._version != self._version:
-            raise ConfigError(
-                "model",
-                self._name,
-                "was written to (for example by model.load_state_dict), but its value is copied "
-                "from the optimizer's FP32 master weight; write to a model before you build the "
-                "engine, or use engine.load_state_dict",
-            )
+            raise ConfigError("model", self._name, WRITTEN.format("model.load_state_dict"))
+
+
+class _WatchedCopies:
+    """Finds writes through `.data` to copies of master weights, which leave no other trace.
+
+    The host reads the result of a comparison at the next one, so that it does not wait.
+
+    Args:
+        parameters: The copies by name, of a 16-bit dtype.
+        comparisons: Number of comparisons.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], comparisons: int) -> None:
+        self._parameters = parameters
+        self._left = comparisons
+        self._differ: HostCopy | None = None
+        self.record()
+
+    @torch.no_grad()
+    def _sums(self) -> Tensor:
+        return torch.stack([each.view(torch.int16).sum() for each in self._parameters.values()])
+
+    def record(self) -> None:
+        """Accept the current values."""
+        if self._left:
+            self._recorded = self._sums()
+
+    def check(self) -> None:
+        """Refuse parameters that were written to since `record`.
+
+        Raises:
+            ConfigError: Naming the first one.
+        """
+        pending, self._differ = self._differ, None
+        if self._left:
+            self._left -= 1
+            self._differ = HostCopy(self._sums() != self._recorded)
+            if not self._differ.on_device:
+                pending, self._differ = self._differ, None
+        if pending is None:
+            return
+        for name, differs in zip(self._parameters, pending.read(), strict=True):
+            if differs:
+                raise ConfigError("model", name, WRITTEN.format("param.data.mul_()"))
 
 
 class _Flat(NamedTuple):
@@ -102,6 +149,7 @@ class FlatParameters:
         self.shard_ranges: dict[str, slice] = {}
         self._flat: list[_Flat] = []
         self._storages: list[_ParameterStorage] = []
+        self._watched: _WatchedCopies | None = None
         for index, layout in enumerate(buckets.layouts):
             if buckets.sharded or layout.parameters[0].dtype != torch.float32:
                 self._flatten(index, layout, values)
@@ -113,6 +161,19 @@ class FlatParameters:
         """Refuse parameters that were moved or written to, see `_ParameterStorage.check`."""
         for storage in self._storages:
             storage.check()
+        if self._watched is not None:
+            self._watched.check()
+
+    def watch_copies(self) -> None:
+        """Let `check_storage` find writes through `.data` in the next steps, too."""
+        copies = {
+            name: parameter
+            for layout in self._buckets.layouts
+            for name, parameter in zip(layout.names, layout.parameters, strict=True)
+            if parameter.dtype != torch.float32
+        }
+        if copies:
+            self._watched = _WatchedCopies(copies, WATCHED_STEPS)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -127,6 +188,8 @@ class FlatParameters:
             work.wait()
         for storage in self._storages:
             storage.record_version()
+        if self._watched is not None:
+            self._watched.record()
 
     @torch.no_grad()
     def _flatten(self, bucket: int, layout: BucketLayout, values: dict[str, Tensor]) -> None:

@@ -37,7 +37,7 @@ FP32.
 # follows from the modules that this rank has run, and collectives of different ranks are matched by
 # order alone. `_AllGather` and `_ReduceScatter` report each collective to `CollectiveOrder` before
 # it starts, so ranks that differ raise an error instead of mixing parameters. A parameter without a
-# gradient on this rank counts as zero in the reduction of its group (`reduce_unused_parameters`).
+# gradient on this rank counts as zero in the reduction of its group (`watch_reductions`).
 #
 # After forward, the parameters of the root stay gathered, and those of blocks too if
 # `reshard_after_forward` is false. FSDP frees them in backward. After a forward without backward
@@ -363,7 +363,9 @@ class FullySharded(ShardedStrategy):
             unit.set_gradient_divide_factor(1.0)
             # Otherwise FSDP applies the factor by a reduction operator that gloo does not support.
             unit.set_force_sum_reduction_for_comms(True)
-        fsdp_internals.reduce_unused_parameters(self.module, self._mark_used)
+        fsdp_internals.watch_reductions(
+            self.module, self._mark_used, self._check_gradient, self._record_gradient
+        )
         self.module.register_forward_pre_hook(
             torch.compiler.disable(self._begin_forward), prepend=True
         )

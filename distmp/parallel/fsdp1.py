@@ -129,6 +129,11 @@ class FullySharded1(ShardedStrategy):
     def begin_microbatch(self, *, last: bool) -> None:
         """Nothing to do: every microbatch is reduced."""
 
+    def end_microbatch(self) -> None:
+        for _, parameter in self._trainable:
+            if parameter.grad is not None:
+                self._record_gradient(parameter)
+
     def finish_gradients(self) -> None:
         super().finish_gradients()
         self._order.end()
@@ -213,6 +218,8 @@ class FullySharded1(ShardedStrategy):
 
         def enter(unit: Any, args: Any) -> None:
             if unit is self.module:
+                for _, parameter in self._trainable:  # before FSDP1 takes their gradients
+                    self._check_gradient(parameter)
                 self._open = torch.is_grad_enabled()
                 order.begin(self._open)
             order.note(Collective("gather", units.index(unit), 0))

@@ -129,8 +129,13 @@ def _parameter_of_module(parameter: Any) -> nn.Parameter:
     return found
 
 
-def reduce_unused_parameters(model: nn.Module, used: Callable[[nn.Parameter], None]) -> None:
-    """Make FSDP2 reduce zeros for parameters without a gradient on this rank.
+def watch_reductions(
+    model: nn.Module,
+    used: Callable[[nn.Parameter], None],
+    before: Callable[[nn.Parameter], None],
+    reduced: Callable[[nn.Parameter], None],
+) -> None:
+    """Make FSDP2 reduce zeros for parameters without a gradient on this rank, and watch it.
 
     By default FSDP2 reduces only the gradients that a rank has. If ranks differ, the reduction
     fails or adds the gradients of different parameters. `set_reduce_scatter_unused_params` of torch
@@ -141,13 +146,22 @@ def reduce_unused_parameters(model: nn.Module, used: Callable[[nn.Parameter], No
         model: A sharded model.
         used: Called after each backward with each sharded parameter that has had a gradient on this
             rank since the last reduction.
+        before: Called with each sharded parameter before its gradient is reduced.
+        reduced: Called with each sharded parameter after FSDP2 has reduced its gradient.
     """
     for group in _groups(model):
-        group.post_backward = functools.partial(_post_backward, group, used)
+        group.post_backward = functools.partial(_post_backward, group, used, before, reduced)
 
 
-def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: Any) -> None:
+def _post_backward(
+    group: Any,
+    used: Callable[[nn.Parameter], None],
+    before: Callable[[nn.Parameter], None],
+    reduced: Callable[[nn.Parameter], None],
+    *unused: Any,
+) -> None:
     """Set zeros for parameters without a gradient, then run the post-backward of FSDP2."""
+    added: list[nn.Parameter] = []
     for parameter in group.fsdp_params:
         gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is None or not gathered.requires_grad:
@@ -156,7 +170,13 @@ def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: An
             used(parameter.sharded_param)
         elif group.reduce_grads:
             gathered.grad = torch.zeros_like(gathered, dtype=torch.float32)
+        if group.reduce_grads and group.all_reduce_grads:
+            added.append(parameter.sharded_param)
+    for shard in added:
+        before(shard)
     type(group).post_backward(group, *unused)
+    for shard in added:
+        reduced(shard)
 
 
 def reduce_partial_in_reduce_dtype(model: nn.Module) -> bool:

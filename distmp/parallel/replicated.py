@@ -132,6 +132,11 @@ class Replicated(Strategy):
             part.parameters.check_storage()
             part.buckets.check_storage()
 
+    def watch_copies(self) -> None:
+        for part in self._parts:
+            if isinstance(part.parameters, FlatParameters):
+                part.parameters.watch_copies()
+
     def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         return [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
 

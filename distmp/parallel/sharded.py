@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from distmp.buckets.used import UsedParameters
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.settings import ShardingConfig
 from distmp.parallel.strategy import Strategy, parameter_name, trainable
 
@@ -28,6 +29,8 @@ class ShardedStrategy(Strategy):
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._used = UsedParameters[str]([], world.group, world.device)
         self._names: dict[int, str] = {}
+        # The gradients of this step by the `id` of their parameters, and their versions.
+        self._accumulated: dict[int, tuple[Tensor, int]] = {}
         self._train(trainable(self.module))
 
     def _train(self, named: list[tuple[str, nn.Parameter]]) -> None:
@@ -41,11 +44,42 @@ class ShardedStrategy(Strategy):
         if name is not None:
             self._used.mark_used(name)
 
+    def _record_gradient(self, parameter: nn.Parameter) -> None:
+        """Record the gradient that FSDP has set, whose memory only FSDP may change in this step."""
+        gradient = parameter.grad
+        if gradient is None:
+            self._refuse_lost_gradient(parameter)
+        self._accumulated[id(parameter)] = (gradient, gradient._version)
+
+    def _check_gradient(self, parameter: nn.Parameter) -> None:
+        """Refuse a gradient that other code has removed, replaced or written to in this step.
+
+        FSDP adds to the memory of a shard without a new version of the gradient.
+
+        Raises:
+            TrainingError: Naming the parameter.
+        """
+        recorded = self._accumulated.get(id(parameter))
+        if recorded is None:
+            return
+        gradient, version = recorded
+        if parameter.grad is not gradient or gradient._version != version:
+            self._refuse_lost_gradient(parameter)
+
+    def _refuse_lost_gradient(self, parameter: nn.Parameter) -> NoReturn:
+        raise TrainingError(
+            f"the loss function or a hook has cleared or changed the gradient of "
+            f"{self._names[id(parameter)]!r} before the end of the step, so the sum over "
+            "microbatches would be lost; leave out zero_grad, which engine.step calls, and hooks "
+            "that set .grad"
+        )
+
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
 
     def begin_step(self) -> None:
         self._used.begin_step()
+        self._accumulated.clear()
         for _, parameter in self._trainable:
             parameter.grad = None
 
@@ -53,11 +87,13 @@ class ShardedStrategy(Strategy):
         # FSDP waits for its reductions at the end of each backward.
         self._used.exchange_flags()
         for name, parameter in self._trainable:
+            self._check_gradient(parameter)
             if self._used.is_unused(name) or not parameter.requires_grad:
                 # FSDP reduces all parameters of a group, even those that were frozen later.
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        self._accumulated.clear()
 
     def end_step(self, skipped: Tensor) -> None:
         self._used.end_step(skipped)

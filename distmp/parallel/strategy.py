@@ -75,6 +75,9 @@ class Strategy(ABC):
                 or written to although its value is copied from a master weight.
         """
 
+    def watch_copies(self) -> None:  # noqa: B027 - optional
+        """Let `check_model` find writes through `.data` in the first steps, too."""
+
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
