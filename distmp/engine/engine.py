@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from distmp.data.evaluation import ForwardOnly
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
-from distmp.diagnosis.replay import StepInputs, StepReplay, generator_states, generators_as
+from distmp.diagnosis.replay import StepInputs, StepReplay, generator_states
 from distmp.distributed.compare_ranks import (
     Fingerprint,
     check_same,
@@ -75,7 +75,7 @@ from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
 from distmp.parallel.materialize import InitialValues
 from distmp.parallel.matrices import place_matrices, place_shards
-from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
+from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import (
     check_power_of_two,
     make_deterministic,
@@ -277,7 +277,10 @@ class Engine:
         )
         checks = config.first_step_checks
         self._first_step_checks = FirstStepChecks(self.world, self.module) if checks else None
-        self._mode_check = ModeCheck(self.model) if checks else None
+        self._modes = ModeCheck(self.model)
+        self._warns_of_mode = checks
+        if checks:
+            self._strategy.watch_copies()
         self._call_check = CallCheck(self.narrow_products.layers if checks else None)
         self._has_gradients = False
         # Whether the caller has called `check`.
@@ -392,8 +395,8 @@ class Engine:
 
     def _check_mode(self) -> None:
         """Warn once if the model is trained in evaluation mode."""
-        if self._mode_check is not None and (warning := self._mode_check.warning()):
-            self._mode_check = None
+        if self._warns_of_mode and (warning := self._modes.warning()):
+            self._warns_of_mode = False
             self._warn(warning, stacklevel=4)
 
     def _take_step(self, source: MicrobatchSource, stop: bool) -> StepOutcome:
@@ -501,7 +504,7 @@ class Engine:
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))
         if self._first_step_checks is not None:
-            self._first_step_checks.check_loss_and_weight(loss_sum, weight)
+            self._first_step_checks.check(batch, loss_sum, weight)
         return loss_sum, _scalar(weight, self.device)
 
     def _backward_factor(self, scale: Tensor, weight: Tensor, microbatches: int) -> Tensor:
@@ -546,6 +549,7 @@ class Engine:
             hyperparameters(self.optimizer),
             self._learning_rates.planned(self._max_applied),
             [parameter.requires_grad for parameter in self.model.parameters()],
+            self._modes.evaluating(),
         )
 
     def _described_settings_of_step(self) -> dict[str, str]:
@@ -556,6 +560,7 @@ class Engine:
             "nominal_weight": repr(self.nominal_weight),
             **describe_param_groups(self.optimizer),
             "schedule": repr(self._learning_rates.planned(self._max_applied)),
+            **self._modes.described(),
             **describe_model(self.model),
             **{f"calls of {name}": str(count) for name, count in self._calls.counts.items()},
         }
@@ -646,28 +651,12 @@ class Engine:
         self, checks: FirstStepChecks, source: MicrobatchSource, stop: bool
     ) -> StepOutcome:
         """Take a step, and check its arguments for likely mistakes."""
+        checks.compare_batches(source.next)
         with checks.check_ids():
-            mistakes = checks.warnings(
-                source.next,
-                self._try_forward,
-                # With shards a forward is a collective, and synthetic data may take another path.
-                probe=self.strategy not in SHARDED_STRATEGIES,
-            )
             outcome = self._take_step(source, stop)
-        for warning in (*mistakes, *checks.dtype_warnings()):
+        for warning in checks.warnings():
             self._warn(warning, stacklevel=4)
         return outcome
-
-    @torch.no_grad()
-    def _try_forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Run a forward pass that leaves buffers and random generators unchanged."""
-        with (
-            torch.compiler.set_stance("force_eager"),
-            product_switches(self.policy),
-            generators_as(generator_states(self.device)),
-            buffers_restored(self.model),
-        ):
-            return self._forward(batch)
 
     def _check_previous_step(self, outcome: StepOutcome) -> None:
         """Check the latest completed step: on a device that is the step before this one.

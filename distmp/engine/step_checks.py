@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -24,13 +23,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from distmp.data.dataloader import DataLoader
 from distmp.distributed.world import World
 from distmp.engine.outcome import StepOutcome
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, listed
+from distmp.parallel.global_mean import is_mean
+from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import dtype_word
 from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
 
-# A loss sum over twice as many equal samples doubles; a mean does not change.
-MIN_SUM_GROWTH = 1.2
+# The target that torch's losses ignore.
+IGNORED = -100
 
 LIST_ADVICE = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
 LOSS_CONTRACT = (
@@ -301,40 +302,52 @@ class ModeCheck:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._is_first = True
+        self._modules = {parameter_name(name): part for name, part in model.named_modules()}
+        self._checked: list[int] = []
+
+    def evaluating(self) -> list[int]:
+        """Return the indices of the modules in evaluation mode, which ranks have to share."""
+        return [index for index, part in enumerate(self._modules.values()) if not part.training]
+
+    def described(self) -> dict[str, str]:
+        """Return the mode of each module as text by name, for a comparison between ranks."""
+        return {
+            f"model.{name}.training".replace("..", "."): str(part.training)
+            for name, part in self._modules.items()
+        }
 
     def warning(self) -> str:
-        """Return a warning for the step that begins; "" if there is none.
+        """Return a warning for the step that begins; "" if there is none, or no mode has changed.
 
-        The first step looks for trained parameters in any module in evaluation mode; a module
-        without submodules, such as a frozen BatchNorm, may be, unless it drops values. Later steps
-        look at the root only.
+        A module without submodules, such as a frozen BatchNorm, may be in evaluation mode, unless
+        it drops values.
         """
-        is_first, self._is_first = self._is_first, False
-        for name, module in self._model.named_modules() if is_first else [("", self._model)]:
-            may_train = not name or any(True for _ in module.children())
-            if not module.training and may_train and _is_trained(module):
-                part = f"the module {name!r}" if name else "the model"
-                return (
-                    f"{part} is trained in evaluation mode (as from_pretrained and eval() leave "
-                    "it): without dropout, and with the running statistics of BatchNorm; call "
-                    "engine.model.train(), or ignore this warning if it is intended"
-                )
-        return self._dropout_warning() if is_first else ""
+        evaluating = self.evaluating()
+        changed, self._checked = evaluating != self._checked, evaluating
+        if not (changed and (found := self._trained_in_evaluation())):
+            return ""
+        return (
+            f"trained in evaluation mode: {listed(found)} (as from_pretrained and eval() leave "
+            "it), so dropout drops nothing, and BatchNorm uses its running statistics; call "
+            "engine.model.train(), or, if it is intended, "
+            'warnings.filterwarnings("ignore", "trained in evaluation mode")'
+        )
 
-    def _dropout_warning(self) -> str:
-        """Return a warning about dropout in evaluation mode inside of a module that is trained."""
-        for path, parent in self._model.named_modules():
-            for name, module in parent.named_children():
-                if parent.training and _drops_nothing(module) and _is_trained(parent):
-                    full_name = f"{path}.{name}" if path else name
-                    return (
-                        f"the module {full_name!r} ({type(module).__name__}) is in evaluation "
-                        "mode, so it drops nothing, and the model is trained; call "
-                        "engine.model.train(), or set its probability to 0 if it is intended"
-                    )
-        return ""
+    def _trained_in_evaluation(self) -> list[str]:
+        """Return the outermost modules that are trained in evaluation mode."""
+        found: list[str] = []
+        for name, part in self._modules.items():
+            if part.training or any(not outer or name.startswith(f"{outer}.") for outer in found):
+                continue
+            parent = self._modules[name.rpartition(".")[0]]
+            holds_parts = not name or any(True for _ in part.children())
+            drops = parent.training and _drops_nothing(part) and _is_trained(parent)
+            if drops or (holds_parts and _is_trained(part)):
+                found.append(name)
+        return [
+            f"{name!r} ({type(self._modules[name]).__name__})" if name else "the model"
+            for name in found
+        ]
 
 
 def _drops_nothing(module: nn.Module) -> bool:
@@ -361,22 +374,13 @@ class FirstStepChecks:
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
         self._model = model
-        self._dtype_of_loss: torch.dtype | None = None
+        self._warnings: dict[str, None] = {}
 
-    def check_loss_and_weight(self, loss: Tensor, weight: Tensor | float) -> None:
-        """Refuse a negative weight, and record the dtype that the loss is computed in."""
-        check_weight(float(weight))
-        self._dtype_of_loss = self._dtype_of_loss or _narrow_loss_dtype(loss)
-
-    def dtype_warnings(self) -> list[str]:
-        """Return a warning if a loss was computed in 16 bits, even if it was cast afterwards."""
-        if self._dtype_of_loss is None:
-            return []
-        return [
-            f"the loss is computed in {dtype_name(self._dtype_of_loss)}, too coarse for a sum over "
-            "many samples; compute it outside of the model from FP32 logits (logits.float()), or "
-            f"use the policy {dtype_word(self._dtype_of_loss)}-autocast"
-        ]
+    def check(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
+        """Refuse a negative weight, and look for mistakes in what the loss function returned."""
+        weight = float(weight)
+        check_weight(weight)
+        self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
 
     @contextmanager
     def check_ids(self) -> Iterator[None]:
@@ -392,44 +396,44 @@ class FirstStepChecks:
                     hooks.callback(module.register_forward_pre_hook(hook).remove)
             yield
 
-    def warnings(
-        self, batch: Any, run: Callable[[Any], tuple[Tensor, Tensor]], *, probe: bool
-    ) -> list[str]:
-        """Return warnings about likely mistakes, the same on every rank.
-
-        Args:
-            batch: First microbatch of this rank.
-            run: Runs the forward pass of a batch; returns loss sum and weight.
-            probe: Whether the loss may be run on synthetic batches; the same on every rank.
-        """
-        size = _samples(batch) if probe else 0
+    def compare_batches(self, batch: Any) -> None:
+        """Compare the first microbatches of all ranks; every rank has to call it."""
+        if self._world.group is None:
+            return
         digest = float(checksum(batch))
-        # Reduced to the largest and smallest digest, and the smallest number of samples.
-        numbers = torch.tensor([digest, -digest, -float(size)], dtype=torch.float64)
-        if self._world.group is not None:
-            numbers = numbers.to(self._world.device)
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
-        largest, smallest, fewest = numbers.tolist()
-        warnings = []
+        numbers = torch.tensor([digest, -digest], dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
+        largest, smallest = numbers.tolist()
         if self._world.world_size > 1 and largest == -smallest:
-            warnings.append(
+            self._warnings[
                 f"all {self._world.world_size} ranks were given the same first microbatch, so "
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "
                 "a seed that depends on the rank)"
-            )
-        if -fewest >= 3 and isinstance(batch, Tensor) and _reads_two_rows(batch, run):
-            warnings.append(
-                f"the loss reads only the first two rows of a microbatch, a tensor of shape "
-                f"{tuple(batch.shape)}, as if these were inputs and targets; if the list given to "
-                "engine.step is one batch, such as [inputs, targets], pass engine.step([batch])"
-            )
-        elif -fewest >= 2 and _is_mean(batch, size, run):
-            warnings.append(
-                "the loss looks like a mean: over twice as many samples the weight doubles and the "
-                "loss does not, so the gradient is divided by the weight twice; return the sum "
-                "(reduction='sum', or loss * weight)"
-            )
-        return warnings
+            ] = None
+
+    def warnings(self) -> list[str]:
+        """Return warnings about likely mistakes."""
+        return [*self._warnings]
+
+
+def _loss_warnings(batch: Any, loss: Tensor, weight: float) -> Iterator[str]:
+    if dtype := _narrow_loss_dtype(loss):
+        yield (
+            f"the loss is computed in {dtype_name(dtype)}, too coarse for a sum over "
+            "many samples; compute it outside of the model from FP32 logits (logits.float()), or "
+            f"use the policy {dtype_word(dtype)}-autocast"
+        )
+    if _reads_two_rows(batch, weight):
+        yield (
+            f"the weight of a microbatch, a tensor of shape {tuple(batch.shape)}, is that of one "
+            "row, as if its first two rows were inputs and targets; if the list given to "
+            "engine.step is one batch, such as [inputs, targets], pass engine.step([batch])"
+        )
+    elif weight > 1 and is_mean(loss, weight, host_waits=True):
+        yield (
+            f"the loss looks like a mean, and its weight is {weight:g}, so the gradient is divided "
+            "by the weight twice; return the sum (reduction='sum', or loss * weight)"
+        )
 
 
 def _narrow_loss_dtype(loss: Tensor) -> torch.dtype | None:
@@ -447,46 +451,12 @@ def _narrow_loss_dtype(loss: Tensor) -> torch.dtype | None:
     return None
 
 
-def _is_mean(batch: Any, size: int, run: Callable[[Any], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether repeating a sample increases the weight, but not the loss."""
-    few, many = (2, 4) if size < 4 else (size // 2, size // 2 * 2)
-    try:
-        (loss, weight), (more_loss, more_weight) = (
-            [float(number) for number in run(_repeated(batch, count))] for count in (few, many)
-        )
-    except Exception:  # noqa: BLE001  # some losses refuse equal samples
+def _reads_two_rows(batch: Any, weight: float) -> bool:
+    """Return whether the weight is the number of targets in the second row of three or more."""
+    if not isinstance(batch, Tensor) or batch.dim() < 2 or len(batch) < 3 or weight == len(batch):
         return False
-    numbers = (loss, weight, more_loss, more_weight)
-    if not all(map(math.isfinite, numbers)) or min(loss, weight) <= 0:
-        return False
-    return more_weight >= 1.9 * weight and more_loss < MIN_SUM_GROWTH * loss
-
-
-def _reads_two_rows(batch: Tensor, run: Callable[[Any], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether loss and weight of a microbatch are those of its first two rows."""
-    try:
-        whole, rows = ([float(number) for number in run(part)] for part in (batch, batch[:2]))
-    except Exception:  # noqa: BLE001  # the loss may refuse two rows
-        return False
-    return whole == rows
-
-
-def _repeated(batch: Any, count: int) -> Any:
-    """Return a batch of `count` copies of the first sample of a batch."""
-    return pytree.tree_map_only(
-        Tensor,
-        lambda tensor: tensor[:1].repeat_interleave(count, 0) if tensor.dim() else tensor,
-        batch,
-    )
-
-
-def _samples(batch: Any) -> int:
-    """Return the number of samples of a batch of tensors and numbers; 0 if unknown."""
-    leaves = pytree.tree_leaves(batch)
-    if not all(isinstance(leaf, Tensor | int | float | None) for leaf in leaves):
-        return 0
-    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    return sizes.pop() if len(sizes) == 1 else 0
+    targets = batch[1]
+    return targets.numel() > 1 and weight == (targets != IGNORED).sum()
 
 
 def _id_hook(name: str, rows: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:

@@ -159,7 +159,7 @@ def warn_about_mean(
     # The host does not wait for a weight on a device.
     if isinstance(weight, Tensor) and (weight.device.type != "cpu" or is_dtensor(weight)):
         return
-    if float(weight) > microbatches and _is_mean(loss):
+    if float(weight) > microbatches and is_mean(loss, float(weight), microbatches):
         warnings.warn(
             f"{function} divides the loss by its weight, but the loss is a mean already; pass the "
             f"sum (reduction='sum', or loss * number of samples) with the weight {float(weight):g}",
@@ -168,14 +168,55 @@ def warn_about_mean(
         )
 
 
-def _is_mean(loss: Tensor) -> bool:
-    """Return whether a loss was computed as a mean, and at most cast or divided afterwards."""
-    node = loss.grad_fn
-    while node is not None and node.name() in ("DivBackward0", "ToCopyBackward0"):
-        node = node.next_functions[0][0]
-    if node is None:
-        return False
-    return node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == MEAN
+def is_mean(
+    loss: Tensor, weight: float, microbatches: int = 1, *, host_waits: bool = False
+) -> bool:
+    """Return whether the autograd graph shows a mean that is not multiplied by its weight.
+
+    Functions that torch does not divide into operations, such as compiled ones, hide it.
+
+    Args:
+        loss: The loss.
+        weight: The weight of the microbatches, above 1.
+        microbatches: Number of microbatches.
+        host_waits: Whether the host may wait to read the factors of the loss from a device.
+    """
+    nodes: list[tuple[Any, float]] = [] if loss.grad_fn is None else [(loss.grad_fn, 1.0)]
+    visited, found = {loss.grad_fn}, False
+    # A larger factor may be the weight. That of one of several microbatches is unknown.
+    limit = max(1.5, weight / 2 if microbatches == 1 else 0)
+    for node, factor in nodes:  # the loop appends to it
+        own = _factor(node, host_waits=host_waits)
+        is_reduction = node.name().startswith("Mean")
+        is_reduction |= getattr(node, "_saved_reduction", None) == MEAN
+        if is_reduction or math.isclose(own * weight, 1, rel_tol=0.01):
+            if not factor < limit:  # or NaN
+                return False
+            found = True
+            continue
+        for following, index in node.next_functions:
+            if following is None or following in visited:
+                continue
+            if math.prod(following._input_metadata[index].shape) != 1:
+                return False  # another reduction
+            visited.add(following)
+            nodes.append((following, factor * own))
+    return found
+
+
+def _factor(node: Any, *, host_waits: bool) -> float:
+    """Return what a node multiplies by: NaN for an unknown factor, 1 for an unknown divisor."""
+    kind = node.name()
+    if not kind.startswith(("MulBackward", "DivBackward")):
+        return 1.0
+    other = getattr(node, "_saved_other", None)
+    if other is None:
+        other = getattr(node, "_saved_self", None)
+    if isinstance(other, Tensor) and other.device.type != "cpu" and not host_waits:
+        other = None
+    if kind.startswith("Mul"):
+        return math.nan if other is None else float(other)
+    return 1 / float(other) if other else 1.0
 
 
 def _check_reduction(module: object, microbatches: object, group: object, divisor: object) -> None:

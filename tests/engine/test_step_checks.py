@@ -18,6 +18,8 @@ from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.models.loss import next_token_loss
+from distmp.parallel import ParallelConfig
+from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
 
 Pair = tuple[Tensor, Tensor]
@@ -290,6 +292,21 @@ def mean_with_weight_one(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
     return mean_loss(model, batch)[0], 1
 
 
+def smoothed(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets, label_smoothing=0.1), len(targets)
+
+
+def doubled(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    loss, weight = mean_loss(model, batch)
+    return 2 * loss, weight
+
+
+def weighted(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    loss, weight = mean_loss(model, batch)
+    return 0.5 * loss * torch.tensor(weight) + 0.01 * model(batch[0]).square().mean(), weight
+
+
 def contrastive(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
     features = F.normalize(model(batch[0]), dim=1)
     similar = features @ features.T
@@ -303,6 +320,9 @@ def contrastive(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
         (mean_loss, 2, True),
         (mean_loss, 7, True),
         (divided, 16, True),
+        (smoothed, 16, True),
+        (doubled, 16, True),
+        (weighted, 16, False),
         (mean_loss, 1, False),  # cannot be told from a sum
         (summed, 2, False),
         (summed, 16, False),
@@ -319,20 +339,16 @@ def test_a_mean_is_distinguished_from_a_sum(
     assert sum(MEAN in str(warning.message) for warning in recwarn) == warned
 
 
-def test_looking_for_a_mean_changes_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    """Buffers, random numbers and weights are those of an engine without the check."""
+def test_the_loss_is_called_once_for_each_microbatch() -> None:
+    batches: list[Any] = []
 
-    def trained(**options: Any) -> list[Tensor]:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-        engine = make(model=model, **options)
-        for _ in range(3):
-            engine.step([pair(6)])
-        return [*model.state_dict().values(), torch.rand(3)]
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        batches.append(batch)
+        return model(batch).square().sum(), len(batch)
 
-    for one, other in zip(trained(), trained(first_step_checks=False), strict=True):
-        assert torch.equal(one, other)
-    assert not recwarn
+    microbatches = [torch.randn(6, 3) for _ in range(2)]
+    make(loss).step(microbatches)
+    assert list(map(id, batches)) == list(map(id, microbatches))
 
 
 @pytest.mark.parametrize(("samples", "warned"), [(2, False), (5, True)])
@@ -347,7 +363,7 @@ def test_a_list_of_inputs_and_targets_is_warned_of(
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     inputs, targets = torch.randint(9, (2, samples, 6))
     make(next_token, model).step([inputs, targets])
-    assert sum("reads only the first two rows" in str(w.message) for w in recwarn) == warned
+    assert sum("is that of one row" in str(w.message) for w in recwarn) == warned
 
 
 def test_microbatches_that_are_tensors_are_not_warned_of(
@@ -396,6 +412,12 @@ def lone_dropout(probability: float = 0.5) -> nn.Module:
     return model
 
 
+def two_dropouts() -> nn.Module:
+    model = lone_dropout()
+    model.encoder.append(nn.Dropout(0.1).eval())
+    return model
+
+
 class Recurrent(nn.Module):
     """A recurrent encoder that is in evaluation mode, and a head that is trained."""
 
@@ -414,15 +436,16 @@ class Recurrent(nn.Module):
     [
         (Classifier, None),
         (frozen_norm, None),
-        (lone_dropout, "the module 'encoder.2' (Dropout) is in evaluation mode, so it drops"),
+        (lone_dropout, "'encoder.2' (Dropout)"),
+        (two_dropouts, "'encoder.2' (Dropout), 'encoder.3' (Dropout)"),
         (lambda: lone_dropout(0.0), None),
-        (lambda: Recurrent(0.5), "the module 'encoder' (GRU) is in evaluation mode"),
+        (lambda: Recurrent(0.5), "'encoder' (GRU)"),
         (lambda: Recurrent(0.0), None),
         (lambda: Recurrent(0.5, frozen=True), None),
         (frozen_encoder, None),
-        (lambda: Classifier().eval(), "the model is trained in evaluation mode"),
-        (lambda: nn.Linear(3, 2).eval(), "the model is trained in evaluation mode"),
-        (untrained_encoder, "the module 'encoder' is trained in evaluation mode"),
+        (lambda: Classifier().eval(), "the model"),
+        (lambda: nn.Linear(3, 2).eval(), "the model"),
+        (untrained_encoder, "'encoder' (Sequential)"),
     ],
 )
 def test_training_in_evaluation_mode_is_warned_of_once(
@@ -435,7 +458,8 @@ def test_training_in_evaluation_mode_is_warned_of_once(
         engine.evaluate([pair(6)])
     messages = [str(warning.message) for warning in recwarn]
     assert len(messages) == (part is not None)
-    assert all(part is not None and message.startswith(part) for message in messages)
+    for message in messages:
+        assert message.startswith(f"trained in evaluation mode: {part} (as from_pretrained")
     assert [module.training for module in engine.module.modules()] == modes
 
 
@@ -447,7 +471,7 @@ def test_a_model_that_is_left_in_evaluation_mode_is_warned_of_once(
     engine.evaluate([pair(6)])
     engine.step([pair(6)])
     assert not recwarn
-    engine.module.eval()
+    engine.module.encoder[2].eval()
     for _ in range(3):
         engine.step([pair(6)])
     assert len(recwarn) == 1
@@ -457,15 +481,18 @@ def test_a_model_that_is_left_in_evaluation_mode_is_warned_of_once(
     assert len(recwarn) == 1
 
 
-def test_a_loss_that_refuses_equal_samples_is_not_checked(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    def loss(model: nn.Module, batch: Pair) -> Any:
-        assert len(batch[0].unique(dim=0)) > 1, "my own business"
-        return summed(model, batch)
-
-    make(loss).step([pair()])
-    assert not recwarn
+@pytest.mark.parametrize("part", ["", ".encoder.2"])
+@ranks(2)
+def test_modes_that_differ_between_ranks_are_refused(part: str) -> None:
+    engine = make(model=Classifier(), strategy="ddp", first_step_checks=False)
+    engine.step([pair(6)])
+    if dist.get_rank() == 1:
+        engine.model.get_submodule(part.removeprefix(".")).eval()
+    values = f"model{part}.training = True on rank 0; False on rank 1: differs between ranks"
+    with pytest.raises(ConfigError, match=values):
+        engine.step([pair(6)])
+    engine.model.train()
+    engine.step([pair(6)])
 
 
 @ranks(2)
@@ -479,6 +506,8 @@ def test_the_same_data_on_all_ranks_is_warned_of() -> None:
         torch.manual_seed(dist.get_rank())
         make(strategy="ddp").step([pair()])
         assert not found
+        make(mean_loss, strategy="fsdp").step([pair()])
+    assert sum(MEAN in str(entry.message) for entry in found) == (dist.get_rank() == 0)
     assert len(texts) == (dist.get_rank() == 0)
     assert all(text.startswith("all 2 ranks were given the same first") for text in texts)
 
@@ -508,6 +537,60 @@ def test_a_loss_that_is_computed_in_16_bits_is_warned_of(
     found = [str(warning.message) for warning in recwarn]
     assert len(found) == (warned is not None)
     assert all(text.startswith(f"the loss is computed in {warned}, too coarse") for text in found)
+
+
+# Updates that would be lost
+
+
+def remove_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def test_a_hook_that_removes_gradients_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.register_post_accumulate_grad_hook(remove_gradient)
+    with pytest.raises(TrainingError, match="a hook has set the gradient of 'bias' to None"):
+        make(model=model).step([pair()])
+
+
+def clearing(*, to_none: bool) -> Callable[..., Any]:
+    def loss(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+        model.zero_grad(set_to_none=to_none)
+        return summed(model, batch)
+
+    return loss
+
+
+@ranks(2)
+def test_gradients_of_shards_that_are_cleared_in_a_step_are_refused() -> None:
+    parallel = ParallelConfig(sharding=ShardingConfig(accumulate="sharded"))
+    cleared = "has cleared or changed the gradient of '(weight|bias)'"
+    for to_none in (True, False):
+        loss = clearing(to_none=to_none)
+        for strategy in ("fsdp", "fsdp1"):
+            engine = make(loss, strategy=strategy, parallel=parallel)
+            engine.step([pair()])
+            with pytest.raises(TrainingError, match=cleared):
+                engine.step([pair(), pair()])
+    engine = make(strategy="fsdp", parallel=parallel)
+    engine.step([pair(), pair()])
+    engine.model.get_parameter("bias").register_post_accumulate_grad_hook(remove_gradient)
+    with pytest.raises(TrainingError, match=cleared):
+        engine.step([pair()])
+
+
+def test_writes_through_data_to_copies_of_weights_are_refused() -> None:
+    for steps in range(3):
+        engine = make(policy="bf16")
+        for _ in range(steps):
+            engine.step([pair()])
+            engine.publish_weights()
+        engine.model.get_parameter("weight").data.clamp_(max=0.0)
+        with pytest.raises(ConfigError, match=r"weight.*was written to .*param\.data"):
+            engine.step([pair()])
+    engine = make(policy="bf16", first_step_checks=False)
+    engine.model.get_parameter("weight").data.clamp_(max=0.0)
+    engine.step([pair()])
 
 
 # Steps that are skipped

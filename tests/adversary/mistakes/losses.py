@@ -29,9 +29,9 @@ def returns(name: str, wrong: Callable[[Tensor, int], Any], ends: Any, **limits:
     add(f"loss returns {name}", change, "loss", ends, **limits)
 
 
-@mistake("loss", "warning", strategies=("ddp",))
+@mistake("loss", "warning")
 def loss_returns_a_mean(script: Script) -> None:
-    script.options.pop("first_step_checks", None)  # which detect it, if nothing is sharded
+    script.options.pop("first_step_checks", None)  # which detect it
 
     def loss(module: nn.Module, batch: Any) -> Any:
         total, weight = summed(module, batch)
@@ -411,7 +411,7 @@ def the_loss_zeroes_gradients(script: Script) -> None:
     script.loss = loss
 
 
-@mistake("loss", "error", ranks=(2,), strategies=SHARDED, known="what was accumulated is lost")
+@mistake("loss", "either", ranks=(2,), strategies=SHARDED)
 def the_loss_zeroes_gradients_of_shards(script: Script) -> None:
     the_loss_zeroes_gradients(script)
 
