@@ -446,7 +446,10 @@ class Fp32GradBuckets:
                 zip(layout.names, layout.parameters, strict=True)
             ):
                 parameter.grad_dtype = torch.float32
-                hook = _hook(weakref.ref(self), bucket, index)
+                computed: list[bool] = []
+                if parameter._post_accumulate_grad_hooks:  # of the user, which run before ours
+                    parameter.register_hook(_recorder(computed))
+                hook = _hook(weakref.ref(self), bucket, index, computed)
                 parameter.register_post_accumulate_grad_hook(hook)
                 yield _Slot(name, parameter, bucket, index, target=parameter)
 
@@ -563,27 +566,45 @@ class Fp32GradBuckets:
 
 
 def _hook(
-    buckets: weakref.ref[Fp32GradBuckets], bucket: int, index: int
+    buckets: weakref.ref[Fp32GradBuckets], bucket: int, index: int, computed: list[bool]
 ) -> Callable[[Tensor], None]:
-    """Return the hook of a parameter, see Note [Gradient hooks and the lifetime of .grad]."""
+    """Return the hook of a parameter, see Note [Gradient hooks and the lifetime of .grad].
+
+    Args:
+        buckets: The buckets.
+        bucket: Index of the bucket.
+        index: Index of the parameter within the bucket.
+        computed: Holds True if a backward has computed a gradient of a parameter with other hooks.
+    """
 
     def take_gradient(parameter: Tensor) -> None:
         alive = buckets()
+        is_computed = any(computed)
+        computed.clear()
         # Ignore a backward outside of a step, for example of another engine on the same model.
         if alive is None or not alive._accumulating:
             return
         gradient = parameter.grad
-        if gradient is None:  # autograd calls hooks after it has set the gradient
-            raise TrainingError(
-                f"a hook has set the gradient of {alive._by_bucket[bucket][index].name!r} to None "
-                "in a backward, so it would be lost; remove the hook, which was registered by "
-                "register_post_accumulate_grad_hook"
-            )
+        if gradient is None:  # backward has computed none, or another hook has removed it
+            if is_computed:
+                raise TrainingError(
+                    f"a hook has set the gradient of {alive._by_bucket[bucket][index].name!r} to "
+                    "None in a backward, so it would be lost; remove the hook, which was "
+                    "registered by register_post_accumulate_grad_hook"
+                )
+            return
         is_added = gradient is alive._leaf.views[bucket][index]
         if not is_added or alive._last_microbatch:
             alive._take_gradient(alive._by_bucket[bucket][index], gradient)
 
     return take_gradient
+
+
+def _recorder(computed: list[bool]) -> Callable[[Tensor | None], None]:
+    def record(gradient: Tensor | None) -> None:
+        computed[:] = [gradient is not None]
+
+    return record
 
 
 def _check_options(switches: dict[str, object], bucket_bytes: object, reduce_dtype: object) -> None:
