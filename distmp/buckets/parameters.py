@@ -64,7 +64,7 @@ class _ParameterStorage:
 class _WatchedCopies:
     """Finds writes through `.data` to copies of master weights, which leave no other trace.
 
-    The host reads the result of a comparison at the next one, so that it does not wait.
+    The host reads the result of a comparison when it is complete, so it does not wait.
 
     Args:
         parameters: The copies by name, of a 16-bit dtype.
@@ -74,7 +74,7 @@ class _WatchedCopies:
     def __init__(self, parameters: dict[str, nn.Parameter], comparisons: int) -> None:
         self._parameters = parameters
         self._left = comparisons
-        self._differ: HostCopy | None = None
+        self._comparisons: list[HostCopy] = []
         self.record()
 
     @torch.no_grad()
@@ -92,17 +92,14 @@ class _WatchedCopies:
         Raises:
             ConfigError: Naming the first one.
         """
-        pending, self._differ = self._differ, None
         if self._left:
             self._left -= 1
-            self._differ = HostCopy(self._sums() != self._recorded)
-            if not self._differ.on_device:
-                pending, self._differ = self._differ, None
-        if pending is None:
-            return
-        for name, differs in zip(self._parameters, pending.read(), strict=True):
-            if differs:
-                raise ConfigError("model", name, WRITTEN.format("param.data.mul_()"))
+            self._comparisons.append(HostCopy(self._sums() != self._recorded))
+        while self._comparisons and self._comparisons[0].is_complete:
+            differ = self._comparisons.pop(0).read()
+            for name, differs in zip(self._parameters, differ, strict=True):
+                if differs:
+                    raise ConfigError("model", name, WRITTEN.format("param.data.mul_()"))
 
 
 class _Flat(NamedTuple):

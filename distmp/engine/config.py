@@ -133,8 +133,8 @@ class EngineConfig:
 
     first_step_checks: bool = True
     """Check the first step for likely mistakes: ids above the vocabulary, a loss that is a mean,
-    the same data on all ranks. With `single` and `ddp` this runs the loss function on two synthetic
-    batches."""
+    the same data on all ranks, training in evaluation mode; and the first four for writes through
+    `.data` to 16-bit parameters. The loss function is not called again for this."""
 
     def __post_init__(self) -> None:
         check_types(self, skip=("policy",))  # `resolve` checks the policy

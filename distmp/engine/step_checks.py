@@ -456,7 +456,7 @@ def _reads_two_rows(batch: Any, weight: float) -> bool:
     if not isinstance(batch, Tensor) or batch.dim() < 2 or len(batch) < 3 or weight == len(batch):
         return False
     targets = batch[1]
-    return targets.numel() > 1 and weight == (targets != IGNORED).sum()
+    return targets.numel() > 1 and weight == int((targets != IGNORED).sum())
 
 
 def _id_hook(name: str, rows: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distmp.errors import ConfigError
 from distmp.parallel.wrappers import Group, gradient_reductions, reduced_over
@@ -214,9 +215,12 @@ def _factor(node: Any, *, host_waits: bool) -> float:
         other = getattr(node, "_saved_self", None)
     if isinstance(other, Tensor) and other.device.type != "cpu" and not host_waits:
         other = None
+    if other is not None:
+        with _disable_current_modes():  # they receive a number of Python as float, not as tensor
+            other = float(other)
     if kind.startswith("Mul"):
-        return math.nan if other is None else float(other)
-    return 1 / float(other) if other else 1.0
+        return math.nan if other is None else other
+    return 1 / other if other else 1.0
 
 
 def _check_reduction(module: object, microbatches: object, group: object, divisor: object) -> None:

@@ -54,7 +54,7 @@ class ShardedStrategy(Strategy):
     def _check_gradient(self, parameter: nn.Parameter) -> None:
         """Refuse a gradient that other code has removed, replaced or written to in this step.
 
-        FSDP adds to the memory of a shard without a new version of the gradient.
+        FSDP2 adds to the memory of a shard without a new version of the DTensor.
 
         Raises:
             TrainingError: Naming the parameter.
