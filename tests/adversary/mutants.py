@@ -229,8 +229,8 @@ MUTANTS = [
     Mutant(
         "a loss that is a mean is not noticed",
         "distmp/engine/step_checks.py",
-        "if -fewest >= 2 and _is_mean(batch, size, run):",
-        "if False:",
+        "elif weight > 1 and is_mean(loss, weight, host_waits=True):",
+        "elif False:",
         "misuse",
     ),
     Mutant(
