@@ -11,7 +11,8 @@
 # make behaviour  what a change of structure must not change: API, help, messages, weights of short runs
 # make dist    build sdist and wheel into dist/, check and test them
 # make docs    build the documentation into build/docs, with warnings as errors
-# make bench   compare with other training loops, side by side
+# make bench   compare with other training loops, side by side, and name recorded results that are
+#              older than the code (RECORD=1 replaces recorded results and tables)
 # make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in slices of at most 9 minutes
 #              (SLICE=1 for one of them)
 
@@ -98,28 +99,7 @@ dist: $(INSTALLED)
 	$(VENV)/bin/python -m pytest tests/test_package.py
 
 bench: $(INSTALLED)
-	$(VENV)/bin/python -m benchmarks.quickstart
-	$(VENV)/bin/python -m benchmarks.step_tail
-	$(VENV)/bin/python -m benchmarks.host_cost
-	$(VENV)/bin/python -m benchmarks.accumulation_error
-	$(VENV)/bin/python -m benchmarks.accumulation_microbatches
-	$(VENV)/bin/python -m benchmarks.accumulation_passes
-	$(VENV)/bin/python -m benchmarks.accumulation_step
-	$(VENV)/bin/python -m benchmarks.reproducible
-	$(VENV)/bin/python -m benchmarks.muon
-	$(VENV)/bin/python -m benchmarks.lean_state
-	$(VENV)/bin/python -m benchmarks.loss
-	$(VENV)/bin/python -m benchmarks.activation_checkpointing
-	$(VENV)/bin/python -m benchmarks.precision
-	$(VENV)/bin/python -m benchmarks.rl_mismatch
-	$(VENV)/bin/python -m benchmarks.peers
-	$(VENV)/bin/python -m benchmarks.explain_memory
-	$(VENV)/bin/python -m benchmarks.growth
-	$(VENV)/bin/python -m benchmarks.exchange
-	$(VENV)/bin/python -m benchmarks.checkpoint_stall
-	$(VENV)/bin/python -m benchmarks.start_up
-	$(VENV)/bin/python -m benchmarks.command_start
-	$(VENV)/bin/python -m benchmarks.figures
+	$(VENV)/bin/python -m benchmarks $(if $(RECORD),--record)
 
 bench-gpu: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.gpu $(if $(SLICE),--slice $(SLICE))

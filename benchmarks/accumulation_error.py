@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.device import parser
 from benchmarks.ranks import Ranks, is_rank, largest, serve
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables import accumulation
 from distmp import Fp32GradBuckets
 from distmp.distributed.world import World
 
-COUNTS = (8, 64, 512)
+COUNTS = sized((8, 64, 512), (8,))
 RANKS = 2
 WIDTH = 32
 

@@ -35,12 +35,12 @@ from benchmarks.device import parse, parser
 from benchmarks.memory import LiveStorages
 from benchmarks.peak import model_flops
 from benchmarks.ranks import Ranks, elapsed_together, is_rank, largest, serve, take_turns
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables import accumulation
 from distmp.distributed.world import World
 from distmp.telemetry.memory import begin_peak, peak_since
 
-COUNTS = (8, 64, 512)
+COUNTS = sized((8, 64, 512), (8,))
 
 
 class Shape(NamedTuple):

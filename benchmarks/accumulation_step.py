@@ -34,7 +34,7 @@ from benchmarks.accumulation_methods import (
 from benchmarks.device import parse, parser
 from benchmarks.peak import transformer_flops
 from benchmarks.ranks import RankError, Ranks, elapsed_together, is_rank, serve, take_turns
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables import accumulation
 from distmp.distributed.world import World
 from distmp.telemetry.memory import begin_peak, peak_since
@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, Callable[[Task], AccumulationMethod]] = {
     ),
 }
 # Numbers of ranks on which memory with AdamW is measured.
-ADAMW_RANKS = {"cpu": (2, 4), "cuda": (1, 2)}
+ADAMW_RANKS = {"cpu": sized((2, 4), (2,)), "cuda": (1, 2)}
 
 
 class Rank:

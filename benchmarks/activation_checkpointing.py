@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.device import busy_time, parse, parser
 from benchmarks.memory import LiveStorages
-from benchmarks.report import in_turns, machine, save
+from benchmarks.report import in_turns, machine, save, sized
 from benchmarks.tables import loss as tables
 from distmp.models.settings import SIZES
 from distmp.models.transformer import Transformer, TransformerConfig
@@ -30,7 +30,7 @@ SETTINGS: dict[str, ActivationCheckpointing] = {
     "blocks": "blocks",
 }
 # Size of the model, samples, tokens of a sample.
-SHAPES = {"cpu": ("22m", 4, 1024), "cuda": ("350m", 8, 2048)}
+SHAPES = {"cpu": sized(("22m", 4, 1024), ("1m", 1, 64)), "cuda": ("350m", 8, 2048)}
 VOCABULARY = 257
 
 

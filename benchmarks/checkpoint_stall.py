@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks import memory
 from benchmarks.ranks import Ranks, is_rank, serve
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables import runs
 from distmp import Engine
 from distmp.checkpoint.settings import CheckpointConfig
@@ -53,7 +53,7 @@ class Rank:
         tokens = torch.randint(VOCABULARY, (1, LENGTH + 1))
         self._batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         self._engine = Engine(
-            build_model(ModelConfig(size="22m"), VOCABULARY, LENGTH),
+            build_model(ModelConfig(size=sized("22m", "1m")), VOCABULARY, LENGTH),
             next_token_loss,
             lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),
             policy="fp32",

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import save
+from benchmarks.report import RUNS, commit, save, sized
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 REFERENCE = "bf16"
@@ -36,7 +36,10 @@ class Training(NamedTuple):
     lr: float
 
 
-TRAININGS = {"22m": Training(300, 4, 256, 1e-3), "1m": Training(600, 8, 256, 4e-3)}
+TRAININGS = {
+    "22m": Training(300, 4, 256, 1e-3),
+    "1m": sized(Training(600, 8, 256, 4e-3), Training(6, 1, 32, 4e-3)),
+}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -44,7 +47,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--folder", type=Path, default=Path("build/continued-runs"))
+    options.add_argument(
+        "--folder", type=Path, default=sized(Path("build"), RUNS) / f"continued-runs-{commit()}"
+    )
     options.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     options.add_argument("--size", default="22m", choices=TRAININGS, help="default: 22m")
     return options
@@ -102,7 +107,7 @@ def _final_loss(
             "resume": "auto" if name == REFERENCE else start,
             "seed": seed,
             "steps": training.steps,
-            "compile": "blocks",
+            "compile": sized("blocks", "none"),
             "model.size": arguments.size,
             "data.sequence_length": training.length,
             "batch.global_batch_size": training.samples,

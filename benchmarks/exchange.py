@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.explain_memory import stepper
-from benchmarks.report import in_turns, machine, save
+from benchmarks.report import in_turns, machine, save, sized
 from benchmarks.tables import exchange as tables
 from benchmarks.traffic import bytes_moved
 from distmp.buckets import exchange
@@ -37,12 +37,12 @@ from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.config import RunConfig, load
 from distmp.scaling import ordered
 
-RANKS = (8, 64, 512, 1024)
+RANKS = sized((8, 64, 512, 1024), (8, 16))
 RANKS_PER_MACHINE = 8
 ELEMENTS = 3 * 2**19
-ROUNDS = 7
+ROUNDS = sized(7, 1)
 COMMON = (
-    "--model.size=22m",
+    f"--model.size={sized('22m', '1m')}",
     "--data.sequence-length=64",
     "--batch.microbatch-size=1",
     "--precision.attribution=false",

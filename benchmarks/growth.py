@@ -1,7 +1,7 @@
 """Measure how a step scales with the number of ranks: `python -m benchmarks.growth`.
 
-Memory and sent bytes of a rank, predicted by `distmp explain` for 1 to 4,096 ranks and measured in
-real steps on 1, 2 and 4 CPU ranks, for a transformer of 22 M parameters. Every rank has the same
+Memory and sent bytes of a rank, predicted by `distmp explain` for 2 to 4,096 ranks and measured in
+real steps on 2 and 4 CPU ranks, for a transformer of 22 M parameters. Every rank has the same
 number of samples, so that the batch grows with the ranks. It takes four minutes on two cores.
 """
 
@@ -22,18 +22,18 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.explain_memory import CPU, peak_allocated, stepper
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables import runs
 from distmp.commands.explain.explanation import predict
 from distmp.config import RunConfig, load
 from distmp.precision import policy
 
-REAL = (1, 2, 4)
-COMPUTED = (8, 64, 512, 4096)
+REAL = sized((2, 4), (2,))
+COMPUTED = sized((8, 64, 512, 4096), (8,))
 STEPS = 3
 SAMPLES_PER_RANK = 2
 COMMON = (
-    "--model.size=22m",
+    f"--model.size={sized('22m', '1m')}",
     "--data.sequence-length=64",
     "--batch.microbatch-size=1",
     "--precision.policy=bf16",

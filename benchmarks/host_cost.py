@@ -31,14 +31,14 @@ from torch import Tensor, nn
 import distmp
 from benchmarks.device import parse, parser
 from benchmarks.ranks import Ranks, is_rank, serve, take_turns
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables import steps
 from distmp.commands.explain.fake_ranks import BACKEND, register_backend
 from distmp.distributed import rank_monitor
 from distmp.distributed.world import World, leave
 from distmp.engine.outcome import StepOutcome
 
-PRETENDED = (8, 64, 512, 1024)
+PRETENDED = sized((8, 64, 512, 1024), (8, 16))
 POLICIES = ("fp32", "bf16-autocast")
 COMMUNICATION = ("fp32", "fp32,reduce=bf16")
 WIDTH, BLOCKS, SAMPLES = 64, 8, 16

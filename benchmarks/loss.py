@@ -25,16 +25,19 @@ from torch import Tensor
 
 from benchmarks.device import busy_time, parse, parser
 from benchmarks.memory import LiveStorages
-from benchmarks.report import in_turns, machine, save
+from benchmarks.report import in_turns, machine, save, sized
 from benchmarks.tables import loss as tables
 from distmp.models import transformer
 from distmp.models.linear_cross_entropy import linear_cross_entropy
 from distmp.models.transformer import Transformer, TransformerConfig
 
-LARGE_VOCABULARY, VOCABULARY = 131_072, 50_257
+LARGE_VOCABULARY, VOCABULARY = sized((131_072, 50_257), (2048, 1024))
 SIZES = {"cpu": "small", "cuda": "large"}
 # Tokens for memory, tokens for time, dimension, layers.
-SHAPES = {"small": (4096, 512, 384, 6), "large": (16_384, 16_384, 2048, 8)}
+SHAPES = {
+    "small": sized((4096, 512, 384, 6), (512, 512, 64, 1)),
+    "large": (16_384, 16_384, 2048, 8),
+}
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

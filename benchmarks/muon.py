@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from benchmarks.ranks import Ranks, is_rank, serve
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables.runs import muon
 from distmp import Engine
 from distmp.distributed.world import World
@@ -33,7 +33,7 @@ from distmp.utils.flat_shard import gathered
 
 CONFIG = TransformerConfig(256, 64, 4, 128, 4, 384)
 SAMPLES, LENGTH, RATE = 16, 64, 0.02
-RANKS = (1, 2, 4)
+RANKS = sized((1, 2, 4), (1, 2))
 Updates = dict[str, Tensor]
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.device import CPU, parser
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables import precision
 from distmp import Engine, PrecisionPolicy, policy
 from distmp.models.loss import next_token_loss
@@ -26,7 +26,7 @@ from distmp.precision import PRESETS
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MICROBATCHES = (8, 64, 512)
-STEPS, SEQUENCES, LENGTH = 50, 16, 64
+STEPS, SEQUENCES, LENGTH = sized(50, 2), 16, 64
 # Common changes of the presets.
 VARIANTS = ("bf16,keep_fp32=norm|head", "bf16-autocast,keep_fp32=head", "fp16,keep_fp32=norm|head")
 MODEL = TransformerConfig(

@@ -25,8 +25,10 @@ from distmp.config import RunConfig, load
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World, join, leave
+from distmp.engine.model import build_model
 from distmp.launcher.local import run_ranks
 from distmp.optim.build import schedule_factory, weight_decay_groups
+from distmp.parallel.materialize import materialize
 from distmp.telemetry import Console, LogConfig
 from distmp.training.setup import Progress, prepare, training_batches
 from distmp.training.trainer import Trainer
@@ -83,7 +85,9 @@ def _distmp(config: RunConfig, world: World) -> float:
 def _plain(config: RunConfig, world: World) -> float:
     """Return the time of all steps with the hand-written loop, in seconds."""
     parts = prepare(config, world)
-    model = DistributedDataParallel(parts.model.to(world.device))
+    module, values = build_model(parts.model, world, initialize=True)
+    materialize(module, values, world.device)
+    model = DistributedDataParallel(module.to(world.device))
     optimizer = torch.optim.AdamW(
         weight_decay_groups(list(model.named_parameters()), config.optim.weight_decay),
         lr=config.optim.lr,

@@ -6,10 +6,11 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +18,17 @@ from benchmarks.peak import peak
 from distmp.commands.doctor.machine_info import gpus
 
 RESULTS = Path(__file__).parent / "results"
+# Environment variables that `python -m benchmarks` sets with --record and --smoke.
+FOLDER, SMOKE = "BENCHMARKS_FOLDER", "BENCHMARKS_SMOKE"
+# Where a run saves its results.
+RUNS = Path(os.environ.get(FOLDER, RESULTS.parent.parent / "build" / "benchmarks"))
+
+Value = TypeVar("Value")
+
+
+def sized(usual: Value, smoke: Value) -> Value:
+    """Return the usual value of a setting, or that of a run of seconds with `--smoke`."""
+    return smoke if SMOKE in os.environ else usual
 
 
 class Spread(NamedTuple):
@@ -83,7 +95,15 @@ def machine(device: torch.device | str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": date.today().isoformat(),
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """Return the commit of this checkout, with "-dirty" after changes; None outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
@@ -113,7 +133,8 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def save(name: str, result: Mapping[str, object]) -> Path:
-    """Save a result in `benchmarks/results`; return its path."""
-    path = RESULTS / f"{name}.json"
+    """Save a result in `build/benchmarks`, or in `benchmarks/results` with `--record`."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    path = RUNS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     return path

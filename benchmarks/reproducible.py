@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.ranks import Ranks, is_rank, serve
-from benchmarks.report import machine, save
+from benchmarks.report import machine, save, sized
 from benchmarks.tables.runs import reproducible
 from distmp import Engine
 from distmp.config import RunConfig, load
@@ -34,7 +34,7 @@ from distmp.utils.flat_shard import FlatShard
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 MICROBATCHES = 8
-LAYOUTS = {f"{ranks} x {MICROBATCHES // ranks}": ranks for ranks in (1, 2, 4)}
+LAYOUTS = {f"{ranks} x {MICROBATCHES // ranks}": ranks for ranks in sized((1, 2, 4), (1, 2))}
 OVERFLOW = 5  # number of the microbatch that overflows in one step
 
 MODES: dict[str, dict[str, bool]] = {
@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, bool]] = {
     "reproducible, shard_optimizer": {"reproducible": True, "shard_optimizer": True},
     "ordinary": {},
 }
-POLICIES = ("fp32", "bf16")
+POLICIES = sized(("fp32", "bf16"), ("fp32",))
 
 
 class Training:

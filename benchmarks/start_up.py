@@ -33,11 +33,11 @@ from torch import nn
 from benchmarks.large_model import ROOT, anonymous_bytes, write_llama
 from benchmarks.loops import shard
 from benchmarks.ranks import Ranks, is_rank, serve
-from benchmarks.report import alternating, machine, save
+from benchmarks.report import alternating, machine, save, sized
 from benchmarks.tables import large_model as tables
 from distmp.distributed.world import World
 
-RANKS = 4
+RANKS = sized(4, 2)
 SHARD_BYTES = 50 * 10**6
 LLAMA = {
     "hidden_size": 1024,

@@ -9,7 +9,11 @@ from pathlib import Path
 
 
 def limit_memory(more: int) -> None:
-    """Let this process allocate at most `more` further bytes of private memory."""
+    """Let this process allocate at most `more` further bytes of private memory.
+
+    Freed tensors are returned to the system, as with the environment variables `EXACT_MALLOC`.
+    """
+    ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD
     # The stack of a thread counts in full, 8 MiB, and a rank has a dozen threads.
     attributes = ctypes.create_string_buffer(64)
     libc = ctypes.CDLL(None)

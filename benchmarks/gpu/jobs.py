@@ -134,6 +134,7 @@ def _environment() -> dict[str, str]:
     # Other installed plugins must not affect the tests.
     return {
         **os.environ,
+        report.FOLDER: str(report.RESULTS.absolute()),
         "PYTHONPATH": os.pathsep.join(path),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }

@@ -131,7 +131,7 @@ def _prediction(result: dict[str, Any]) -> Row:
     return (
         "`distmp explain`: predicted memory and sent bytes of a rank",
         f"{min(shares):.3f} to {max(shares):.3f}",
-        "1, real steps on 1, 2 and 4 ranks",
+        "1, real steps on several ranks",
         "explain",
     )
 

@@ -98,6 +98,7 @@ from distmp.scaling import (
 from distmp.utils.deferred import describe_initial_values
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.host_copy import to_device
+from distmp.utils.host_memory import return_freed_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -290,6 +291,7 @@ class Engine:
         self.loads = 0
         self.holds_average = False
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
+        return_freed_memory()
 
     def _build_strategy(
         self, model: nn.Module, values: InitialValues, *, initialize: bool
@@ -979,6 +981,7 @@ class Engine:
         self._max_applied = int(self._counts[0])
         self.narrow_products.continue_from(int(self._counts[:2].sum()))
         self.holds_average = False
+        return_freed_memory()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state with the names and the sharding of this engine's `state_dict`.

@@ -121,7 +121,6 @@ from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.host_memory import return_freed_memory
 
 
 class FullySharded(ShardedStrategy):
@@ -180,8 +179,6 @@ class FullySharded(ShardedStrategy):
         ties = tied_names(module)
         _shard(module, policy, kept, mesh, config.sharding)
         check_ties(module, ties, name)
-        if world.device.type == "cpu":
-            return_freed_memory()
         storage = torch.device("cpu") if config.sharding.offload else world.device
         materialize_shards(module, values, world.device, storage)
         self._root = cast(FSDPModule, module)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from distmp.utils.host_memory import return_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ def begin_peak(device: torch.device) -> int:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import distmp
+from benchmarks.large_model import anonymous_bytes
 from distmp.commands.explain import fake_ranks
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.engine.engine import Engine
@@ -174,3 +176,29 @@ def test_a_steady_step_exchanges_no_object(strategy: str) -> None:
 
 def exchanged(calls: Calls) -> list[str]:
     return [name for name in calls.counts if name.startswith(("object", "store"))]
+
+
+@ranks(1)
+def test_freed_tensors_are_allocated_again_without_page_faults() -> None:
+    make_engine(strategy="fsdp")
+    torch.ones(2**21)  # freed at once, which raises glibc's threshold for mapped memory to 8 MiB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        torch.ones(2**18)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults * resource.getpagesize() < 10 * 2**20
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_memory_freed_by_start_and_load_is_returned(load: bool) -> None:
+    engine = make_engine()
+    before = anonymous_bytes(os.getpid())
+    freed = [b"x" * 2**15 for _ in range(2**11)]  # in the heap, which `kept` does not let shrink
+    kept = [b"x" * 2**15 for _ in range(2)]
+    assert anonymous_bytes(os.getpid()) - before > 2**25
+    del freed
+    if load:
+        engine.load_state_dict(engine.state_dict())
+    else:
+        make_engine()
+    assert anonymous_bytes(os.getpid()) - before < 2**23, len(kept)
