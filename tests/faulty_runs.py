@@ -1,7 +1,8 @@
 """A small regression whose ranks fail or hang according to the environment variable FAULT.
 
-Its format is "RANK WHERE WHAT, ...". WHERE is `forward` (of the third step), `validation`, `data`
-or `save`. WHAT is a key of `_FAULTS`. Before the fault, a rank writes the time to `fault-RANK`.
+Its format is "RANK WHERE WHAT, ...". WHERE is `forward` (of the third step), `validation`, `data`,
+`save` or `connect`. WHAT is a key of `_FAULTS`. Before the fault, a rank writes the time to
+`fault-RANK`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 SIZE = 4
@@ -82,17 +84,22 @@ def squared(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 def train(arguments: list[str]) -> None:
-    """Run a rank of `distmp.train` that may fail in a save."""
+    """Run a rank of `distmp.train` that may fail in a save, or before it connects to the others."""
     from distmp.checkpoint import store
     from tests import elastic
 
-    own = store.save
+    own, connect = store.save, dist.init_process_group
+
+    def init_process_group(*args: Any, **options: Any) -> None:
+        perhaps("connect")
+        connect(*args, **options)
 
     def save(*args: Any, **options: Any) -> Any:
         perhaps("save")
         return own(*args, **options)
 
     store.save = save  # type: ignore[assignment]
+    dist.init_process_group = init_process_group
     elastic.train(arguments)
 
 

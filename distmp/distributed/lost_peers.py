@@ -30,18 +30,16 @@ def explain_lost_peers(group: dist.ProcessGroup | None, call: str = "") -> Itera
         raise lost_peer_error(rank, size, call=call) from error
 
 
-def lost_peer_error(
-    rank: int, world_size: int, lost: int | None = None, call: str = ""
-) -> LostPeerError:
+def lost_peer_error(rank: int, world_size: int, lost: str = "", call: str = "") -> LostPeerError:
     """Return the error of a rank that stops because another rank has ended.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        lost: The rank that has ended, if known.
+        lost: The rank that has ended, with its machine; "" if unknown.
         call: The call in which this rank waits for the other; "" if unknown.
     """
-    number = "" if lost is None else f", {lost},"
+    number = f", {lost}," if lost else ""
     hint = f"; if it has no error, that rank lacks {call}, which every rank has to call"
     return LostPeerError(
         f"rank {rank} of {world_size} stops because another rank has ended; the output of that "

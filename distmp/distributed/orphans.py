@@ -108,9 +108,20 @@ def _watch(stopped: threading.Event) -> None:
     if os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):
             os.write(2, _message().encode())
+    _continue_siblings()
     os.kill(os.getpid(), signal.SIGTERM)
     if not stopped.wait(END_SECONDS):
         os._exit(LOST_PEER_EXIT_CODE)
+
+
+def _continue_siblings() -> None:
+    """Continue the stopped ranks (SIGSTOP) of the launcher, so that they end as well."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED and (
+                process.environ().get(LAUNCHER_VARIABLE) == str(_launcher)
+            ):
+                process.send_signal(signal.SIGCONT)
 
 
 def _message() -> str:

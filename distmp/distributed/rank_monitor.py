@@ -50,6 +50,9 @@ EXCHANGE_SECONDS = 60.0
 MAX_ERROR_CHARACTERS = 200
 # How a process ends that reports no error; `sys.exit` is not known to it.
 ENDED = "has ended"
+_NO_ANSWER = (
+    "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -235,11 +238,30 @@ class RankMonitor:
 
     def has_exited(self, rank: int) -> bool:
         """Return whether the process of another rank has ended; False for other machines."""
-        key = f"process/{rank}"
-        if not self._store.check([key]):
-            return False
-        namespace, process = json.loads(self._store.get(key))
+        namespace, process = self._process(rank)
         return namespace == _pid_namespace() and not psutil.pid_exists(process)
+
+    def place(self, rank: int) -> str:
+        """Return " on MACHINE" for another rank; "" if it has not started its monitor."""
+        with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
+            if host := self._process(rank)[0].partition(" ")[0]:
+                return f" on {host}"
+        return ""
+
+    def _process(self, rank: int) -> tuple[str, int]:
+        """Return the process namespace and id of another rank; "" and 0 if they are unknown."""
+        key = f"process/{rank}"
+        namespace, process = (
+            json.loads(self._store.get(key)) if self._store.check([key]) else ("", 0)
+        )
+        return namespace, process
+
+    def describe(self, statuses: Mapping[int, RankStatus | None]) -> str:
+        """Return the status of ranks as text; None for a rank that does not answer."""
+        return "; ".join(
+            f"rank {rank} {status}" if status else f"rank {rank}{self.place(rank)} {_NO_ANSWER}"
+            for rank, status in statuses.items()
+        )
 
     def exchange(self, decision: PendingDecision, name: str, value: Any) -> dict[int, Any]:
         """Gather a value from each rank of a decision, through the store.
@@ -344,7 +366,7 @@ class RankMonitor:
                 self._rank,
                 seconds,
                 self.last_call,
-                describe_ranks(missing),
+                self.describe(missing),
             )
 
     def _on_exit(self) -> None:
@@ -368,14 +390,6 @@ def _pid_namespace() -> str:
     """Return an identifier of the machine or container whose process ids this process sees."""
     namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
     return f"{socket.gethostname()} {namespace}"
-
-
-def describe_ranks(statuses: Mapping[int, RankStatus | None]) -> str:
-    """Return the status of ranks as text; None for a rank that does not answer."""
-    no_answer = (
-        "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
-    )
-    return "; ".join(f"rank {rank} {status or no_answer}" for rank, status in statuses.items())
 
 
 def current() -> RankMonitor | None:

@@ -147,7 +147,10 @@ class RollCall:
         lost = [rank for rank, queries in self._unanswered.items() if queries >= MAX_UNANSWERED]
         if lost := lost or [rank for rank in silent if monitor.has_exited(rank)]:
             return lost_peer_error(
-                self._world.rank, self._world.world_size, lost[0], monitor.engine_call
+                self._world.rank,
+                self._world.world_size,
+                f"{lost[0]}{monitor.place(lost[0])}",
+                monitor.engine_call,
             )
         return None
 
@@ -156,7 +159,7 @@ class RollCall:
     ) -> TrainingError:
         message = (
             f"rank {self._world.rank} waits in {monitor.engine_call}, which every rank has to "
-            f"call, and {rank_monitor.describe_ranks(others)}; make the same calls in the same "
+            f"call, and {monitor.describe(others)}; make the same calls in the same "
             "order on every rank"
         )
         # `sys.exit("...")` looks like a normal end.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed import flight_recorder, rendezvous_store
 from distmp.distributed.accelerate_launch import wants_cpu
@@ -212,24 +215,36 @@ def world_of_process(device: torch.device | str | None = None) -> World:
     return World.current(own_device)
 
 
-def join(environment: RankEnvironment, *, timeout_seconds: float) -> World:
+def join(
+    environment: RankEnvironment,
+    *,
+    timeout_seconds: float,
+    on_store: Callable[[], object] = lambda: None,
+) -> World:
     """Initialize the default process group if a launcher started ranks; return the world.
 
     Args:
         environment: Rank and world size of this process.
         timeout_seconds: Timeout of a collective.
+        on_store: Called when all ranks have started and share a store, before they connect.
     """
     device = local_device(environment.local_rank)
     if "RANK" in os.environ:
-        _initialize_group(environment, device, timeout_seconds)
+        _initialize_group(environment, device, timeout_seconds, on_store)
+    else:
+        on_store()
     return World.current(device)
 
 
 def _initialize_group(
-    environment: RankEnvironment, device: torch.device, timeout_seconds: float | None = None
+    environment: RankEnvironment,
+    device: torch.device,
+    timeout_seconds: float | None = None,
+    on_store: Callable[[], object] = lambda: None,
 ) -> None:
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
     store = rendezvous_store.for_this_start(timeout_seconds)
+    on_store()
     flight_recorder.enable()
     dist.init_process_group(
         **backend_for(device, store, environment.world_size),
@@ -289,8 +304,22 @@ def _do_nothing(_: object) -> None:
 
 
 def leave() -> None:
-    """Destroy the default process group, if there is one, and forget the arguments of `init`."""
+    """Destroy the default process group, if there is one, and forget the arguments of `init`.
+
+    Modules of torch's DDP cannot train afterwards.
+    """
     global _choice
     _choice = None
     if dist.is_initialized():
+        _release_reducers()
         dist.destroy_process_group()
+
+
+def _release_reducers() -> None:
+    """Free what DDP modules hold of the group, so that none has the last reference to it.
+
+    A reference from Python would do no harm: its release unlocks the interpreter.
+    """
+    for part in gc.get_objects():
+        if issubclass(type(part), DistributedDataParallel):  # isinstance may run code of users
+            part.__dict__.update(reducer=None, logger=None)

@@ -190,8 +190,8 @@ def _late(
 ) -> list[str]:
     place = _place(answer)
     return [
-        f"  rank {rank} of {world_size} is late: {answer.doing} for {answer.idle:.0f} s"
-        f"{f', waiting {place}' if place else ''}",
+        f"  rank {rank} of {world_size} on {answer.host} is late: {answer.doing} for "
+        f"{answer.idle:.0f} s{f', waiting {place}' if place else ''}",
         *(
             f"    it has not started {collective}, which {rank_names(collective.ranks)} "
             f"{'has' if len(collective.ranks) == 1 else 'have'} started"
@@ -203,7 +203,7 @@ def _late(
 
 def _silent(rank: int, status: Status, process: SilentRank, world_size: int) -> list[str]:
     why = {
-        "": f"it runs on {process.host}",
+        "": "it runs on another machine",
         "gone": "its process is gone",
         "stopped": "its process is stopped (SIGSTOP or a debugger); SIGCONT would continue it",
     }.get(
@@ -211,8 +211,8 @@ def _silent(rank: int, status: Status, process: SilentRank, world_size: int) -> 
         f"its process ({process.state}) holds the GIL in native code that does not return",
     )
     return [
-        f"  rank {rank} of {world_size} is late and does not answer: {why}; process {process.pid}, "
-        f"last seen in {status.doing}",
+        f"  rank {rank} of {world_size} on {process.host} is late and does not answer: {why}; "
+        f"process {process.pid}, last seen in {status.doing}",
         *_indented(process.stack),
     ]
 

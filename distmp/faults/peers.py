@@ -48,6 +48,10 @@ class Status:
     doing: str
 
 
+NO_STATUS = Status(0, 0.0, float("inf"), "startup, before its first heartbeat")
+"""Stands for the heartbeat of a rank that has sent none."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A rank's answer to a query of its state.
@@ -61,6 +65,7 @@ class Answer:
             `flight_recorder.started`.
         last: Name of the collective that distmp started last.
         stack: The stack of the main thread, with the innermost call last.
+        host: Name of its machine.
     """
 
     doing: str
@@ -70,6 +75,7 @@ class Answer:
     collectives: dict[str, int]
     last: str
     stack: str
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,16 +140,25 @@ class Peers:
             return None
         return {rank: RankPlace(**value) for rank, value in enumerate(self._get(keys))}
 
+    def known_places(self) -> dict[int, RankPlace]:
+        """Return the process of every rank that has published its own."""
+        places = self._present("place", range(self.world_size))
+        return {rank: RankPlace(**value) for rank, value in places.items()}
+
     def beat(self, status: Status) -> None:
         """Publish a heartbeat."""
         self._put(f"status/{self.rank}", asdict(status))
 
     def statuses(self) -> dict[int, Status]:
-        """Return the last heartbeat of every rank that has not left."""
+        """Return the last heartbeat of every rank that has not left; `NO_STATUS` before it."""
         keys = [f"status/{rank}" for rank in range(self.world_size)]
-        if not self._store.check(keys):
-            return {}
-        return {rank: Status(**value) for rank, value in enumerate(self._get(keys)) if value}
+        if self._store.check(keys):
+            values = dict(enumerate(self._get(keys)))
+        else:
+            values = self._present("status", range(self.world_size))
+        statuses = dict.fromkeys(range(self.world_size), NO_STATUS)
+        statuses |= {rank: Status(**value) for rank, value in values.items() if value}
+        return {rank: s for rank, s in statuses.items() if values.get(rank, True)}
 
     def leave(self) -> None:
         """Publish that this rank has ended, with or without an error."""

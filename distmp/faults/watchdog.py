@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -99,7 +100,7 @@ class Watchdog:
         self._places: dict[int, RankPlace] = {}
         self._suspects: set[int] = set()
         self._observes = peers.rank in (0, peers.world_size - 1)
-        self._observer = Observer()
+        self._observer = Observer(seconds)
         self.before_exit: Callable[[], object] = lambda: None
         self.traces_folder: Path | None = None
 
@@ -195,7 +196,7 @@ class Watchdog:
         now = time.monotonic()
         if now - self._last_turn > PAUSE_INTERVALS * self._interval + PAUSE_INTERVALS:
             self._activity.touch()
-            self._observer = Observer()
+            self._observer = Observer(self._seconds)
         self._last_turn = now
 
     def _detect_transfer(self) -> None:
@@ -239,6 +240,7 @@ class Watchdog:
             collectives=flight_recorder.started(),
             last=self._activity.collective,
             stack=stacks.show(frame),
+            host=socket.gethostname(),
         )
 
     def _check_for_lost_ranks(self) -> None:
@@ -289,6 +291,7 @@ class Watchdog:
         answers = self._collect(peers.answers, statuses, ANSWER_INTERVALS)
         traces = self._collect(peers.traces, answers, TRACE_INTERVALS)
         silent = sorted(statuses.keys() - answers.keys())
+        self._places = self._places or peers.known_places()
         report = hang_report.report(
             statuses,
             answers,
@@ -318,8 +321,10 @@ class Watchdog:
     def _inspect(self, rank: int) -> hang_report.SilentRank:
         """Inspect the process of a rank that does not answer."""
         place = self._places.get(rank)
-        if place is None or place.host != socket.gethostname():
-            return hang_report.SilentRank(place.host if place else "?", place.pid if place else 0)
+        if place is None:
+            return hang_report.SilentRank("an unknown machine", 0)
+        if place.host != socket.gethostname():
+            return hang_report.SilentRank(place.host, place.pid)
         try:
             state: str = psutil.Process(place.pid).status()
         except psutil.NoSuchProcess:
@@ -391,9 +396,15 @@ def _is_alive(pid: int) -> bool:
 
 
 class Observer:
-    """Decides from heartbeats whether all ranks hang."""
+    """Decides from heartbeats whether all ranks hang.
 
-    def __init__(self) -> None:
+    Args:
+        silent_seconds: Limit of every rank once one of them has sent no heartbeat for that long: it
+            is stopped, so a longer limit of its phase does not apply.
+    """
+
+    def __init__(self, silent_seconds: float = math.inf) -> None:
+        self._silent_seconds = silent_seconds
         # Count of the last heartbeat of each rank, and when it was first seen.
         self._seen: dict[int, tuple[int, float]] = {}
 
@@ -407,7 +418,10 @@ class Observer:
             now: Time on this rank's clock; clocks of different ranks are not compared.
         """
         current = self.until(now, statuses)
-        return bool(current) and all(status.idle > status.limit for status in current.values())
+        silence = max(self.silences(statuses, now).values(), default=0.0)
+        most = self._silent_seconds if silence > self._silent_seconds else math.inf
+        limits = {rank: min(status.limit, most) for rank, status in current.items()}
+        return bool(current) and all(current[rank].idle > limits[rank] for rank in current)
 
     def until(self, now: float, statuses: Mapping[int, Status]) -> dict[int, Status]:
         """Return heartbeats whose `idle` includes the time since they were first seen.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from distmp.distributed import rank_monitor
 from distmp.distributed.awaited import AwaitedRanks
 from distmp.distributed.lost_peers import is_lost_connection
-from distmp.distributed.rank_monitor import RankMonitor, RankStatus, describe_ranks
+from distmp.distributed.rank_monitor import RankMonitor, RankStatus
 from distmp.distributed.world import World
 from distmp.errors import TrainingError, rank_names, ranks_by_value
 
@@ -205,7 +205,9 @@ class CollectiveOrder:
             seen = self._check_waiting_ranks(local, statuses, seen)
             why = awaited.why_stuck(statuses)
             if why and not work.is_completed():
-                raise self._no_answer(local, why, describe_ranks(statuses) or "none is missing")
+                raise self._no_answer(
+                    local, why, self._monitor.describe(statuses) or "none is missing"
+                )
             check_after = min(2 * check_after, self._seconds / 4)
             begun = time.monotonic()
 

@@ -235,7 +235,7 @@ def _raise_if_ranks_missing(
 def _missing_ranks_error(
     monitor: RankMonitor, missing: Mapping[int, RankStatus | None]
 ) -> TrainingError:
-    statuses = rank_monitor.describe_ranks(missing)
+    statuses = monitor.describe(missing)
     return TrainingError(
         f"{monitor.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
     )

@@ -7,6 +7,7 @@ and wait for the launcher to end them, so that it sees the rank that failed firs
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 import traceback
@@ -23,7 +24,6 @@ from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
-from distmp.distributed.world import World
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
 from distmp.faults.peers import Ending, Peers
 from distmp.faults.watchdog import Watchdog, print_message, record
@@ -37,11 +37,11 @@ MESSAGE_SECONDS = 2.0
 _watchdog: Watchdog | None = None
 
 
-def watch(world: World, seconds: float, first_seconds: float) -> None:
+def watch(environment: RankEnvironment, seconds: float, first_seconds: float) -> None:
     """Start watching this rank and the others. Every rank has to call it.
 
     Args:
-        world: The ranks.
+        environment: Rank and number of ranks.
         seconds: Seconds without progress after which a rank counts as hanging; 0: never.
         first_seconds: The same until the first step has ended.
     """
@@ -49,10 +49,12 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
     stop_watching()
     store: rendezvous_store.Store = rendezvous_store.HashStore()
     address = None
-    if world.group is not None:
+    if "RANK" in os.environ:
         store = rendezvous_store.for_current_attempt(REJOIN_SECONDS)
         address = rendezvous_store.address()
-    peers = Peers(rendezvous_store.PrefixStore("peers", store), world.rank, world.world_size)
+    peers = Peers(
+        rendezvous_store.PrefixStore("peers", store), environment.rank, environment.world_size
+    )
     never = float("inf")
     _watchdog = Watchdog(
         peers,

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import partial
 
 from distmp.config import RunConfig
 from distmp.distributed.orphans import is_orphan
@@ -61,7 +62,6 @@ def train_as_rank(
     with Console(config.log, quiet=quiet, log=log) as console:
         with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
-        failures.watch(world, config.hang_seconds, 0.9 * 60 * config.timeout_minutes)
         trainer = Trainer(config, world, console, callbacks, restarts)
         if trainer.lease is not None:
             failures.before_exit(trainer.lease.release)
@@ -90,9 +90,13 @@ def _stopped(restarts: Restarts, stop: StopSignals, world: World) -> int:
 
 
 def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:
+    timeout_seconds = 60 * config.timeout_minutes
+    watch = partial(failures.watch, environment, config.hang_seconds, 0.9 * timeout_seconds)
     if not is_enabled(config, environment):
-        return join(environment, timeout_seconds=60 * config.timeout_minutes)
+        # From here on, so that a rank that stops while the ranks connect is noticed.
+        return join(environment, timeout_seconds=timeout_seconds, on_store=watch)
     world, report = join_checked(config, environment)
+    watch()
     for line in (report.summary, *report.warnings):
         console.message(f"preflight: {line}")
     return world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import distmp
 from distmp.distributed.world import leave
@@ -105,4 +107,10 @@ def test_ranks_of_a_launcher_meet_and_train_one_model() -> None:
             reference(data[6 * step :][:6]).square().mean().backward()
             optimizer.step()
     torch.testing.assert_close(engine.module.weight, reference.weight)
-    leave()
+    wrapper = DistributedDataParallel(reference)
+    wrapper(data).sum().backward()
+    reducer, alive = weakref.ref(wrapper.reducer), []
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda: (alive.append(reducer()), destroy())
+    leave()  # with the last reference, the reducer could wait for itself in gloo's destructor
+    assert alive == [None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import platform
 import re
 import subprocess
 import threading
@@ -233,8 +234,9 @@ def test_rank_that_was_killed(tmp_path: Path) -> None:
         ]
         output, _ = [process.communicate()[1] for process in processes]
     assert (
-        f"TrainingError: step() in iteration 3 {MISSING} rank 1 does not answer: its process has "
-        "ended or is stopped, or it has no scaler or engine yet; make the same calls of the scaler"
+        f"TrainingError: step() in iteration 3 {MISSING} rank 1 on {platform.node()} does not "
+        "answer: its process has ended or is stopped, or it has no scaler or engine yet; make the "
+        "same calls of the scaler"
     ) in output
 
 

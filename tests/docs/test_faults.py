@@ -68,8 +68,8 @@ def test_the_report_on_a_hang_is_the_one_of_the_code() -> None:
     stack = 'File "my_data.py", line 55, in __getitem__\n  return self.remote.read(index)\n'
     (place,) = re.findall(r"in (synchronize \(.*?\))", text)
     answers = {
-        0: Answer("step 3, decision", 300, "", place, {group: 41}, "all_gather", ""),
-        1: Answer("step 3, loading data", 301, "", "", {group: 40}, "all_gather", stack),
+        0: Answer("step 3, decision", 300, "", place, {group: 41}, "all_gather", "", "node1"),
+        1: Answer("step 3, loading data", 301, "", "", {group: 40}, "all_gather", stack, "node2"),
     }
     traces = {
         rank: Trace({group: [(41, "all_gather")]}, f"runs/a/hang/nccl-rank-{rank}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ def answer(
     synchronizes: str = "",
 ) -> Answer:
     counts = {WORLD: collectives} if isinstance(collectives, int) else collectives
-    return Answer(doing, 12.0, waits_in, synchronizes, counts, "all_reduce", STACK)
+    return Answer(doing, 12.0, waits_in, synchronizes, counts, "all_reduce", STACK, "node1")
 
 
 def report_on(
@@ -62,7 +63,7 @@ def test_a_rank_in_no_collective_is_late() -> None:
     assert result.summary == (
         "rank 1 late for 12 s; ranks 0, 2 in all_reduce (all_reduce_stats, decision.py:1)"
     )
-    assert "rank 1 of 3 is late: step 3, loading data for 12 s\n" in result.text
+    assert "rank 1 of 3 on node1 is late: step 3, loading data for 12 s\n" in result.text
     assert 'File "x.py", line 1' in result.text
     assert (
         "ranks 0, 2 wait in all_reduce (all_reduce_stats, decision.py:1): step 3, decision"
@@ -72,7 +73,10 @@ def test_a_rank_in_no_collective_is_late() -> None:
 
 def test_a_rank_in_an_earlier_collective_is_late() -> None:
     result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)", collectives=6)})
-    assert "rank 1 of 2 is late: step 3, decision for 12 s, waiting in broadcast" in result.text
+    assert (
+        "rank 1 of 2 on node1 is late: step 3, decision for 12 s, waiting in broadcast"
+        in result.text
+    )
 
 
 def test_ranks_in_different_collectives_do_not_run_the_same_code() -> None:
@@ -98,7 +102,10 @@ def test_of_many_late_ranks_a_few_are_shown() -> None:
 
 def test_a_silent_rank_elsewhere() -> None:
     result = report_on({0: WAITS}, {1: SilentRank("node7", 99)})
-    assert "rank 1 of 2 is late and does not answer: it runs on node7; process 99" in result.text
+    assert (
+        "rank 1 of 2 on node7 is late and does not answer: it runs on another machine; process 99"
+        in result.text
+    )
 
 
 @pytest.mark.parametrize("host", [READS, ELSEWHERE])
@@ -111,7 +118,7 @@ def test_the_rank_that_is_one_collective_behind_is_late(host: Answer) -> None:
     )
     assert result.text.count("is late") == 1
     assert (
-        "  rank 2 of 4 is late: step 3, forward of microbatch 1 for 12 s\n"
+        "  rank 2 of 4 on node1 is late: step 3, forward of microbatch 1 for 12 s\n"
         f"    it has not started collective 7 of {WORLD}, all_reduce, "
         "which ranks 0-1, 3 have started\n"
         '        File "x.py", line 1\n'
@@ -132,8 +139,9 @@ def test_a_rank_that_waits_for_the_device_may_be_late() -> None:
     """It cannot know that the others have started one more collective."""
     behind = answer(collectives=6, synchronizes="item (f, x.py:1)")
     result = report_on({0: ELSEWHERE, 1: behind})
-    assert "rank 1 of 2 is late: step 3, decision for 12 s, waiting for the device in item" in (
-        result.text
+    assert (
+        "rank 1 of 2 on node1 is late: step 3, decision for 12 s, waiting for the device in item"
+        in (result.text)
     )
     assert "which rank 0 has started" in result.text
     assert "  rank 0 waits, last started all_reduce: step 3, update\n" in result.text
@@ -146,7 +154,7 @@ def test_of_ranks_at_different_places_only_the_last_is_late() -> None:
         {rank: answer(collectives=count) for rank, count in counts.items()},
         traces={0: names, 1: Trace({}), 2: Trace({})},
     )
-    assert "rank 1 of 3 is late" in result.text
+    assert "rank 1 of 3 on node1 is late" in result.text
     assert result.text.count("is late") == 1
     assert f"collective 42 of {WORLD}, all_gather, which ranks 0, 2 have started" in result.text
 
@@ -170,7 +178,7 @@ def test_with_equal_numbers_all_wait_for_the_device(host: Answer) -> None:
 def test_ranks_in_their_own_code_are_late_although_the_numbers_are_equal() -> None:
     sleeps = answer(doing="step 3, loading data")
     result = report_on({0: READS, 1: sleeps, 2: READS})
-    assert "rank 1 of 3 is late: step 3, loading data" in result.text
+    assert "rank 1 of 3 on node1 is late: step 3, loading data" in result.text
     assert result.text.count("is late") == 1
     assert report_on({0: sleeps, 1: sleeps}).text.count("is late") == 2
 
@@ -192,7 +200,7 @@ def test_the_last_rank_of_a_chain_of_waits_is_late() -> None:
     }
     result = report_on(answers, traces=traces)
     assert result.text.count("is late") == 1
-    assert "rank 3 of 4 is late" in result.text
+    assert "rank 3 of 4 on node1 is late" in result.text
     assert "collective 9 of group 2 (nccl), all_gather, which rank 2 has started" in result.text
     assert "collective 5 of group 4 (nccl), all_reduce, which rank 1 has started" in result.text
 
@@ -231,7 +239,7 @@ def test_ranks_that_may_wait_for_a_silent_rank_are_not_late() -> None:
     silent = {1: SilentRank("node7", 99)}
     waits = answer(collectives=6, synchronizes="item (f, x.py:1)")
     result = report_on({0: READS, 2: waits}, silent)
-    assert "rank 1 of 3 is late and does not answer" in result.text
+    assert "rank 1 of 3 on node7 is late and does not answer" in result.text
     assert result.text.count("is late") == 1
     result = report_on({0: READS, 2: answer(collectives=6)}, silent)
     assert result.summary.startswith("ranks 1-2 late for 12 s; rank 0 for the device in")
@@ -283,7 +291,7 @@ def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
     answers, traces = peers.answers(range(3)), peers.traces(range(3))
     assert not any(one.waits_in for one in answers.values())
     result = report({r: Status(1, 9.0, 1.0, "") for r in range(3)}, answers, {}, 3, traces)
-    assert "rank 2 of 3 is late" in result.text
+    assert f"rank 2 of 3 on {platform.node()} is late" in result.text
     assert result.text.count("is late") == 1
     name = ", all_reduce" if is_named else ""
     number = answers[0].collectives["the default group (gloo)"]

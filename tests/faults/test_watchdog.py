@@ -60,6 +60,18 @@ def test_a_phase_that_may_take_longer_has_another_limit() -> None:
     assert not Observer().is_hang(slow, now=0)
 
 
+def test_a_rank_that_never_sent_a_heartbeat_does_not_get_the_time_of_the_first_step() -> None:
+    """Nor does one that is silent, which no longer is in the phase that may take longer."""
+    peers = Peers(HashStore(), 0, 2)
+    peers.beat(Status(1, 11, 60, "compiling"))
+    observer = Observer(LIMIT)
+    assert not observer.is_hang(peers.statuses(), now=100)
+    assert not observer.is_hang(peers.statuses(), now=110)
+    assert observer.is_hang(peers.statuses(), now=110.1)
+    peers.beat(Status(2, 0.0, 60, "compiling"))
+    assert not observer.is_hang(peers.statuses(), now=111)
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 9)), max_size=40))
 def test_while_some_rank_makes_progress_there_is_no_hang(events: list[tuple[int, float]]) -> None:
     """Some rank makes progress at least every 9 seconds; the others may be arbitrarily late."""

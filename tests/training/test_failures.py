@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from distmp.config import RunConfig
@@ -95,7 +95,7 @@ def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
         output = done[number].stderr
         assert output.count("distmp: no rank has made progress for ") == 1, (name, output)
         assert output.count("is late") == 1, (name, output)
-        assert f"rank {late} of 2 is late" in output, (name, output)
+        assert f"rank {late} of 2 on {platform.node()} is late" in output, (name, output)
         assert doing in output, (name, output)
         assert f"rank {1 - late} waits in {WAITING[name]}" in output, (name, output)
         is_counted = "does not answer" not in output
@@ -125,14 +125,17 @@ def test_ranks_that_end_themselves(tmp_path: Path) -> None:
 
 
 def test_other_failures(tmp_path: Path) -> None:
-    """A kill, no memory, a single rank that hangs, and a slow run that does not hang."""
+    """A kill, no memory, a single rank that hangs, a rank that stops before it has connected to the
+    others, and a slow run that does not hang.
+    """
     jobs = [
         job("1 forward kill"),
         job("1 forward allocate"),
         job("0 forward sleep", WATCHED, ranks=1),
+        job("1 connect stop", WATCHED),
         job("0 validation pause, 1 forward pause", WATCHED, "--validation.every=1"),
     ]
-    killed, full, alone, slow = run_jobs(jobs, tmp_path, timeout=180)
+    killed, full, alone, early, slow = run_jobs(jobs, tmp_path, timeout=180)
     assert killed.stderr.count("distmp:") == 1
     assert killed.stderr.startswith("distmp: rank 1 ended without a message (process ")
     assert killed.exit_codes[1] == -9
@@ -141,8 +144,15 @@ def test_other_failures(tmp_path: Path) -> None:
     assert "rank 1 of 2 ran out of main memory in step 3, forward of microbatch 1" in full.stderr
     assert "1024 TiB more were requested" in full.stderr
     assert "batch.microbatch_size = 1 instead of 2" in full.stderr
-    assert "rank 0 of 1 is late: step 2, forward of microbatch 1" in alone.stderr
+    assert (
+        f"rank 0 of 1 on {platform.node()} is late: step 2, forward of microbatch 1" in alone.stderr
+    )
     assert alone.exit_codes == {0: HANG_EXIT_CODE}
+    assert (
+        f"rank 1 of 2 on {platform.node()} is late and does not answer: its process is stopped"
+        in (early.stderr)
+    )
+    assert seconds_after_the_fault(early, tmp_path / "3") < FAILURE_SECONDS
     assert slow.exit_codes == {}
     assert slow.stderr == ""
 
@@ -247,8 +257,7 @@ def test_no_wait_for_a_launcher_that_has_ended(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_watchdog_of_a_single_process_ends_with_it() -> None:
-    world = failures.World(0, 1, torch.device("cpu"), None)
-    failures.watch(world, seconds=100, first_seconds=100)
+    failures.watch(RankEnvironment(), seconds=100, first_seconds=100)
     before = time.monotonic()
     failures.stop_watching()
     assert time.monotonic() - before < 60
