@@ -203,7 +203,7 @@ def _late(
 
 def _silent(rank: int, status: Status, process: SilentRank, world_size: int) -> list[str]:
     why = {
-        "": "it runs on another machine",
+        "": "it runs on another machine" if process.pid else "it has not published its process",
         "gone": "its process is gone",
         "stopped": "its process is stopped (SIGSTOP or a debugger); SIGCONT would continue it",
     }.get(
@@ -212,7 +212,7 @@ def _silent(rank: int, status: Status, process: SilentRank, world_size: int) -> 
     )
     return [
         f"  rank {rank} of {world_size} on {process.host} is late and does not answer: {why}; "
-        f"process {process.pid}, last seen in {status.doing}",
+        f"{f'process {process.pid}, ' if process.pid else ''}last seen in {status.doing}",
         *_indented(process.stack),
     ]
 
