@@ -501,7 +501,9 @@ class Engine:
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = moved(batch, self.device)
         with (
-            autocast_of_dtypes(self.policy, self.device),
+            autocast_of_dtypes(
+                self.policy, self.device, sharded=self.strategy in SHARDED_STRATEGIES
+            ),
             explain_batch_errors(batch, self.module),
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))

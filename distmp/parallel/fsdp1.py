@@ -34,7 +34,7 @@ from distmp.parallel.materialize import (
 )
 from distmp.parallel.reduce_scatter import reduce_scatter_sum, reduction_groups
 from distmp.parallel.settings import ParallelConfig
-from distmp.parallel.sharded import ShardedStrategy
+from distmp.parallel.sharded import ShardedStrategy, check_shapes
 from distmp.parallel.strategy import (
     KnownParameters,
     broadcast_from_rank_zero,
@@ -83,6 +83,7 @@ class FullySharded1(ShardedStrategy):
             raise ConfigError("strategy", "fsdp1", "is for several ranks; use 'single'")
         check_accumulation(policy)
         check_parameters(module, policy)
+        check_shapes(module, "fsdp1")
         _check_weights(module, policy)
         self._shapes = {
             parameter_name(name): parameter.shape for name, parameter in module.named_parameters()
@@ -101,6 +102,7 @@ class FullySharded1(ShardedStrategy):
         self._known = KnownParameters(self.module)
         # Whether a forward has begun and its backward has not.
         self._open = False
+        self._forwards = 0  # since the begin of the step
         self._order = self._watch_collectives(world, policy.reduce_dtype)
 
     @property
@@ -124,6 +126,7 @@ class FullySharded1(ShardedStrategy):
                 "restart from a checkpoint, or use strategy = 'fsdp', which can continue"
             )
         self._order.abandon()
+        self._forwards = 0
         super().begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
@@ -221,7 +224,8 @@ class FullySharded1(ShardedStrategy):
                 for _, parameter in self._trainable:  # before FSDP1 takes their gradients
                     self._check_gradient(parameter)
                 self._open = torch.is_grad_enabled()
-                order.begin(self._open)
+                self._forwards += self._open
+                order.begin(self._forwards if self._open else "evaluation")
             order.note(Collective("gather", units.index(unit), 0))
 
         def leave(unit: nn.Module, args: Any, output: Any) -> None:

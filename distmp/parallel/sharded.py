@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
@@ -131,8 +132,10 @@ def check_shapes(module: nn.Module, strategy: str) -> None:
     """Refuse parameters that a sharded strategy cannot divide.
 
     Raises:
-        ConfigError: For a scalar, and for a trainable parameter without elements.
+        ConfigError: For a scalar, a trainable parameter without elements, and two parameters that
+            share memory.
     """
+    _refuse_shared_memory(module, strategy)
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise ConfigError(
@@ -148,6 +151,27 @@ def check_shapes(module: nn.Module, strategy: str) -> None:
                 f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
                 "freeze or remove it, or use 'ddp'",
             )
+
+
+def _refuse_shared_memory(module: nn.Module, strategy: str) -> None:
+    """Refuse two parameters in the same memory: their shards would be trained apart."""
+    spans: dict[int, list[tuple[int | torch.SymInt, int | torch.SymInt, str]]] = defaultdict(list)
+    for name, value in module.named_parameters():
+        if value.numel():
+            first = value.storage_offset()
+            last = first + sum(
+                (n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)
+            )
+            spans[value.untyped_storage()._cdata].append((first, last, name))
+    for of_storage in spans.values():
+        for (_, last, name), (first, _, other) in pairwise(sorted(of_storage)):
+            if first <= last:
+                raise ConfigError(
+                    "strategy",
+                    strategy,
+                    f"would separate {name!r} and {other!r}, which share memory; assign one "
+                    "nn.Parameter to both modules, or use 'ddp'",
+                )
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

@@ -38,12 +38,21 @@ def autocast_context(
 
 
 def autocast_of_dtypes(
-    policy: PrecisionPolicy, device: torch.device
+    policy: PrecisionPolicy, device: torch.device, *, sharded: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return what `autocast_context` returns; narrow formats are applied elsewhere."""
+    """Return what `autocast_context` returns; narrow formats are applied elsewhere.
+
+    Args:
+        policy: The policy.
+        device: The device of the rank.
+        sharded: Whether FSDP2 gathers the parameters. After a forward without gradients, autocast's
+            cache has casts of gathered parameters without a graph: a second forward in the same
+            loss function would give them no gradient.
+    """
     if not policy.autocast:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=policy.compute_dtype)
+    cache = torch.is_autocast_cache_enabled() and not sharded
+    return torch.autocast(device.type, dtype=policy.compute_dtype, cache_enabled=cache)
 
 
 def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -337,3 +337,32 @@ def test_weights_that_blocks_share_are_named() -> None:
         with pytest.raises(ConfigError, match=message.format(first, second)):
             FullySharded(tied(first, second), policy("fp32"), World.current("cpu"))
     FullySharded(tied("a", "b"), policy("fp32"), World.current("cpu"))
+
+
+@ranks(2)
+def test_loss_that_evaluates_first_has_all_gradients() -> None:
+    """Autocast's cache would give weights that were gathered before no gradient."""
+
+    def evaluating(module: nn.Module, batch: Batch) -> Any:
+        with torch.no_grad():
+            loss(module, batch)
+        return loss(module, batch)
+
+    batches = [samples(seed, 4) for seed in range(2)]
+    found = []
+    for function in (loss, evaluating):
+        engine = Engine(
+            make_model(), function, fused_sgd, policy="bf16-autocast", strategy="fsdp", device="cpu"
+        )
+        engine.step(batches)
+        found.append(weights(engine))
+    assert_same_bits(*found)
+
+
+@ranks(2)
+def test_two_parameters_in_the_same_memory_are_refused() -> None:
+    for strategy in ("fsdp", "fsdp1"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight.data = model[0].weight.data
+        with pytest.raises(ConfigError, match=r"'0\.weight' and '1\.weight', which share memory"):
+            Engine(model, loss, fused_sgd, strategy=strategy, device="cpu")

@@ -201,10 +201,9 @@ in_place_of_the_evaluated(
 )
 
 
-@mistake("evaluated", "right")
+@mistake("evaluated", "error")
 def nothing_is_evaluated(script: Script) -> None:
     script.evaluated = []
-    script.truth.evaluated = [[samples(1, count=0)]]  # gives NaN
 
 
 @mistake("evaluated", "either", ranks=(2,), strategies=WHOLE)

@@ -292,6 +292,7 @@ torch_schedule(
 def schedule(name: str, build: Any, ends: Any = "error") -> None:
     def change(script: Script) -> None:
         script.options["schedule"] = build
+        script.truth.schedule = None
 
     add(f"the schedule is {name}", change, "rate", ends)
 
