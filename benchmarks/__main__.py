@@ -49,6 +49,7 @@ BENCHMARKS = {
     "precision": Benchmark(),
     "rl_mismatch": Benchmark(("--steps=1",), processes=True),
     "peers": Benchmark((*ONE_ROUND, "--size=1m", "--races", "fsdp fp32"), processes=True),
+    "guard": Benchmark(ONE_ROUND, processes=True),
     "explain_memory": Benchmark(),
     "growth": Benchmark(),
     "exchange": Benchmark(),

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -192,11 +193,21 @@ class Rank:
 
     def answer(self, order: str) -> Any:
         """Run the measurement named by `order`."""
-        return {"seconds": self.seconds, "work": self.work}[order]()
+        return {
+            "seconds": self.seconds,
+            "processor": self.processor_seconds,
+            "work": self.work,
+        }[order]()
 
     def seconds(self) -> float:
         """Return the seconds of one step."""
         return elapsed_together(self._loop.step, self._device)
+
+    def processor_seconds(self) -> float:
+        """Return the processor time of one step, which does not count other processes."""
+        before = time.process_time()
+        self._loop.step()
+        return time.process_time() - before
 
     def work(self) -> dict[str, Any]:
         """Return the losses of some steps, their compute dtype, and the memory peak of the last."""
@@ -249,7 +260,7 @@ def main() -> int:
     for race in arguments.races:
         size = arguments.size or _size(race, arguments.device)
         if size not in references:
-            with _started("", "", size, arguments, ranks=1) as alone:
+            with started("", "", size, arguments, ranks=1) as alone:
                 references[size] = alone.ask("work")[0]["losses"]
         result["races"][race] = _run(race, size, references[size], arguments)
         print(races.rendered(race, result["races"][race]), end="\n\n", flush=True)
@@ -298,7 +309,7 @@ def _run(
         "absent": {name: reason for name, reason in reasons.items() if reason},
     }
     for name in names:
-        with _started(race, name, size, arguments, environment=memory.EXACT_MALLOC) as ranks:
+        with started(race, name, size, arguments, environment=memory.EXACT_MALLOC) as ranks:
             try:
                 answers = ranks.ask("work")
             except RankError as error:  # too large for this device, or not supported
@@ -309,7 +320,7 @@ def _run(
         races.check_same_work(name, found, found["loops"][name])
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(_started(race, name, size, arguments))
+            name: stack.enter_context(started(race, name, size, arguments))
             for name in found["loops"]
         }
         seconds = take_turns(running, "seconds", arguments.rounds)
@@ -322,7 +333,7 @@ def _run(
     return found
 
 
-def _started(
+def started(
     race: str,
     loop: str,
     size: str,
@@ -331,6 +342,7 @@ def _started(
     ranks: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Ranks:
+    """Start the ranks of a loop; see `Rank`."""
     method = json.dumps({"race": race, "loop": loop, "size": size, "ranks": arguments.ranks})
     count, device = ranks or arguments.ranks, arguments.device.type
     return Ranks("benchmarks.peers", method, count, environment, device)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ages
+from benchmarks import ages, guard
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.figures import ROOT
-from benchmarks.report import FOLDER, RESULTS, commit
+from benchmarks.report import FOLDER, RESULTS, Spread, commit
 
 CASES = [
     pytest.param(name, marks=[pytest.mark.soak] if benchmark.processes else [])
@@ -46,3 +46,16 @@ def test_results_older_than_their_code_are_named(
         (tmp_path / f"{name}-cpu.json").write_text(json.dumps({"machine": {"commit": known}}))
     monkeypatch.setattr(ages, "RESULTS", tmp_path)
     assert [line.partition("-cpu")[0] for line in ages.older()] == ["dirty", "lost", "no", "old"]
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.14, 0), (1.16, 2)])
+def test_guard_fails_if_every_attempt_is_slower(
+    ratio: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+    monkeypatch.setattr(guard, "measure", lambda *_: attempts.append(1) or Spread.of([ratio]))
+    monkeypatch.setattr(guard, "RESULTS", tmp_path)
+    monkeypatch.setattr(guard, "save", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["guard"])
+    assert guard.main() == code
+    assert len(attempts) == (2 if code == 0 else 2 * guard.ATTEMPTS)
