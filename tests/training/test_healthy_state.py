@@ -131,11 +131,13 @@ def test_weights_that_one_step_ruined_displace_no_others(
     )
     assert "continue from a checkpoint before step 11 with --resume PATH" in warning
 
-    # The latest one is used while nothing is known about it.
-    assert (
-        train(*ruined, "--steps=25", "--resume=auto", "--precision.max-consecutive-skips=50") == 0
-    )
-    assert "continuing from run/checkpoints/step-000019" in capsys.readouterr().out
+    # The latest one is used while nothing is known about it. A run without an update fails.
+    assert train(*ruined, "--steps=20") == 1
+    found = capsys.readouterr()
+    assert "continuing from run/checkpoints/step-000019" in found.out
+    assert "the last 9 steps were all skipped" in found.err
+    assert train(*ruined, "--steps=25", "--precision.max-consecutive-skips=50") == 1
+    assert ADVICE.replace("000006", "000010") in capsys.readouterr().err
     assert list(marks()) == [5, 10, 25]
     assert marks()[25] == "the last 14 steps were all skipped"
 

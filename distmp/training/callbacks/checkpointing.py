@@ -13,7 +13,9 @@ from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.progress import SAVING, current_phase
 from distmp.distributed.ranks import describe
-from distmp.engine.saving import StateToSave, described_optimizer
+from distmp.engine.outcome import WARN_AFTER_SKIPS
+from distmp.engine.saving import StateToSave, described_optimizer, skipped_in_a_row
+from distmp.errors import TrainingError
 from distmp.training.callbacks.callback import Callback, PendingStep
 from distmp.training.callbacks.exits import exit_context
 
@@ -51,6 +53,8 @@ class Checkpointing(Callback):
             saved = run.directory.owns(run.checkpoint.path)
             self.writer.resumed(run.progress.step, saved=saved)
         self._trainer: Trainer | None = None
+        # The step after which this process started.
+        self._first_step = run.progress.step
         self._is_prepared = False
         # The step after which a save was asked for.
         self._requested: int | None = None
@@ -81,10 +85,18 @@ class Checkpointing(Callback):
         return "a checkpoint could not be written" if self.writer.wants_stop else None
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
-        """Save the last step, and warn if it was skipped."""
+        """Save the last step, and warn if it was skipped.
+
+        Raises:
+            TrainingError: If the run is finished, but its weights are unhealthy, or it resumed
+                after skipped steps and applied no update.
+        """
         self.save_now(trainer)
-        counts = trainer.engine.state_dict()["engine/counts"]
-        message = _skips_message(trainer.progress.step, *counts.tolist())
+        counts, step = trainer.engine.state_dict()["engine/counts"], trainer.progress.step
+        message = _skips_message(step, *counts.tolist())
+        skipped, own = skipped_in_a_row(counts), step - self._first_step
+        if finished and (skipped >= WARN_AFTER_SKIPS or 0 < own < skipped):
+            raise TrainingError(f"{message}; {self.advice(trainer)}")
         if message and trainer.world.rank == 0:
             logger.warning("%s", message)
 
