@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, listed, nearest
 from distmp.models.huggingface_files import CONFIG_FILE, locate, require_transformers
 from distmp.models.linear_cross_entropy import LossHead
+from distmp.models.settings import ModelConfig
 from distmp.utils.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("distmp")
@@ -75,30 +77,34 @@ def load(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
         return _prepared(model), unknown
 
 
-def warn_about_unused(
-    model: nn.Module, unknown: Sequence[str], name: str, options: Mapping[str, Any]
-) -> None:
-    """Warn if weights in the folder of a model are not used, because it has no such layers.
+def refuse_unused(model: nn.Module, unknown: Sequence[str], config: ModelConfig) -> None:
+    """Refuse weights in the directory of a model that the model does not have.
 
     Args:
         model: The model.
-        unknown: Names in the folder that are not in its `state_dict`.
-        name: Setting `model.name`.
-        options: Setting `model.options`.
+        unknown: Names in the directory that are not in its `state_dict`.
+        config: Section `model`; weights that match `model.unused_weights` are allowed.
+
+    Raises:
+        ConfigError: With the number of weights and their names.
     """
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),)
     pattern = re.compile("|".join((*ignored, *_COMPUTED_BUFFERS)))
-    unused = sorted(key for key in unknown if not pattern.search(key))
+    unused = sorted(
+        key
+        for key in unknown
+        if not pattern.search(key)
+        and not any(fnmatchcase(key, allowed) for allowed in config.unused_weights)
+    )
     if not unused:
         return
-    cause = f"model.options = {dict(options)}" if options else f"its {CONFIG_FILE}"
-    logger.warning(
-        "model.name = %r: %d weights of the folder are not used, because the model does not have "
-        "them: %s; if it should have them, correct %s",
-        name,
-        len(unused),
-        listed(unused),
-        cause,
+    cause = f"model.options = {dict(config.options)}" if config.options else f"its {CONFIG_FILE}"
+    raise ConfigError(
+        "model.name",
+        config.name,
+        f"{len(unused)} weights of the directory are not in the model: {listed(unused)}; correct "
+        f"{cause}, or allow it with model.unused_weights, patterns of names such as "
+        f"{unused[0].rpartition('.')[0] or unused[0]}.*",
     )
 
 

@@ -132,8 +132,7 @@ def _with_weights(
             )
     else:
         unknown = unknown_names(model, weights)
-    if not quiet:
-        huggingface.warn_about_unused(model, unknown, config.name, config.options)
+    huggingface.refuse_unused(model, unknown, config)
     return model, rest
 
 

@@ -211,7 +211,9 @@ def test_a_run_saves_what_another_starts_from(
     assert again.loss == pytest.approx(continued.loss, abs=0.1)
 
 
-def started(tmp_path: Path, name: str, **options: Any) -> dict[str, Tensor]:
+def started(
+    tmp_path: Path, name: str, unused_weights: tuple[str, ...] = (), **options: Any
+) -> dict[str, Tensor]:
     """Return the model's state before the first step of a run."""
     texts = corpus(tmp_path / "corpus")
     config = load(
@@ -221,6 +223,7 @@ def started(tmp_path: Path, name: str, **options: Any) -> dict[str, Tensor]:
             f"--data.path={texts}",
             *("--data.sequence-length=16", "--batch.global-batch-size=2"),
             *("--batch.microbatch-size=2", "--precision.policy=fp32"),
+            *(["--model.unused-weights", *unused_weights] if unused_weights else []),
         ]
     )
     world = World.current("cpu")
@@ -384,9 +387,7 @@ def test_configurations_that_cannot_be_built(
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_weights_that_the_model_does_not_have_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, converted: bool
-) -> None:
+def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, converted: bool) -> None:
     build(folder(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
     file = tmp_path / "weights" / "model.safetensors"
     if converted:
@@ -394,17 +395,17 @@ def test_weights_that_the_model_does_not_have_are_named(
         bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         save_file(bare, file, {"format": "pt"})
     prefix = "" if converted else "model."
-    assert "model.layers.1.mlp.up_proj.weight" not in started(
-        tmp_path, f"hf:{tmp_path}/weights", num_hidden_layers=1
+    name = f"hf:{tmp_path}/weights"
+    with pytest.raises(ConfigError) as caught:
+        started(tmp_path, name, num_hidden_layers=1)
+    assert str(caught.value).startswith(
+        f"model.name = {name!r}: 9 weights of the directory are not in the model: "
+        f"{prefix}layers.1.input_layernorm.weight, "
     )
-    (warning,) = [text for text in caplog.messages if "not used" in text]
-    assert warning.startswith(
-        f"model.name = 'hf:{tmp_path}/weights': 9 weights of the folder are not used, because the "
-        f"model does not have them: {prefix}layers.1.input_layernorm.weight, "
-    )
-    assert warning.endswith(
-        "and 4 more; if it should have them, correct model.options = {'num_hidden_layers': 1}"
-    )
+    assert "correct model.options = {'num_hidden_layers': 1}, or allow" in str(caught.value)
+    allowed = (f"{prefix}layers.1.*",)
+    found = started(tmp_path, name, unused_weights=allowed, num_hidden_layers=1)
+    assert "model.layers.1.mlp.up_proj.weight" not in found
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
