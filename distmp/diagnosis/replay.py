@@ -3,18 +3,17 @@
 After the reduction an overflow is on every rank, so its cause has to be found before the reduction.
 Checking every gradient of every step would cost a pass over them. Instead the engine keeps
 references to the inputs of a step until its outcome has been read, and repeats a skipped step, one
-microbatch at a time, with hooks that check outputs and gradients. A clean step only copies the
-states of the random generators for each microbatch: microseconds, and no tensor operation. A
-skipped step with a loss scale is repeated a second time at the lowest scale, which distinguishes a
-scale that is too high from a range that is too wide.
+microbatch at a time, with hooks that check outputs and gradients. A skipped step with a loss scale
+is repeated a second time at the lowest scale, which distinguishes a scale that is too high from a
+range that is too wide.
 
 A skip does not change the weights, so the repetition is exact if it runs before the next update. If
 the host runs ahead of a CUDA device, the outcome is read after the next step has started. Then one
 update may have changed the weights, which the report states. The losses of the step are kept and
 compared with those of the repetition, to detect an overflow that does not recur.
 
-A step cannot be repeated exactly if the model draws random numbers from other generators than
-torch's default ones, or if batches were written to after the step.
+A step cannot be repeated exactly if the model draws random numbers from other generators than the
+default ones of torch, numpy and Python, or if batches were written to after the step.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from distmp.parallel.module_buffers import buffers_restored
 from distmp.parallel.strategy import parameter_name
 from distmp.quantization import ProductFormats
 from distmp.utils.dtensor import local_values
+from distmp.utils.generators import generators_kept, seed_generators
 
 # `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and
 # returns its loss.
@@ -47,8 +47,7 @@ class StepInputs(NamedTuple):
 
     Attributes:
         microbatches: The microbatches of the step on this rank.
-        generators: States of the random generators at the beginning of each microbatch, see
-            `generator_states`.
+        streams: Key of the random numbers of each microbatch, see `seed_generators`.
         losses: Loss sum of each microbatch, 0-dim, on the device.
         weights: Weight of each microbatch, as returned by the loss function, 0-dim.
         position: Number of the step, and index of the first microbatch in the global batch.
@@ -56,19 +55,11 @@ class StepInputs(NamedTuple):
     """
 
     microbatches: tuple[Any, ...]
-    generators: list[dict[torch.device, Tensor]]
+    streams: list[str]
     losses: list[Tensor]
     weights: list[Tensor]
     position: tuple[int, int] = (0, 0)
     formats: Mapping[str, ProductFormats] = MappingProxyType({})
-
-
-def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
-    """Return the states of the default random generators of the host and of `device`."""
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    if device.type == "cuda":
-        states[device] = torch.cuda.get_rng_state(device)
-    return states
 
 
 class StepReplay:
@@ -129,16 +120,21 @@ class StepReplay:
         strategy, device = self._strategy, self._step.losses[0].device
         probes, losses, narrow = [], [], []
         strategy.begin_step()
-        microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
-        with buffers_restored(strategy.model), _formats_as(self._step.formats, strategy):
-            for index, (batch, states) in enumerate(microbatches):
+        microbatches = zip(self._step.microbatches, self._step.streams, strict=True)
+        with (
+            buffers_restored(strategy.model),
+            _formats_as(self._step.formats, strategy),
+            generators_kept(device),
+        ):
+            for index, (batch, stream) in enumerate(microbatches):
                 strategy.begin_microbatch(last=False)
                 if strategy.narrow_layers is not None:
                     step, first = self._step.position
                     strategy.narrow_layers.begin_microbatch(step, first + index)
                 probe = Probe(strategy.model, strategy.units())
                 watch = NarrowWatch(strategy.narrow_layers, probe)
-                with generators_as(states), probe, watch:
+                seed_generators(stream, device)
+                with probe, watch:
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))
                 probes.append(probe)
                 narrow.append(watch.first())
@@ -197,16 +193,3 @@ def _formats_as(formats: Mapping[str, ProductFormats], strategy: Strategy) -> It
         yield
     finally:
         layers.set_formats(current)
-
-
-@contextmanager
-def generators_as(states: dict[torch.device, Tensor]) -> Iterator[None]:
-    """Set the default generators to `states`, and restore their states afterwards."""
-    cuda = [device for device in states if device.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda):
-        for device, state in states.items():
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(state, device)
-            else:
-                torch.set_rng_state(state)
-        yield

@@ -6,7 +6,9 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -16,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from distmp.data.evaluation import ForwardOnly
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
-from distmp.diagnosis.replay import StepInputs, StepReplay, generator_states
+from distmp.diagnosis.replay import StepInputs, StepReplay
 from distmp.distributed.compare_ranks import (
     Fingerprint,
     check_same,
@@ -97,6 +99,7 @@ from distmp.scaling import (
 )
 from distmp.utils.deferred import describe_initial_values
 from distmp.utils.flat_shard import global_shape
+from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.host_copy import to_device
 from distmp.utils.host_memory import return_freed_memory
 
@@ -219,7 +222,7 @@ class Engine:
             prepare_cublas(device)  # before joining the ranks, which initializes CUDA
         self.world = world_of_process(device)
         self.device = self.world.device
-        model, values = build_model(model, self.world, initialize=initialize)
+        model, values, seed = build_model(model, self.world, initialize=initialize)
         check_loss_function(loss)
         self.policy, self.policy_reason = resolve(config.policy, self.device)
         check_policy(self.policy, config.precision_phases, config.precision_guard)
@@ -253,7 +256,9 @@ class Engine:
         self.narrow_products = NarrowProducts(layers, self.world, formats)
         if layers is not None and self.world.rank == 0:
             log_formats(layers, self.policy, self.device)
-        self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
+        self._buffers = ModuleBuffers(
+            self._strategy.model, self.world.group, reproducible=config.reproducible
+        )
         self._calls = EngineCalls(self.world, self._strategy.model)
         self._set_up_optimizer(optimizer, schedule)
         self.loss_scale = LossScale(
@@ -272,6 +277,7 @@ class Engine:
             self.divergence,
             self._counts,
             self._learning_rates,
+            seed,
             formats,
             skips_on_device=self._skips_on_device,
             quiet=self.world.rank != 0,
@@ -432,7 +438,7 @@ class Engine:
         if self.config.attribution:
             inputs = StepInputs(
                 tuple(source.kept),
-                stats.generators,
+                stats.streams,
                 stats.losses,
                 stats.weights,
                 position=(self.narrow_products.step - 1, self.world.rank * source.count),
@@ -449,25 +455,29 @@ class Engine:
         self.narrow_products.begin_step()
         stats = MicrobatchStats.empty()
         drawn = iter(source)
-        seed = int(torch.randint(2**62, ())) if self.config.reproducible else None
+        # Once per step, since it takes 0.1 ms, unless the caller's code may draw in between.
+        kept = partial(generators_kept, self.device)
+        kept_once, kept_each = (kept, nullcontext) if source.is_list else (nullcontext, kept)
         # Once per step: setting and restoring the switches takes as long as 20 small kernels.
-        with product_switches(self.policy):
+        with product_switches(self.policy), kept_once():
             for index in range(source.count):
                 if not (source.is_sequence or self._has_next(source)):
                     break
+                self._buffers.begin_microbatch(index)
                 strategy.begin_microbatch(last=index == source.count - 1)
                 if self.narrow_products.layers is not None:
                     self.narrow_products.begin_microbatch(index, source.count)
-                if seed is not None:
-                    torch.manual_seed(seed + self.world.rank * source.count + index)
-                if self.config.attribution:
-                    stats.generators.append(generator_states(self.device))
+                stats.streams.append(self._stream("step", index, source.count))
                 current_phase.enter("forward of microbatch", index + 1)
-                loss, weight = self._forward(next(drawn))
-                if index == 0:
-                    factor = self._backward_factor(scale, weight, source.count)
-                current_phase.enter("backward of microbatch", index + 1)
-                self._backward(loss, factor)
+                batch = next(drawn)
+                with kept_each():
+                    seed_generators(stats.streams[-1], self.device)
+                    loss, weight = self._forward(batch)
+                    del batch
+                    if index == 0:
+                        factor = self._backward_factor(scale, weight, source.count)
+                    current_phase.enter("backward of microbatch", index + 1)
+                    self._backward(loss, factor)
                 # Copied: torch's mse_loss keeps the memory of all terms of its sum alive.
                 stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
         source.end()
@@ -478,6 +488,20 @@ class Engine:
         if not self._has_gradients:
             self._check_gradients(stats)
         return stats
+
+    def _stream(self, use: str, index: int, count: int | None = None) -> str:
+        """Return the key of the random numbers of a microbatch, see `seed_generators`.
+
+        Args:
+            use: What the microbatch is for.
+            index: Its index on this rank.
+            count: Number of microbatches of each rank; None if ranks may have different numbers.
+        """
+        rank = self.world.rank
+        place = f"{rank} {index}"
+        if self.config.reproducible and count is not None:
+            place = str(rank * count + index)
+        return f"{use} {self._state.seed} {self.narrow_products.step} {place}"
 
     def _has_next(self, source: MicrobatchSource) -> bool:
         """Return whether an iterable has another microbatch.
@@ -875,10 +899,12 @@ class Engine:
                 product_switches(self.policy),
                 recorded_outputs(self.module, active=bool(metrics)) as outputs,
             ):
-                for batch in current_phase.each(VALIDATION, microbatches):
+                for index, batch in enumerate(current_phase.each(VALIDATION, microbatches)):
                     counts = not isinstance(batch, ForwardOnly)
                     batch = moved(batch if counts else batch.batch, self.device)
-                    loss_sum, weight = self._forward(batch)
+                    with generators_kept(self.device):
+                        seed_generators(self._stream("evaluation", index), self.device)
+                        loss_sum, weight = self._forward(batch)
                     if counts:
                         sums.add(batch, loss_sum, weight, outputs)
                     outputs.clear()

@@ -1,4 +1,4 @@
-"""The microbatches of a step: their source, tensors, losses, weights and random generators."""
+"""The microbatches of a step: their source, tensors, losses, weights and random numbers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class MicrobatchSource:
     Attributes:
         count: Number of microbatches of the step.
         is_sequence: Whether `count` is known to be right.
+        is_list: Whether drawing a microbatch runs no code of the caller.
         kept: The microbatches drawn, with `keep`; otherwise empty.
         problem: How the iterable differs from `count`; None if it does not.
     """
@@ -36,6 +37,7 @@ class MicrobatchSource:
     def __init__(self, microbatches: Iterable[Any], count: int, *, keep: bool) -> None:
         self.count = count
         self.is_sequence = isinstance(microbatches, Sequence)
+        self.is_list = type(microbatches) in (list, tuple)
         self.kept: list[Any] = [*microbatches] if keep and self.is_sequence else []
         self.problem: str | None = None
         self._keeps = keep
@@ -96,15 +98,14 @@ class MicrobatchStats(NamedTuple):
         loss_sums: Loss sum of each microbatch, 0-dim; 0 if the microbatch was dropped.
         weights: Weight of each microbatch, 0-dim; 0 if the microbatch was dropped.
         dropped: Whether each microbatch was dropped, 0-dim bool; empty if none can be dropped.
-        generators: States of the random generators before each microbatch, by device; empty without
-            attribution.
+        streams: Key of the random numbers of each microbatch, see `seed_generators`.
     """
 
     losses: list[Tensor]
     loss_sums: list[Tensor]
     weights: list[Tensor]
     dropped: list[Tensor]
-    generators: list[dict[torch.device, Tensor]]
+    streams: list[str]
 
     @classmethod
     def empty(cls) -> MicrobatchStats:

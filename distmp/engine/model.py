@@ -9,15 +9,17 @@ from torch import nn
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.materialize import InitialValues, initial_values, needs_seed, not_a_number
+from distmp.parallel.materialize import InitialValues, initial_values, not_a_number
 from distmp.parallel.strategy import check_model
 from distmp.utils.deferred import NotDeferrableError, build_deferred
 
 
 def build_model(
     model: nn.Module | Callable[[], nn.Module], world: World, *, initialize: bool
-) -> tuple[nn.Module, InitialValues]:
-    """Return the model, and the initial values of its parameters on the meta device.
+) -> tuple[nn.Module, InitialValues, int]:
+    """Return the model, initial values of its parameters on the meta device, and a seed.
+
+    The seed is a random number that is the same on all ranks.
 
     Args:
         model: A module, or a function that returns it; see `distmp.Engine`.
@@ -28,9 +30,8 @@ def build_model(
         ConfigError: If it is no model, or a function whose parameters cannot be deferred.
     """
     is_function = callable(model) and not isinstance(model, nn.Module | type)
-    deferred = is_function or (isinstance(model, nn.Module) and needs_seed(model))
     # Every rank draws, so that the generators of all ranks advance; rank 0's seed counts.
-    seed = world.ranks.gather(int(torch.randint(2**62, ())) if deferred else 0)[0]
+    seed = world.ranks.gather(int(torch.randint(2**62, ())))[0]
     try:
         module = build_deferred(model, seed, world.device) if is_function else model
     except NotDeferrableError as error:
@@ -40,8 +41,8 @@ def build_model(
     check_model(module)
     assert isinstance(module, nn.Module)
     if not initialize:
-        return module, not_a_number(module)
-    return module, initial_values(module, seed, world.device)
+        return module, not_a_number(module), seed
+    return module, initial_values(module, seed, world.device), seed
 
 
 def return_logits(model: nn.Module) -> None:

@@ -45,7 +45,7 @@ SCHEDULE = "schedule/"
 NARROW = "narrow/"
 
 # Prefixes of names that states of older versions lack; their initial values are kept.
-ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
+ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/", "engine/seed")
 
 # Shape and dtype of a stored tensor.
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -63,9 +63,13 @@ class EngineState:
         counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
             last update. Updated in place.
         learning_rates: The learning rates.
+        seed: Determines the random numbers of every step.
         formats: Changes the formats of narrow products; None without any.
         skips_on_device: Whether the optimizer skips on the device.
         quiet: Do not log warnings; True on all ranks but rank 0.
+
+    Attributes:
+        seed: The seed, or that of the state that was loaded.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class EngineState:
         divergence: DivergenceGuard,
         counts: Tensor,
         learning_rates: LearningRates,
+        seed: int,
         formats: FormatSchedule | None = None,
         *,
         skips_on_device: bool,
@@ -89,6 +94,7 @@ class EngineState:
         self._divergence = divergence
         self._counts = counts
         self._learning_rates = learning_rates
+        self.seed = seed
         self._formats = formats
         self._skips_on_device = skips_on_device
         self._quiet = quiet
@@ -117,6 +123,7 @@ class EngineState:
         for name in self._strategy.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self._counts
+        state["engine/seed"] = torch.tensor(self.seed)
         state["engine/nominal_weight"] = torch.tensor(nominal_weight or 0.0, dtype=torch.float64)
         return state
 
@@ -282,6 +289,8 @@ class EngineState:
             {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
         )
         self._strategy.copy_master_to_model()
+        if "engine/seed" in live:
+            self.seed = int(live["engine/seed"])
         return float(live["engine/nominal_weight"]) or None
 
     def _load_learning_rates(self, state: dict[str, Tensor]) -> None:

@@ -30,16 +30,26 @@ class ModuleBuffers:
     that are not finite. The same holds for what it wrote to buffers of other engines' modules;
     these are equal on all ranks again after a step of their own engine, or `broadcast`.
 
+    With `reproducible`, each microbatch begins with the buffers of the beginning of the step, and
+    the step leaves those that the first microbatch of the global batch has written, as if each
+    microbatch ran on a rank of its own. The buffers of other engines' modules stay unchanged.
+
     Args:
         module: The module; buffers that are registered later are included.
         group: The ranks; None for a single process.
+        reproducible: Whether buffers must not depend on the number of ranks.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup | None, *, reproducible: bool = False
+    ) -> None:
         self._module = module
         self._group = group
+        self._reproducible = reproducible
         self._before: BufferValues | None = None
         self._others_before: list[BufferValues] = []
+        # What the first of several microbatches wrote, with `reproducible`.
+        self._of_first: BufferValues | None = None
         _of_all_engines.add(self)
 
     def begin_step(self) -> None:
@@ -48,6 +58,20 @@ class ModuleBuffers:
             self._before.restore()
         self._before = BufferValues(self._module)
         self._others_before = _values_of_engines(except_for=self._module)
+        self._of_first = None
+
+    def begin_microbatch(self, index: int) -> None:
+        """Undo what earlier microbatches of the step wrote, with `reproducible`.
+
+        Args:
+            index: Index of the microbatch on this rank.
+        """
+        if index == 0 or self._before is None or not self._reproducible:
+            return
+        if index == 1:
+            self._of_first = BufferValues(self._module)
+        for values in (self._before, *self._others_before):
+            values.restore()
 
     def end_step(self, skipped: Tensor) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
@@ -55,6 +79,10 @@ class ModuleBuffers:
         Args:
             skipped: 0-dim, nonzero if the step was skipped; the host does not wait for it.
         """
+        if self._reproducible:
+            written = [] if self._of_first is None else [self._of_first]
+            for values in (*written, *self._others_before):
+                values.restore()
         if self._before is not None:
             for values in (self._before, *self._others_before):
                 values.revert(skipped.bool())

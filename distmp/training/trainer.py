@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from types import TracebackType
-
-import torch
 
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.config import RunConfig
@@ -31,6 +28,7 @@ from distmp.training.restarts import Restarts
 from distmp.training.setup import training_batches
 from distmp.training.spikes import action_for
 from distmp.training.time_budget import job_started
+from distmp.utils.generators import seed_generators
 
 _Exit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
 
@@ -319,12 +317,8 @@ class Trainer:
         self.restarts.check_gain(self.directory, self.progress.step, cause)
 
     def _seed_step(self) -> None:
-        """Make dropout a function of the seed and the data position, as the data itself is."""
-        # A reproducible engine derives a seed per microbatch; all ranks must begin with the same.
-        rank = 0 if self.config.reproducible else self.world.rank
-        key = f"{self.config.seed} {self.progress.samples} {rank}"
-        digest = hashlib.sha256(key.encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        """Make what callbacks draw a function of the seed and the position in the data."""
+        seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
 
     def _each(self, hook: str, step: int | None = None) -> Iterator[Callback]:
         """Yield the callbacks in order; if one of the user's hangs, the report names it.

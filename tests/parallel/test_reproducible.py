@@ -3,8 +3,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +22,17 @@ from distmp.scaling import LossScaleConfig
 from distmp.training import train
 from distmp.training.train import run_as_rank
 from tests.ranks import ranks, run_ranks
-from tests.reference import Batch, fused_adamw, loss, make_model, samples, sgd, snapshot
+from tests.reference import (
+    INPUTS,
+    Batch,
+    assert_same_bits,
+    fused_adamw,
+    loss,
+    make_model,
+    samples,
+    sgd,
+    snapshot,
+)
 
 LEAVES = (3, 5, 1, 7, 8, 0, 2, 2)
 """Number of samples of each microbatch of the global batch; neighbors differ."""
@@ -36,15 +49,24 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Dropping(nn.Module):
-    """The classifier with dropout, whose random numbers must not depend on the rank."""
+    """A classifier with random numbers and a buffer, which must not depend on the rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.classifier = make_model()
         self.dropout = nn.Dropout(0.2)
+        self.register_buffer("average", torch.zeros(INPUTS))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.dropout(x))
+        self.average.mul_(0.9).add_(x.detach().sum(0))
+        noise = 0.1 * np.random.rand() + 0.1 * random.random()
+        return self.classifier(self.dropout(x) + noise + 0.1 * self.average.to(x.dtype))
+
+
+def generators() -> list[Any]:
+    """Return the states of the default generators."""
+    _, keys, *position = np.random.get_state()
+    return [torch.get_rng_state().tolist(), keys.tolist(), position, random.getstate()]
 
 
 def step_batches(step: int, rank: int, world_size: int) -> list[Batch]:
@@ -68,6 +90,7 @@ def digests(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     found = {}
     for kind in kinds:
+        torch.manual_seed(3)
         engine = Engine(
             Dropping(),
             loss,
@@ -77,12 +100,13 @@ def digests(
         )
         digest = hashlib.sha256()
         skipped = 0
+        before = generators()
         for step in range(steps):
-            torch.manual_seed(step)
             numbers = engine.step(step_batches(step, rank, world_size)).numbers
             digest.update(repr((numbers.loss, numbers.grad_norm, numbers.weight)).encode())
             skipped = numbers.skipped_total
         assert skipped >= (steps > OVERFLOW_AT)
+        assert generators() == before
         state = {**snapshot(engine), **dict(engine.module.named_parameters())}
         for name, tensor in sorted(state.items()):
             digest.update(name.encode() + tensor.detach().cpu().double().numpy().tobytes())
@@ -112,6 +136,23 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
     assert on_ranks(8, ["fp32"], {"reproducible": True}, few) == on_ranks(
         1, ["fp32"], {"reproducible": True}, few
     )
+
+
+def continue_to(step: int, seed: int, folder: Path) -> dict[str, Tensor]:
+    """Continue from the checkpoint in a folder, if any, in a process with any seed."""
+    torch.manual_seed(seed)
+    engine = Engine(Dropping(), loss, fused_adamw, policy="fp32", reproducible=True, device="cpu")
+    for done in range(engine.load(folder, missing_ok=True)["step"], step):
+        engine.step(step_batches(done, engine.world.rank, engine.world.world_size))
+    engine.save(folder)
+    return snapshot(engine)
+
+
+def test_the_same_bits_after_continuing_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    (expected,) = run_ranks(continue_to, 1, 20, 0, tmp_path / "stayed")
+    for seed, (world_size, step) in enumerate(((2, 7), (4, 14), (1, 20))):
+        found = run_ranks(continue_to, world_size, step, seed, tmp_path / "moved")
+    assert_same_bits(found[0], expected)
 
 
 def test_the_ordinary_mode_does_not_have_them() -> None:
