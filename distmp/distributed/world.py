@@ -138,7 +138,8 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
     Args:
         device: The device of this rank; None uses the GPU of its local rank if there is one.
         seed: Seeds torch, numpy and Python's `random`, with the same value on every rank, so that
-            all ranks build the same model. None leaves the generators unchanged.
+            all ranks build the same model. In the steps of an engine, each rank draws random
+            numbers of its own. None leaves the generators unchanged.
 
     Raises:
         ConfigError: If the device or the seed is invalid or another one than in the first call, or

@@ -108,8 +108,8 @@ class EngineConfig:
 
     reproducible: bool = False
     """Compute the same bits on 1, 2, 4, 8 ... ranks from the same global batch (`single` and
-    `ddp`). torch's generator is seeded for each microbatch; its seed must be the same on all
-    ranks. Sets one CPU thread and `torch.use_deterministic_algorithms` for the process."""
+    `ddp`). A step keeps the buffers that the first microbatch of the global batch wrote. Sets one
+    CPU thread and `torch.use_deterministic_algorithms` for the process."""
 
     on_nonfinite: str = "skip_step"
     """"skip_step" skips a step with a non-finite gradient; "drop_microbatch" drops the microbatch

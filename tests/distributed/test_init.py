@@ -6,6 +6,7 @@ import os
 import random
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,3 +115,44 @@ def test_ranks_of_a_launcher_meet_and_train_one_model() -> None:
     dist.destroy_process_group = lambda: (alive.append(reducer()), destroy())
     leave()  # with the last reference, the reducer could wait for itself in gloo's destructor
     assert alive == [None]
+
+
+def drawing_engine(found: list[tuple[Any, ...]]) -> distmp.Engine:
+    """Build an engine whose loss draws random numbers."""
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        found.append(drawn())
+        return model(batch).square().sum(), len(batch)
+
+    model = torch.nn.Linear(4, 1)
+    sgd = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
+    return distmp.Engine(model, loss, sgd, policy="fp32", device="cpu", first_step_checks=False)
+
+
+@ranks(2, initialize=False)
+def test_each_rank_and_microbatch_draws_its_own_numbers_and_continues(tmp_path: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
+    distmp.init(seed=3)
+    found: list[tuple[Any, ...]] = []
+    engine = drawing_engine(found)
+    before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+    batches = [torch.ones(2, 4)] * 3
+    engine.step(batches)
+    engine.save(tmp_path)
+    engine.step(iter(batches), count=3)
+    engine.evaluate(batches)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == np.random.get_state()[1]).all()
+    assert before[2] == random.getstate()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, found)
+    for one_kind in zip(*everyone[0], *everyone[1], strict=True):
+        assert len(set(map(str, one_kind))) == 18
+
+    torch.manual_seed(dist.get_rank())
+    continued: list[tuple[Any, ...]] = []
+    engine = drawing_engine(continued)
+    engine.load(tmp_path)
+    engine.step(batches)
+    engine.evaluate(batches)
+    assert continued == found[3:]
