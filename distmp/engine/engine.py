@@ -455,6 +455,9 @@ class Engine:
         self.narrow_products.begin_step()
         stats = MicrobatchStats.empty()
         drawn = iter(source)
+        stream, first = self._stream("step"), 0
+        if self.config.reproducible:
+            stream, first = self._stream("step", rank=0), self.world.rank * source.count
         # Once per step, since it takes 0.1 ms, unless the caller's code may draw in between.
         kept = partial(generators_kept, self.device)
         kept_once, kept_each = (kept, nullcontext) if source.is_list else (nullcontext, kept)
@@ -463,11 +466,12 @@ class Engine:
             for index in range(source.count):
                 if not (source.is_sequence or self._has_next(source)):
                     break
-                self._buffers.begin_microbatch(index)
+                if self.config.reproducible:
+                    self._buffers.begin_microbatch(index)
                 strategy.begin_microbatch(last=index == source.count - 1)
                 if self.narrow_products.layers is not None:
                     self.narrow_products.begin_microbatch(index, source.count)
-                stats.streams.append(self._stream("step", index, source.count))
+                stats.streams.append(f"{stream} {first + index}")
                 current_phase.enter("forward of microbatch", index + 1)
                 batch = next(drawn)
                 with kept_each():
@@ -489,19 +493,10 @@ class Engine:
             self._check_gradients(stats)
         return stats
 
-    def _stream(self, use: str, index: int, count: int | None = None) -> str:
-        """Return the key of the random numbers of a microbatch, see `seed_generators`.
-
-        Args:
-            use: What the microbatch is for.
-            index: Its index on this rank.
-            count: Number of microbatches of each rank; None if ranks may have different numbers.
-        """
-        rank = self.world.rank
-        place = f"{rank} {index}"
-        if self.config.reproducible and count is not None:
-            place = str(rank * count + index)
-        return f"{use} {self._state.seed} {self.narrow_products.step} {place}"
+    def _stream(self, use: str, rank: int | None = None) -> str:
+        """Return the key of this rank's random numbers in a step, see `seed_generators`."""
+        rank = self.world.rank if rank is None else rank
+        return f"{use} {self._state.seed} {self.narrow_products.step} {rank}"
 
     def _has_next(self, source: MicrobatchSource) -> bool:
         """Return whether an iterable has another microbatch.
@@ -894,6 +889,7 @@ class Engine:
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
             check_evaluated(microbatches)
             sums = MetricSums(metrics, self.device)
+            stream = self._stream("evaluation")
             with (
                 evaluation_mode(self.module),
                 product_switches(self.policy),
@@ -903,7 +899,7 @@ class Engine:
                     counts = not isinstance(batch, ForwardOnly)
                     batch = moved(batch if counts else batch.batch, self.device)
                     with generators_kept(self.device):
-                        seed_generators(self._stream("evaluation", index), self.device)
+                        seed_generators(f"{stream} {index}", self.device)
                         loss_sum, weight = self._forward(batch)
                     if counts:
                         sums.add(batch, loss_sum, weight, outputs)

@@ -61,17 +61,16 @@ class ModuleBuffers:
         self._of_first = None
 
     def begin_microbatch(self, index: int) -> None:
-        """Undo what earlier microbatches of the step wrote, with `reproducible`.
+        """Undo what earlier microbatches of the step wrote; needed with `reproducible`.
 
         Args:
             index: Index of the microbatch on this rank.
         """
-        if index == 0 or self._before is None or not self._reproducible:
-            return
         if index == 1:
             self._of_first = BufferValues(self._module)
-        for values in (self._before, *self._others_before):
-            values.restore()
+        if index > 0 and self._before is not None:
+            for values in (self._before, *self._others_before):
+                values.restore()
 
     def end_step(self, skipped: Tensor) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
