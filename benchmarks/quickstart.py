@@ -85,7 +85,7 @@ def _distmp(config: RunConfig, world: World) -> float:
 def _plain(config: RunConfig, world: World) -> float:
     """Return the time of all steps with the hand-written loop, in seconds."""
     parts = prepare(config, world)
-    module, values = build_model(parts.model, world, initialize=True)
+    module, values, _ = build_model(parts.model, world, initialize=True)
     materialize(module, values, world.device)
     model = DistributedDataParallel(module.to(world.device))
     optimizer = torch.optim.AdamW(
