@@ -127,7 +127,9 @@ def fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
 def make_engine(**options: Any) -> Engine:
     """Build an engine on the CPU; by default with `make_model`, fused AdamW and FP32."""
     options = {"optimizer": fused_adamw, "policy": "fp32", "device": "cpu", **options}
-    return Engine(options.pop("model", None) or make_model(), loss, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Engine(options.pop("model", None) or make_model(), loss, **options)
 
 
 def train(

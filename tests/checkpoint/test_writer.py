@@ -73,6 +73,7 @@ class Summing(nn.Module):
 
 def make_engine(options: dict[str, Any]) -> Engine:
     options = {"optimizer": fused_adamw, "device": "cpu", **options}
+    torch.manual_seed(0)
     model = make_model()
     if options.pop("model", None):
         return Engine(nn.Sequential(Summing(), model), loss, **options)

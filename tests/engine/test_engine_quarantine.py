@@ -158,12 +158,13 @@ def test_buffers_go_back_to_before_a_microbatch_that_is_dropped() -> None:
                 if (rank, index) in bad:
                     batch.inputs[0, 0] = [INF, float("nan")][step % 2]
             assert engine.step(batches).numbers.dropped == 2
-            # As always, the buffers are those of rank 0.
-            for index, batch in enumerate(microbatches(step, ((3, 5), (2, 4)), 0)):
+            # As always, the buffers are those of rank 0; of its first microbatch if reproducible.
+            counted = 1 if "reproducible" in options else 2
+            for index, batch in enumerate(microbatches(step, ((3, 5), (2, 4)), 0)[:counted]):
                 if (0, index) not in bad:
                     plain(batch.inputs)
             assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
-        assert model.norm.num_batches_tracked == 4
+        assert model.norm.num_batches_tracked == 2 * counted
         assert math.isfinite(engine.evaluate(microbatches(9, ((3, 5), (2, 4)), rank)))
     torch.use_deterministic_algorithms(False)
 
