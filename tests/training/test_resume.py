@@ -324,7 +324,7 @@ class Leg(NamedTuple):
     reproducible: dict[str, Any]
 
 
-STEPS = 3
+STEPS = 5
 LEGS = (
     Leg(1, {"strategy": "single"}, {"strategy": "single"}),
     Leg(2, {"strategy": "ddp"}, {"strategy": "ddp"}),

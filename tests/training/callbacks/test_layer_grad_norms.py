@@ -45,7 +45,7 @@ class Weights(Callback):
 def reference(values: dict[str, torch.Tensor], seed: int) -> dict[str, float]:
     """Return the norms of step 4 per layer, in float64."""
     model = make_model().double()
-    model.load_state_dict({name: value.double() for name, value in values.items()})
+    model.load_state_dict({name: values[name].double() for name in model.state_dict()})
     order = sample_indices(seed, 3 * GLOBAL_BATCH, GLOBAL_BATCH, SIZE)
     data = Samples(augmented=False, poison=1.0)
     batch = [int(index) for index in order]
