@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +114,16 @@ class StoredWeights:
             for opened, names in self.files()
             for name in names
         }
+
+    def are_equal(self, names: Sequence[str]) -> bool:
+        """Return whether stored tensors hold the same values, which are read without a copy."""
+        held = [
+            opened.get_tensor(name)
+            for opened, found in self.files()
+            for name in found
+            if name in names
+        ]
+        return all(each.shape == held[0].shape and bool((each == held[0]).all()) for each in held)
 
     def files(self) -> Iterator[tuple[Any, list[str]]]:
         """Open one file after the other, with the names of the tensors that are read from it.
@@ -292,7 +302,9 @@ def _misfits(targets: Mapping[str, _Target], weights: StoredWeights) -> Iterator
     """Yield a phrase for each kind of misfit."""
     stored = weights.shapes()
     # A tied weight has several names and needs one of them.
-    filled = {targets[name].key for name in stored if name in targets}
+    filled: dict[tuple[int, int], list[str]] = {}
+    for name in sorted(stored.keys() & targets.keys()):
+        filled.setdefault(targets[name].key, []).append(name)
     missing = [name for name, target in targets.items() if target.key not in filled]
     unknown = [name for name in stored if name not in targets and not weights.may_have_more]
     shapes = [
@@ -303,6 +315,9 @@ def _misfits(targets: Mapping[str, _Target], weights: StoredWeights) -> Iterator
     for problem, names in (("missing", missing), ("unknown", unknown), ("other shape", shapes)):
         if names:
             yield f"{problem}: {listed(sorted(names))}"
+    for names in filled.values():
+        if len(names) > 1 and not weights.are_equal(names):
+            yield f"different values of a tied weight: {listed(names)}"
 
 
 def _other_dimensions(

@@ -27,6 +27,7 @@ from distmp.utils.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("distmp")
 
+ADAPTER_CONFIG = "adapter_config.json"
 # Buffers that files of earlier versions of transformers have, and models compute.
 _COMPUTED_BUFFERS = (r"inv_freq$", r"(^|\.)position_ids$")
 
@@ -62,18 +63,19 @@ def weights_folder(name: str) -> Path | None:
     return path if _has_weights(name, path) else None
 
 
-def load(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
-    """Build the whole model, and load the weights in its folder with transformers.
+def load(config: ModelConfig) -> tuple[nn.Module, list[str]]:
+    """Build the whole model, and load the weights in its directory with transformers.
 
     Returns:
         The model, and the names of weights that it does not have.
 
     Raises:
-        ConfigError: If transformers cannot load it, or weights are missing.
+        ConfigError: If transformers cannot load it, or weights do not fit.
     """
-    path = locate(name)
+    path = locate(config.name)
     with _quiet():
-        model, unknown = _load(name, path, _read_config(name, path, options))
+        described = _read_config(config.name, path, config.options)
+        model, unknown = _load(config, path, described)
         return _prepared(model), unknown
 
 
@@ -83,28 +85,29 @@ def refuse_unused(model: nn.Module, unknown: Sequence[str], config: ModelConfig)
     Args:
         model: The model.
         unknown: Names in the directory that are not in its `state_dict`.
-        config: Section `model`; weights that match `model.unused_weights` are allowed.
+        config: Section `model`.
 
     Raises:
-        ConfigError: With the number of weights and their names.
+        ConfigError: With their names.
     """
     ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),)
     pattern = re.compile("|".join((*ignored, *_COMPUTED_BUFFERS)))
-    unused = sorted(
-        key
-        for key in unknown
-        if not pattern.search(key)
-        and not any(fnmatchcase(key, allowed) for allowed in config.unused_weights)
-    )
-    if not unused:
+    unused = [key for key in unknown if not pattern.search(key)]
+    _refuse(config, unused, "of the directory are not in the model")
+
+
+def _refuse(config: ModelConfig, names: Sequence[str], problem: str) -> None:
+    """Refuse weights that `model.unmatched_weights` does not allow."""
+    patterns = config.unmatched_weights
+    refused = sorted(n for n in names if not any(fnmatchcase(n, each) for each in patterns))
+    if not refused:
         return
     cause = f"model.options = {dict(config.options)}" if config.options else f"its {CONFIG_FILE}"
     raise ConfigError(
         "model.name",
         config.name,
-        f"{len(unused)} weights of the directory are not in the model: {listed(unused)}; correct "
-        f"{cause}, or allow it with model.unused_weights, patterns of names such as "
-        f"{unused[0].rpartition('.')[0] or unused[0]}.*",
+        f"weights {problem}: {listed(refused)}; correct {cause}, or allow it with "
+        f"model.unmatched_weights, patterns of names such as {refused[0].rpartition('.')[0]}.*",
     )
 
 
@@ -244,6 +247,13 @@ def _check_size(name: str, config: Any, vocabulary_size: int | None, sequence_le
 def _has_weights(name: str, path: Path) -> bool:
     if path.suffix == ".json":
         return False
+    if (path / ADAPTER_CONFIG).exists():
+        raise ConfigError(
+            "model.name",
+            name,
+            "has adapters of peft, which are not loaded; merge them into the model (peft's "
+            "merge_and_unload, or distmp export --merge) and name the directory of the result",
+        )
     # An index without its files is an error, not a model with random weights.
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return True
@@ -267,28 +277,24 @@ def _create(name: str, config: Any) -> nn.Module:
     return model
 
 
-def _load(name: str, path: Path, config: Any) -> tuple[nn.Module, list[str]]:
+def _load(config: ModelConfig, path: Path, described: Any) -> tuple[nn.Module, list[str]]:
     try:
         model, report = _auto_model().from_pretrained(
             str(path),
-            config=config,
+            config=described,
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
             dtype=torch.float32,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
         )
     except Exception as error:
-        raise _refused(name, error) from error
-    # transformers fills missing weights with random values.
-    for problem in ("missing_keys", "mismatched_keys"):
-        if keys := sorted(map(str, report[problem])):
-            raise ConfigError(
-                "model.name",
-                name,
-                f"its weights do not fit {type(model).__name__}: {problem.replace('_', ' ')} "
-                f"{', '.join(keys[:3])}{' and more' if len(keys) > 3 else ''}",
-            )
+        raise _refused(config.name, error) from error
+    # transformers fills these with random values.
+    _refuse(config, report["missing_keys"], "of the model are not in the directory")
+    other = [name for name, *_ in report["mismatched_keys"]]
+    _refuse(config, other, "of the directory have other shapes than in the model")
     return model, [*map(str, report["unexpected_keys"])]
 
 

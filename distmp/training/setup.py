@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
-from distmp.errors import CheckpointError, ConfigError
+from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
@@ -122,7 +122,9 @@ def _with_weights(
     """
     rest: StoredWeights | None = weights
     if problems := misfits(model, weights):
-        (model, unknown), rest = huggingface.load(config.name, config.options), None
+        ties = BuiltModel.of(model).names
+        (model, unknown), rest = huggingface.load(config), None
+        _check_ties(ties, BuiltModel.of(model).names, weights)
         if not quiet:
             logger.warning(
                 "model.name = %r: transformers converts its weights, so every rank loads the whole "
@@ -134,6 +136,17 @@ def _with_weights(
         unknown = unknown_names(model, weights)
     huggingface.refuse_unused(model, unknown, config)
     return model, rest
+
+
+def _check_ties(
+    built: Mapping[str, str], loaded: Mapping[str, str], weights: StoredWeights
+) -> None:
+    """Refuse stored weights with different values that the model ties: transformers unties them."""
+    if untied := sorted(name for name, first in loaded.items() if built[name] != first):
+        raise weights.error(
+            f"has other values for {listed(untied)} than for the weights that the model ties to "
+            "them; set model.options: {tie_word_embeddings: false}"
+        )
 
 
 def _warn_about_recomputed_attention(config: RunConfig, device: torch.device) -> None:

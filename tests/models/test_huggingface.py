@@ -212,7 +212,7 @@ def test_a_run_saves_what_another_starts_from(
 
 
 def started(
-    tmp_path: Path, name: str, unused_weights: tuple[str, ...] = (), **options: Any
+    tmp_path: Path, name: str, unmatched: tuple[str, ...] = (), **options: Any
 ) -> dict[str, Tensor]:
     """Return the model's state before the first step of a run."""
     texts = corpus(tmp_path / "corpus")
@@ -223,7 +223,7 @@ def started(
             f"--data.path={texts}",
             *("--data.sequence-length=16", "--batch.global-batch-size=2"),
             *("--batch.microbatch-size=2", "--precision.policy=fp32"),
-            *(["--model.unused-weights", *unused_weights] if unused_weights else []),
+            *(["--model.unmatched-weights", *unmatched] if unmatched else []),
         ]
     )
     world = World.current("cpu")
@@ -399,22 +399,53 @@ def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, conver
     with pytest.raises(ConfigError) as caught:
         started(tmp_path, name, num_hidden_layers=1)
     assert str(caught.value).startswith(
-        f"model.name = {name!r}: 9 weights of the directory are not in the model: "
+        f"model.name = {name!r}: weights of the directory are not in the model: "
         f"{prefix}layers.1.input_layernorm.weight, "
     )
     assert "correct model.options = {'num_hidden_layers': 1}, or allow" in str(caught.value)
     allowed = (f"{prefix}layers.1.*",)
-    found = started(tmp_path, name, unused_weights=allowed, num_hidden_layers=1)
+    found = started(tmp_path, name, unmatched=allowed, num_hidden_layers=1)
     assert "model.layers.1.mlp.up_proj.weight" not in found
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_different_values_of_tied_weights_are_refused(tmp_path: Path, converted: bool) -> None:
+    untied = build(folder(tmp_path / "tiny", {**LLAMA, "tie_word_embeddings": False}))
+    for shared in (False, True):
+        tensors = {**untied.state_dict()}
+        if shared:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        untied.save_pretrained(tmp_path / "weights")
+        bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        file = tmp_path / "weights" / "model.safetensors"
+        save_file(bare if converted else tensors, file, {"format": "pt"})
+        name = f"hf:{tmp_path}/weights"
+        if shared:
+            found = started(tmp_path, name, tie_word_embeddings=True)
+            assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"])
+            continue
+        with pytest.raises(ConfigError, match=r"has other values for lm_head\.weight than .*tie_"):
+            started(tmp_path, name, tie_word_embeddings=True)
+
+
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    build(folder(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
+    first = build(folder(tmp_path / "tiny", LLAMA))
+    first.save_pretrained(tmp_path / "weights")
     name = f"hf:{tmp_path}/weights"
-    with pytest.raises(ConfigError, match=r"missing keys model\.layers\.2.* and more"):
+    with pytest.raises(ConfigError, match=r"not in the directory: model\.layers\.2.* and 4 more"):
         started(tmp_path, name, num_hidden_layers=3)
-    with pytest.raises(ConfigError, match=r"model\.name"):
+    with pytest.raises(ConfigError, match=r"other shapes .*: model\.layers\.0\.mlp\.down_proj"):
         started(tmp_path, name, intermediate_size=24)
+    found = [started(tmp_path, name, ("lm_head.*",), tie_word_embeddings=False) for _ in range(2)]
+    assert_same_bits(*found)
+    head, embedding = found[0]["lm_head.weight"], found[0]["model.embed_tokens.weight"]
+    assert torch.equal(embedding, first.model.embed_tokens.weight)
+    assert 0.5 < float(head.std() / embedding.std()) < 2
+    assert not torch.equal(head, embedding)
+    (tmp_path / "weights" / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match="has adapters of peft"):
+        started(tmp_path, name)
+    (tmp_path / "weights" / "adapter_config.json").unlink()
     (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "weights" / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="can run code when it is read"):
         started(tmp_path, name)
