@@ -489,14 +489,13 @@ def _reduction(
     evidence: Sequence[RankOverflowStats], context: OverflowContext
 ) -> _Diagnosis | None:
     largest = max(stats.largest for stats in evidence)
-    # The norm is computed from squares, so it overflows above the root of float32's largest number.
-    if largest < torch.finfo(torch.float32).max ** 0.5:
+    if sum(stats.largest for stats in evidence) < torch.finfo(torch.float32).max:
         return None
     ranks = tuple(rank for rank, stats in enumerate(evidence) if stats.largest == largest)
     return _Diagnosis(
         "reduction",
-        f"the gradients of each rank are finite, up to {largest:.3g}, but their sum or norm is "
-        "beyond float32",
+        f"the gradients of each rank are finite, up to {largest:.3g}, but their sum is beyond "
+        "float32",
         "lower optim.lr, or a loss scale that is set too high",
         ranks,
     )

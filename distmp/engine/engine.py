@@ -97,6 +97,7 @@ from distmp.scaling import (
     loss_scale_rules,
     unused_rules,
 )
+from distmp.scaling.step_decision import PRESCALE, factor_fits
 from distmp.utils.deferred import describe_initial_values
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.generators import generators_kept, seed_generators
@@ -590,6 +591,7 @@ class Engine:
 
     def _update(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
+        decision = self._fit_divisor(decision)
         if self._skips_on_device:
             self._max_applied += 1
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
@@ -606,6 +608,14 @@ class Engine:
             self._strategy.prepare_optimizer_grads()
             self._stepped.step()
         self._strategy.copy_master_to_model()
+
+    def _fit_divisor(self, decision: StepDecision) -> StepDecision:
+        """Multiply gradients by a power of two first if FP32 does not represent their divisor."""
+        if factor_fits(1 / decision.divisor):
+            return decision
+        for part in self._strategy.gradients():
+            torch._foreach_mul_(part.tensors, PRESCALE)
+        return decision._replace(grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
 
     def _outcome(
         self,

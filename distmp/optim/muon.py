@@ -19,6 +19,8 @@ from torch import Tensor
 
 from distmp.errors import ConfigError, listed, nearest
 from distmp.optim.owners import Owners, ShardedMatrix
+from distmp.scaling.norms import chunk_norms
+from distmp.scaling.step_decision import PRESCALE
 from distmp.utils.dtensor import is_dtensor, local_values
 
 if TYPE_CHECKING:
@@ -335,7 +337,9 @@ def orthogonalized(
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=eps)
+    norm = chunk_norms([x]).norm().clamp(min=eps)
+    # A power of two, so that a norm beyond FP32 fits, too.
+    x = x * PRESCALE / (norm * PRESCALE).to(x.dtype)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -50,7 +50,12 @@ from distmp.scaling.scaler_arguments import (
     check_switches,
 )
 from distmp.scaling.settings import LossScaleConfig
-from distmp.scaling.step_decision import clip_coefficient
+from distmp.scaling.step_decision import (
+    PRESCALE,
+    clip_coefficient,
+    divisor_overflows,
+    factor_fits,
+)
 from distmp.utils.host_copy import HostCopy
 
 if TYPE_CHECKING:
@@ -329,7 +334,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
             raise RuntimeError("call clip_grad_norm_() instead of unscale_(), and before step().")
         total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
-        coefficient = clip_coefficient(norm, max_norm).to(torch.float32)
+        coefficient = clip_coefficient(norm, max_norm)
+        if not factor_fits(coefficient / scale):
+            for member in members:
+                self._inspected[id(member)].multiply(PRESCALE)
+            coefficient = coefficient / PRESCALE
+        coefficient = coefficient.to(torch.float32)
         for member in members:
             found_inf = self._inspected[id(member)].global_found_inf()
             self._clips[id(member)] = torch.where(found_inf > 0, 1.0, coefficient)
@@ -460,6 +470,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 self._inspected[id(member)] = CheckedOptimizer(member, flag, gradients)
         waiting = [i for i in self._inspected.values() if i.found_inf is None]
         total = self._reduce(method, optimizers, waiting, square, scale, max_norm)
+        if max_norm is not None:
+            total = total.overflowing(divisor_overflows(total.square_sum.sqrt() / max_norm))
         if waiting:
             self._apply_decision(waiting, total)
         return total
@@ -559,8 +571,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._calls.iteration += 1
         norm = total.square_sum.sqrt()
         coefficient = torch.where(norm.isfinite(), clip_coefficient(norm, max_norm), 1.0)
+        factors = [coefficient]
+        if not factor_fits(coefficient):
+            factors = [torch.full_like(norm, PRESCALE), coefficient / PRESCALE]
         for gradient in gradients:
-            gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
+            for factor in factors:
+                gradient.tensor.mul_(factor.to(gradient.tensor.device))
         return norm
 
     def _apply_decision(self, members: Sequence[CheckedOptimizer], total: ReducedFlags) -> None:

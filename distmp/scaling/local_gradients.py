@@ -146,7 +146,7 @@ def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torc
                 "cannot compute the norm of a Partial DTensor gradient; redistribute it first"
             )
         for tensors in _by_device_and_dtype(members).values():
-            squares = chunk_norms(tensors).to(torch.float64).square().sum()
+            squares = chunk_norms(tensors).square().sum()
             total = total + to_device(squares, device) * shards / world_size
     return total
 

@@ -39,6 +39,11 @@ class ReducedFlags(NamedTuple):
     empty: Tensor
     square_sum: Tensor
 
+    def overflowing(self, where: Tensor) -> ReducedFlags:
+        """Return the flags with an overflow if `where`, 0-dim bool, is true."""
+        found_inf = self.found_inf.maximum(where.to(torch.float32))
+        return self._replace(found_inf=found_inf, overflow=self.overflow | where)
+
     def ignoring_call_differences(self) -> ReducedFlags:
         """Return the flags without `calls_differ`, for calls that differ in a permitted way."""
         found_inf = (self.overflow | self.scales_differ).to(torch.float32)
@@ -77,6 +82,14 @@ class CheckedOptimizer:
     def found_inf_per_device(self) -> dict[torch.device, Tensor]:
         """Return the reduced flag in the form that torch's scaler stores."""
         return {self.global_found_inf().device: self.global_found_inf()}
+
+    @torch.no_grad()
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients, which will be unscaled later."""
+        gradients = local_gradients(self.optimizer)
+        for gradient in gradients:
+            gradient.tensor.mul_(factor)
+        self.gradients = _versions(gradients)
 
     def check_unchanged(self) -> None:
         """Refuse gradients that changed after the check.

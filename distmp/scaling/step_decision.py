@@ -22,6 +22,9 @@ from distmp.scaling.norms import chunk_norms
 
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
 CLIP_EPSILON = 1e-6
+_FP32 = torch.finfo(torch.float32)
+# Gradients are multiplied by this first if FP32 cannot represent the factor that clips them.
+PRESCALE = 2.0**-64
 # Number of sums over ranks that a decision needs.
 SUMS = 6
 
@@ -43,11 +46,13 @@ class StepDecision(NamedTuple):
 
     Attributes:
         overflow: bool, whether a gradient or the weight of any rank was not finite, the global
-            weight is negative, or all microbatches with a weight were dropped.
+            weight is negative, all microbatches with a weight were dropped, or, on a GPU, the
+            divisor is beyond FP32.
         dropped: FP64, number of microbatches of all ranks that were dropped as non-finite.
         empty: bool, whether the global weight N is 0 without dropped microbatches.
         found_inf: FP32, 1 if the optimizer has to skip (overflow, empty, or a condition added by
             `skipping`), else 0.
+        divisor: FP64, divisor of the gradients.
         grad_scale: FP32, divisor of the gradients in the optimizer.
         grad_norm: FP64, norm of the gradient of the global mean loss, before clipping.
         weight: FP64, the global weight N.
@@ -59,6 +64,7 @@ class StepDecision(NamedTuple):
     dropped: Tensor
     empty: Tensor
     found_inf: Tensor
+    divisor: Tensor
     grad_scale: Tensor
     grad_norm: Tensor
     weight: Tensor
@@ -96,7 +102,7 @@ def local_stats(
     squares, non_finite = [], []
     for part in parts:
         if part.tensors:
-            norms = chunk_norms(part.tensors).to(torch.float64)
+            norms = chunk_norms(part.tensors)
             squares.append(norms.square().sum() / part.replicas)
             non_finite.append(not_finite(norms).sum())
     sums = (_total(squares), _total(non_finite), loss_sum, weight)
@@ -142,6 +148,22 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
 
 
+def factor_fits(factor: Tensor) -> bool:
+    """Return whether FP32 represents a 0-dim factor; True on a GPU, where the host would wait."""
+    return factor.device.type != "cpu" or not 0 < float(factor.numpy()) < _FP32.tiny
+
+
+def divisor_overflows(divisor: Tensor) -> Tensor:
+    """Return whether the step has to be skipped because FP32 does not represent the divisor.
+
+    On the CPU it is False, because gradients are multiplied by `PRESCALE` first. On a GPU this
+    would take another pass over the gradients in every step, or a host-device synchronization.
+    """
+    if divisor.device.type == "cpu":
+        return torch.zeros_like(divisor, dtype=torch.bool)
+    return divisor > _FP32.max
+
+
 def decide_step(
     total: Tensor, loss_scale: Tensor, nominal_weight: float, max_norm: float | None
 ) -> StepDecision:
@@ -163,15 +185,17 @@ def decide_step(
     unscale = loss_scale.to(torch.float64) * weight / nominal_weight
     # The mean over a negative or infinite weight is undefined, and so is the norm of its gradient.
     grad_norm = torch.where(bad_weight, torch.nan, scaled_norm / unscale)
-    grad_scale = unscale
+    divisor = unscale
     if max_norm is not None:
-        grad_scale = unscale / clip_coefficient(grad_norm, max_norm)
+        divisor = unscale / clip_coefficient(grad_norm, max_norm)
+        overflow = overflow | divisor_overflows(divisor)
     return StepDecision(
         overflow=overflow,
         dropped=dropped,
         empty=empty,
         found_inf=(overflow | empty).to(torch.float32),
-        grad_scale=grad_scale.to(torch.float32),
+        divisor=divisor,
+        grad_scale=divisor.to(torch.float32),
         grad_norm=grad_norm,
         weight=weight,
         loss=loss_sum / weight,

@@ -291,6 +291,34 @@ def test_every_policy_skips_what_is_not_finite(policy: str, factor: float) -> No
     assert not train(engine, 1, ONE_RANK)[0].skipped
 
 
+@pytest.mark.parametrize("max_norm", [None, 1e-3, 1.0])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("size", [1e-25, 1e20, 3e38])
+def test_finite_gradients_of_any_size_are_applied(
+    size: float, fused: bool, max_norm: float | None
+) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(model.weight)
+    gradient = size * torch.linspace(-1, 1, 16).view(4, 4)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0, fused=fused)
+
+    engine = Engine(
+        model,
+        lambda model, factor: ((model.weight * gradient).sum() * factor, 1),
+        optimizer,
+        max_norm=max_norm,
+        device="cpu",
+    )
+    numbers = engine.step([1.0]).numbers
+    exact = gradient.double()
+    clip = 1.0 if max_norm is None else min(1.0, max_norm / float(exact.norm() + 1e-6))
+    assert not numbers.skipped
+    assert numbers.grad_norm == pytest.approx(exact.norm().item(), rel=1e-6, abs=0)
+    torch.testing.assert_close(model.weight.double(), -clip * exact, rtol=1e-6, atol=0)
+
+
 def test_a_weight_that_is_not_finite_is_skipped_too() -> None:
     def total(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         return loss(model, batch)[0], math.nan

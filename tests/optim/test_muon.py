@@ -68,6 +68,9 @@ def test_iterations_agree_with_float64_and_make_singular_values_near_1(
     assert scaled.max() < 1.3
     error = (orthogonalized(matrix.float(), COEFFICIENTS, 5) - exact).norm() / exact.norm()
     assert error < 1e-5
+    for scale in (1e20, 3e38 / float(matrix.abs().max())):  # squares, or the norm, beyond FP32
+        found = orthogonalized(matrix.float() * scale, COEFFICIENTS, 5)
+        assert (found - exact).norm() / exact.norm() < 1e-5
     assert orthogonalized(torch.zeros(shape), COEFFICIENTS, 5).abs().sum() == 0
 
 

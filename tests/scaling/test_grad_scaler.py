@@ -407,6 +407,25 @@ def test_clipping_equals_that_of_torch(max_norm: float, fused: bool) -> None:
     assert weights[0][-1] > 1
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("size", [1e-25, 1e20, 3e38])
+def test_clipping_of_gradients_whose_squares_are_beyond_fp32(
+    size: float, fused: bool, enabled: bool
+) -> None:
+    scale, parameter = 4.0 if enabled else 1.0, nn.Parameter(torch.zeros(16))
+    parameter.grad = size * torch.linspace(-1, 1, 16)
+    exact = parameter.grad.double() / scale
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    scaler = DistributedGradScaler("cpu", init_scale=4.0, enabled=enabled)
+    scaler.scale(torch.ones(()))
+    norm = scaler.clip_grad_norm_(optimizer, 1e-3)
+    scaler.step(optimizer)
+    assert norm.item() == pytest.approx(exact.norm().item(), rel=1e-6, abs=0)
+    clipped = exact * min(1.0, 1e-3 / (exact.norm().item() + 1e-6))
+    torch.testing.assert_close(parameter.double(), -clipped, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_unscaling_after_clipping_shows_the_gradient_that_is_stepped_with(fused: bool) -> None:
     parameter = nn.Parameter(torch.zeros(2))

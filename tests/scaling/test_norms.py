@@ -10,15 +10,35 @@ from distmp.scaling.norms import CHUNK, chunk_norms
 SIZES = (1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_chunks_make_up_the_whole(dtype: torch.dtype) -> None:
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+# Squares of 1e-25 and 1e20 are beyond FP32, as is the norm of values up to 3e38.
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [
+        *((dtype, 300.0) for dtype in FLOATS),
+        *((dtype, value) for dtype in FLOATS[1:] for value in (0.0, 1e-43, 1e-25, 1e20, 3e38)),
+    ],
+)
+def test_chunks_make_up_the_whole(dtype: torch.dtype, largest: float, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors = [(100 * torch.randn(size, generator=generator)).to(dtype) for size in SIZES]
-    tensors.append(torch.randn(CHUNK, 2, generator=generator).to(dtype).t())
+    tensors = [torch.randn(size, generator=generator) for size in SIZES]
+    tensors.append(torch.randn(CHUNK, 2, generator=generator).t())
+    unit = max(float(tensor.abs().max()) for tensor in tensors)
+    tensors = [(tensor / unit * largest).to(device, dtype) for tensor in tensors]
     norms = chunk_norms(tensors)
-    assert norms.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert norms.dtype is torch.float64
     expected = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
-    assert math.isclose(norms.double().norm(), expected, rel_tol=5e-6)
+    assert math.isclose(norms.norm(), expected, rel_tol=5e-6)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
