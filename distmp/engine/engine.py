@@ -97,7 +97,7 @@ from distmp.scaling import (
     loss_scale_rules,
     unused_rules,
 )
-from distmp.scaling.step_decision import PRESCALE, factor_fits
+from distmp.scaling.step_decision import PRESCALE, divisor_fits
 from distmp.utils.deferred import describe_initial_values
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.generators import generators_kept, seed_generators
@@ -611,7 +611,7 @@ class Engine:
 
     def _fit_divisor(self, decision: StepDecision) -> StepDecision:
         """Multiply gradients by a power of two first if FP32 does not represent their divisor."""
-        if factor_fits(1 / decision.divisor):
+        if divisor_fits(decision.divisor):
             return decision
         for part in self._strategy.gradients():
             torch._foreach_mul_(part.tensors, PRESCALE)

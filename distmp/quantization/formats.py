@@ -61,8 +61,8 @@ def round_to_nearest(values: Tensor, number_format: NumberFormat) -> Tensor:
         number_format: The format.
 
     Returns:
-        FP32 of the same shape. Finite values beyond the largest number become the largest number;
-        infinities and NaN become NaN.
+        FP32 of the same shape; zeros have the sign of their value. Finite values beyond the largest
+        number become the largest number; infinities and NaN become NaN.
     """
     limited = values.clamp(-number_format.largest, number_format.largest)
     # The sum with 1.5 * 2^(e + 23 - m) keeps m bits of the mantissa, and the processor rounds it to
@@ -71,7 +71,7 @@ def round_to_nearest(values: Tensor, number_format: NumberFormat) -> Tensor:
     exponents = (limited.view(torch.int32) & _EXPONENT_BITS).clamp(min=lowest)
     shift = (_MANTISSA_WIDTH - number_format.mantissa_bits) << _MANTISSA_WIDTH
     offset = (exponents + shift).view(torch.float32) * 1.5
-    return (limited + offset) - offset + (values - values)  # NaN where a value is not finite
+    return _like(values, (limited + offset) - offset)
 
 
 def round_stochastically(values: Tensor, number_format: NumberFormat, uniform: Tensor) -> Tensor:
@@ -92,8 +92,12 @@ def round_stochastically(values: Tensor, number_format: NumberFormat, uniform: T
     steps = limited / spacing
     below = steps.floor()
     # Compared, not added: a sum would round numbers of the format up.
-    rounded = (below + (uniform < steps - below)) * spacing
-    return rounded + (values - values)
+    return _like(values, (below + (uniform < steps - below)) * spacing)
+
+
+def _like(values: Tensor, rounded: Tensor) -> Tensor:
+    """Return rounded values, with the signs of `values`, and NaN where these are not finite."""
+    return rounded.copysign(values) - (values - values)  # -0 - 0 is -0
 
 
 def power_of_two_scales(largest: Tensor, number_format: NumberFormat) -> Tensor:

@@ -53,8 +53,8 @@ from distmp.scaling.settings import LossScaleConfig
 from distmp.scaling.step_decision import (
     PRESCALE,
     clip_coefficient,
+    divisor_fits,
     divisor_overflows,
-    factor_fits,
 )
 from distmp.utils.host_copy import HostCopy
 
@@ -335,7 +335,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
         coefficient = clip_coefficient(norm, max_norm)
-        if not factor_fits(coefficient / scale):
+        if not divisor_fits(scale, coefficient):
             for member in members:
                 self._inspected[id(member)].multiply(PRESCALE)
             coefficient = coefficient / PRESCALE
@@ -572,7 +572,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         norm = total.square_sum.sqrt()
         coefficient = torch.where(norm.isfinite(), clip_coefficient(norm, max_norm), 1.0)
         factors = [coefficient]
-        if not factor_fits(coefficient):
+        if not divisor_fits(scale, coefficient):
             factors = [torch.full_like(norm, PRESCALE), coefficient / PRESCALE]
         for gradient in gradients:
             for factor in factors:

@@ -23,7 +23,7 @@ from distmp.scaling.norms import chunk_norms
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
 CLIP_EPSILON = 1e-6
 _FP32 = torch.finfo(torch.float32)
-# Gradients are multiplied by this first if FP32 cannot represent the factor that clips them.
+# Gradients are multiplied by this first if FP32 does not represent their divisor.
 PRESCALE = 2.0**-64
 # Number of sums over ranks that a decision needs.
 SUMS = 6
@@ -148,9 +148,11 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
 
 
-def factor_fits(factor: Tensor) -> bool:
-    """Return whether FP32 represents a 0-dim factor; True on a GPU, where the host would wait."""
-    return factor.device.type != "cpu" or not 0 < float(factor.numpy()) < _FP32.tiny
+def divisor_fits(divisor: Tensor, coefficient: Tensor | float = 1.0) -> bool:
+    """Return whether FP32 represents `divisor / coefficient`; True on a GPU, without waiting."""
+    if divisor.device.type != "cpu":
+        return True
+    return not 1 / _FP32.tiny < float((divisor / coefficient).numpy()) < math.inf
 
 
 def divisor_overflows(divisor: Tensor) -> Tensor:

@@ -108,7 +108,8 @@ class ModelSpec:
         kind: "linear", "conv" or "embedding".
         width: Width of the hidden layers.
         blocks: Number of residual blocks.
-        activation: "tanh", "gelu" or "silu"; smooth, so that rounding has small effects.
+        activation: "tanh", "gelu", "silu" or "relu"; at the kink of ReLU, rounding has large
+            effects, see `judge`.
         norm: Whether blocks have a batch norm.
         tied: Whether the head of an embedding model shares the weight of the embedding.
         scalar: Whether blocks have a 0-dim parameter.
@@ -473,7 +474,7 @@ def _draw_model(draw: random.Random) -> ModelSpec:
         kind=draw.choice(["linear", "linear", "conv", "embedding"]),
         width=draw.choice([3, 4, 4, 6, 8]),
         blocks=draw.choice([1, 2, 2, 3]),
-        activation=draw.choice(["tanh", "gelu", "silu"]),
+        activation=draw.choice(["tanh", "gelu", "silu", "relu"]),
         norm=draw.random() < 0.35,
         tied=draw.random() < 0.5,
         scalar=draw.random() < 0.3,

@@ -377,8 +377,8 @@ MUTANTS = [
     Mutant(
         "a kernel is launched for every gradient",
         "distmp/scaling/norms.py",
-        "torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))",
-        "torch.stack([torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors])",
+        "torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))",
+        "torch.stack([tensor.norm(dtype=torch.float64) for tensor in tensors])",
         LAUNCHES,
     ),
     Mutant(

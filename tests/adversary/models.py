@@ -16,9 +16,34 @@ FEATURES = 4
 CHANNELS = 2
 CLASSES = 3
 VOCABULARY = 7
-ACTIVATIONS = {"tanh": torch.tanh, "gelu": gelu, "silu": silu}
 
 Batch = Mapping[str, Any]
+# The number of a call of an activation, and the index of an element of its input.
+Place = tuple[int, int]
+
+
+class Relu:
+    """ReLU, whose other branch the oracle may take for some elements.
+
+    Attributes:
+        inputs: The inputs of all calls, if they are recorded.
+        flipped: Places whose other branch is taken, while inputs are recorded.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] | None = None
+        self.flipped: list[Place] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.inputs is None:
+            return torch.relu(x)
+        flipped = torch.zeros(x.numel(), dtype=torch.bool)
+        flipped[[element for call, element in self.flipped if call == len(self.inputs)]] = True
+        self.inputs.append(x.detach())
+        return torch.where(~(x <= 0) ^ flipped.view(x.shape), x, 0.0)  # NaN passes
+
+
+SMOOTH = {"tanh": torch.tanh, "gelu": gelu, "silu": silu}
 
 
 class Model(nn.Module):
@@ -70,7 +95,7 @@ class Block(nn.Module):
         super().__init__()
         width = spec.width
         self.conv = spec.kind == "conv"
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = Relu() if spec.activation == "relu" else SMOOTH[spec.activation]
         self.core = nn.Conv2d(width, width, 3, padding=1) if self.conv else nn.Linear(width, width)
         # A large eps limits the gradient of a norm over few samples.
         norm = nn.BatchNorm2d if self.conv else nn.BatchNorm1d

@@ -15,13 +15,16 @@
   in which no rank uses it counts as a zero gradient. Dropped microbatches and skipped steps do not
   count (docs/numerics.md, "Parameters without a gradient").
 - A frozen parameter does not change and keeps its state, unless a state is loaded.
+
+ReLU has two derivatives at its kink, and rounding decides between them. The oracle can repeat a
+step with the other one (`judge`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +33,7 @@ import torch
 from torch import Tensor
 
 from tests.adversary.cases import SCALED, Case, OptimizerSpec, ScaleSpec
-from tests.adversary.models import build_batches, build_model, loss
+from tests.adversary.models import Place, Relu, build_batches, build_model, loss
 
 Tensors = dict[str, Tensor]
 
@@ -98,6 +101,8 @@ class Oracle:
         self._used: set[str] = set()
         self._nominal = case.nominal_weight
         self._applied = self._skipped = self._in_a_row = 0
+        self._relus = [b.activation for b in self._model.blocks if isinstance(b.activation, Relu)]
+        self._inputs: list[list[Tensor]] = []
         self.risky = False
         self.certain = True
 
@@ -113,13 +118,19 @@ class Oracle:
     def frozen(self) -> set[str]:
         return {name for name, p in self._model.named_parameters() if not p.requires_grad}
 
-    def step(self, index: int, observed: Mapping[str, Any] | None = None) -> Expected:
+    def step(
+        self,
+        index: int,
+        observed: Mapping[str, Any] | None = None,
+        flipped: Sequence[tuple[int, Place]] = (),
+    ) -> Expected:
         """Run a step.
 
         Args:
             index: Index of the step.
             observed: The numbers of the engine's step. Only its overflow is used, and only if
                 16-bit arithmetic may have overflowed without a fault.
+            flipped: Inputs of ReLU, as from `near_kinks`, whose other branch is taken.
         """
         step = self._case.steps[index]
         if step.reload:
@@ -132,7 +143,12 @@ class Oracle:
             self._rates = {name: step.rates[self._group(name)] for name in self._rates}
         self._adopt()
         before = self.buffers
+        for block, relu in enumerate(self._relus):
+            relu.inputs, relu.flipped = [], [place for b, place in flipped if b == block]
         sums = self._sum_microbatches(index)
+        self._inputs = [relu.inputs or [] for relu in self._relus]
+        for relu in self._relus:
+            relu.inputs = None
         overflow = sums.overflow or (sums.dropped > 0 and sums.weight == 0)
         overflow = self._natural(sums, overflow, observed)
         skipped = overflow or sums.weight == 0
@@ -162,6 +178,20 @@ class Oracle:
             stop=step.stop is not None,
             scale_exhausted=exhausted if self._scale.rules.dynamic else None,
         )
+
+    def near_kinks(self, tolerance: float) -> list[tuple[int, Place]]:
+        """Return the inputs of ReLU in the last step whose sign rounding may change, nearest first.
+
+        Args:
+            tolerance: Largest rounding error, relative to the root mean square of all inputs.
+        """
+        found = []
+        for block, inputs in enumerate(self._inputs):
+            for call, x in enumerate(inputs):
+                distances = x.abs().flatten() / x.square().mean().sqrt()
+                near = (distances <= tolerance).nonzero().flatten().tolist()
+                found += [(float(distances[n]), (block, (call, n))) for n in near]
+        return [place for _, place in sorted(found)]
 
     def evaluate(self, index: int) -> float | None:
         """Return the mean loss over the batches of a step; None if their weight is 0."""

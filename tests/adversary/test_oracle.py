@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.adversary import judge
 from tests.adversary.__main__ import describe, draw
 from tests.adversary.cases import (
     Case,
@@ -20,9 +21,9 @@ from tests.adversary.cases import (
     reproducible_on,
 )
 from tests.adversary.oracle import Adam, AdamW, LossScale, Sgd, schedule_factor
-from tests.adversary.run import final_bits, run_cases
+from tests.adversary.run import final_bits, run_case, run_cases
 from tests.adversary.shrink import kinds
-from tests.ranks import run_ranks
+from tests.ranks import ranks, run_ranks
 
 # `make nightly` tries thousands.
 CASES = int(os.environ.get("ADVERSARY_CASES", "40"))
@@ -61,6 +62,25 @@ FOUND_BEFORE = {
 @pytest.mark.parametrize("case", FOUND_BEFORE.values(), ids=FOUND_BEFORE)
 def test_what_was_found_before_stays_mended(case: str) -> None:
     assert run_cases([loads(case)]) == [[]]
+
+
+# In bfloat16, an input of ReLU near 0 has the other sign.
+KINK = """
+    {"seed": 633370243, "world_size": 1, "steps": [{"ranks": [[{}, {}]]}], "policy": "bf16",
+     "model": {"blocks": 2, "activation": "relu", "loss": "mse"},
+     "optimizer": {"name": "adamw", "lr": 0.1, "eps": 0.1}}"""
+
+
+@ranks(1)
+def test_oracle_distinguishes_kinks_from_defects() -> None:
+    case = loads(KINK)
+    record = run_case(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "MOST_KINKS", 0)
+        assert judge.judge(case, [record])
+    assert judge.judge(case, [record]) == []
+    record.steps[0].state["model/head.weight"].values.mul_(1.5)
+    assert judge.judge(case, [record])
 
 
 @pytest.mark.parametrize("cases", BATCHES)

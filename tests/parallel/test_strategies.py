@@ -70,6 +70,17 @@ def test_every_strategy_equals_plain_torch_on_the_same_samples() -> None:
             ]
 
 
+@ranks(2)
+def test_gradients_whose_squares_are_beyond_fp32_are_clipped() -> None:
+    expected, ((_, norm),) = plain_training(1, ONE_RANK, max_norm=0.1)
+    batches = microbatches(0, TWO_RANKS[0], dist.get_rank())
+    for options in ({"strategy": "ddp"}, sharded("fsdp"), {"reproducible": True}):
+        engine = make_engine(max_norm=0.1, **options)
+        numbers = engine.step([batch._replace(factor=1e25) for batch in batches]).numbers
+        assert numbers.grad_norm == pytest.approx(1e25 * norm, rel=1e-5)
+        assert error(weights(engine), expected) < 1e-5
+
+
 REDUCED_IN_BF16 = PrecisionPolicy("16 on the wire", compute_dtype=BF16, reduce_dtype=BF16)
 
 

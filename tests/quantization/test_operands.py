@@ -101,6 +101,7 @@ def test_a_rounded_weight_is_not_changed_by_rounding_it_again(scaling: str, name
 @EACH
 def test_shards_have_the_scales_of_the_full_weight(scaling: str, name: str) -> None:
     weight = random(70, 64)
+    weight[:, :4] = torch.tensor([-0.0, 0.0, -1e-30, 1e-30])  # zeros keep their sign
     bounds = [0, 9, 9, 41, 70]
     shards = [weight[a:b] for a, b in itertools.pairwise(bounds)]
     found = [
@@ -114,6 +115,7 @@ def test_shards_have_the_scales_of_the_full_weight(scaling: str, name: str) -> N
         for shard, first in zip(shards, bounds, strict=False)
     ]
     assert torch.equal(torch.cat(parts), quantize_weight(weight, name, scaling).dequantized())
+    assert torch.equal(torch.cat(parts).signbit(), weight.signbit())
 
 
 @EACH
