@@ -75,7 +75,7 @@ class WeightAverage:
         for name in self.values.keys() & values.keys():
             if values[name] is not self.values[name]:
                 local(self.values[name]).copy_(local(values[name]))
-        self._loads, self._is_updated = self._engine.loads, True
+        self._begin()
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -90,6 +90,9 @@ class WeightAverage:
                 local(self.values[name]).copy_(local(weights))
             else:
                 self.values[name] = _copy(weights)
+        self._begin()
+
+    def _begin(self) -> None:
         self._loads, self._is_updated = self._engine.loads, False
         self._first_counts = self._engine.step_counts.clone()
 
@@ -153,8 +156,8 @@ class WeightAverage:
             return
         self._is_updated = True  # warns once
         logger.warning(
-            "the average has the weights that the engine had before its last steps, because "
-            "average.update() was never called; call it after each engine.step"
+            "the average lacks the last steps, because average.update() was never called since it "
+            "began or was loaded; call it after each engine.step"
         )
 
     def _share(self) -> Tensor:

@@ -1015,6 +1015,7 @@ class Engine:
         self._max_applied = int(self._counts[0])
         self.narrow_products.continue_from(int(self._counts[:2].sum()))
         self.holds_average = False
+        self.loads += 1
         return_freed_memory()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -1035,7 +1036,6 @@ class Engine:
         )
         self._state.copy(state, live)
         self.finish_loading(live)
-        self.loads += 1
 
     def save(
         self,

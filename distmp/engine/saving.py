@@ -369,7 +369,6 @@ def load_checkpoint(
             f"{checkpoint} cannot be used: its tensors are of step {taken}, not {step}"
         )
     engine.finish_loading(live)
-    engine.loads += 1
     _loaded.setdefault(engine, set()).add(str(checkpoint.path.parent.absolute()))
 
 
