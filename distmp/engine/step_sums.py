@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from distmp.distributed.compare_ranks import Fingerprint
@@ -34,15 +38,17 @@ def sum_over_ranks(
         reproducible: Whether the sums must not depend on the number of ranks.
 
     Returns:
-        The first argument of `decide_step`; whether ranks take the step with different settings,
+        The first argument of `decide_step`, with a weight of NaN if one is negative; whether ranks take the step with different settings,
         0-dim bool; and the sums of `of_products`, FP64, empty without them.
     """
     dropped = sum(stats.dropped) if stats.dropped else 0.0
+    # One kernel. The sum of weights with both signs would look right.
+    weights = F.threshold(pack(*stats.weights, device=world.device), -sys.float_info.min, math.nan)
     if reproducible:
         total = ordered_total(
             strategy.gradient_shards(),
             stats.loss_sums,
-            stats.weights,
+            weights.unbind(),
             stop=stop,
             dropped=dropped,
             more=fingerprint.terms,
@@ -55,7 +61,7 @@ def sum_over_ranks(
     local = local_stats(
         strategy.gradients(),
         pack(*stats.loss_sums, device=world.device).sum(),
-        pack(*stats.weights, device=world.device).sum(),
+        weights.sum(),
         stop=stop,
         dropped=dropped,
         device=world.device,

@@ -47,7 +47,8 @@ def global_mean(
 
     Args:
         loss_sum: Sum of the losses of the samples or tokens of this microbatch on this rank; one
-            element, floating-point. A DTensor counts with the value of all its shards.
+            element, FP32 or FP64, because 16 bits would round the sum and the factor of all
+            gradients. A DTensor counts with the value of all its shards.
         weight: Number of samples or tokens of this rank in the whole step, that is, in all its
             microbatches together; 0 or more. A number, or a tensor with one element on any device.
         module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
@@ -62,7 +63,7 @@ def global_mean(
     transformers, causes a warning: its gradient would be divided by the weight twice.
 
     Returns:
-        The loss for `backward`, 0-dim, FP32 or wider. Its value is the same on all ranks: the
+        The loss for `backward`, 0-dim, in the dtype of `loss_sum`. Its value is the same on all ranks: the
         microbatch's part of the global mean, so the values of a step's microbatches add up to the
         global mean. If the weight of all ranks is 0, the loss and all gradients are 0. If the
         weight of a rank is negative or not finite, the loss and all gradients are NaN.
@@ -112,7 +113,7 @@ class _MeanLoss(torch.autograd.Function):
     def forward(ctx: Any, loss_sum: Tensor, value: Tensor, factor: Tensor) -> Tensor:
         ctx.dtype, ctx.shape = loss_sum.dtype, loss_sum.shape
         ctx.save_for_backward(factor)
-        return value.to(torch.promote_types(loss_sum.dtype, torch.float32), copy=True)
+        return value.to(loss_sum.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -136,6 +137,10 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
         raise ConfigError("loss_sum", shown, "must be a tensor with one element; sum the losses")
     if not loss_sum.is_floating_point():
         raise ConfigError("loss_sum", loss_sum.dtype, "must be a floating-point tensor")
+    dtype = _summed_in(loss_sum)
+    if dtype.itemsize < 4:
+        problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
+        raise ConfigError("loss_sum", dtype, problem)
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.requires_grad or weight.is_complex():
             problem = "must have one real element and require no gradient; sum it and detach it"
@@ -144,6 +149,16 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
     elif not 0 <= weight < math.inf:
         raise ConfigError("weight", weight, "must be finite, and 0 or more")
+
+
+def _summed_in(loss: Tensor) -> torch.dtype:
+    """Return the dtype of the loss, or, if it was cast, the one before."""
+    node: Any = loss.grad_fn
+    if node is not None and node.name().startswith("ToCopyBackward"):
+        (node, index), *_ = node.next_functions
+        dtype: torch.dtype = node._input_metadata[index].dtype
+        return dtype
+    return loss.dtype
 
 
 def warn_about_mean(

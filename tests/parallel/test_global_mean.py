@@ -317,12 +317,17 @@ def refused(module: Any, **arguments: Any) -> str:
     return str(error.value)
 
 
+HALF = torch.ones(2, dtype=torch.float16, requires_grad=True).sum()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"loss_sum": torch.ones(3)}, "loss_sum = (3,): must be a tensor with one element"),
         ({"loss_sum": 1.0}, "loss_sum = 1.0: must be a tensor with one element"),
         ({"loss_sum": torch.tensor(1)}, "loss_sum = torch.int64: must be a floating-point tensor"),
+        ({"loss_sum": torch.ones((), dtype=torch.bfloat16)}, "loss_sum = torch.bfloat16: rounds"),
+        ({"loss_sum": HALF.float()}, "loss_sum = torch.float16: rounds the sum"),
         ({"weight": torch.ones(2)}, "must have one real element and require no gradient"),
         ({"weight": torch.ones((), requires_grad=True)}, "require no gradient; sum it and detach"),
         ({"weight": True}, "weight = True: must be a number or a tensor with one element"),
@@ -452,8 +457,8 @@ def test_values_and_gradients_are_the_same_on_all_ranks() -> None:
     number = 1 + 2 * rank
     tensors = torch.tensor(number), torch.tensor([1.0 * number])
     for weight in (number, np.int64(number), *tensors):
-        for dtype in (torch.float32, torch.float16):
-            assert step(4.0 + 16 * rank, weight, dtype) == (torch.float32, 6.0, pytest.approx(6.0))
+        for dtype in (torch.float32, torch.float64):
+            assert step(4.0 + 16 * rank, weight, dtype) == (dtype, 6.0, pytest.approx(6.0))
     assert step(4.0, 0) == (torch.float32, 0.0, 0.0)
     for weight in (-1, torch.inf, torch.nan):
         dtype, *values = step(4.0, torch.tensor(1.0 if rank else weight))
