@@ -38,8 +38,9 @@ def sum_over_ranks(
         reproducible: Whether the sums must not depend on the number of ranks.
 
     Returns:
-        The first argument of `decide_step`, with a weight of NaN if one is negative; whether ranks take the step with different settings,
-        0-dim bool; and the sums of `of_products`, FP64, empty without them.
+        The first argument of `decide_step`, with a weight of NaN if one is negative; whether ranks
+        take the step with different settings, 0-dim bool; and the sums of `of_products`, FP64,
+        empty without them.
     """
     dropped = sum(stats.dropped) if stats.dropped else 0.0
     # One kernel. The sum of weights with both signs would look right.

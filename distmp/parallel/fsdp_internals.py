@@ -164,7 +164,8 @@ def _post_backward(
     added: list[nn.Parameter] = []
     for parameter in group.fsdp_params:
         gathered = getattr(parameter, "_unsharded_param", None)
-        if gathered is None or not gathered.requires_grad:
+        # Not of the gathered one, which a module that did not run yet has from before a thaw.
+        if gathered is None or not parameter.sharded_param.requires_grad:
             continue
         if _has_gradient(parameter):
             used(parameter.sharded_param)

@@ -63,10 +63,10 @@ def global_mean(
     transformers, causes a warning: its gradient would be divided by the weight twice.
 
     Returns:
-        The loss for `backward`, 0-dim, in the dtype of `loss_sum`. Its value is the same on all ranks: the
-        microbatch's part of the global mean, so the values of a step's microbatches add up to the
-        global mean. If the weight of all ranks is 0, the loss and all gradients are 0. If the
-        weight of a rank is negative or not finite, the loss and all gradients are NaN.
+        The loss for `backward`, 0-dim, in the dtype of `loss_sum`. Its value is the same on all
+        ranks: the microbatch's part of the global mean, so the values of a step's microbatches add
+        up to the global mean. If the weight of all ranks is 0, the loss and all gradients are 0. If
+        the weight of a rank is negative or not finite, the loss and all gradients are NaN.
 
     Raises:
         ConfigError: For an argument of the wrong kind, a negative or non-finite number as weight, a
