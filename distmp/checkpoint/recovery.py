@@ -138,7 +138,10 @@ def resolve(
     result = usable(directory) if resume == "auto" else _search(directory)
     unusable = result.damaged + result.unhealthy
     if result.checkpoint is None and unusable:
-        named = "name an unhealthy one by its path to use it anyway"
+        named = (
+            "start again, for example with a lower learning rate, or name an unhealthy one by its "
+            "path to use it anyway"
+        )
         hint = named if result.unhealthy else _RESTORE
         raise CheckpointError(
             f"no checkpoint in {directory} can be used: {'; '.join(unusable)}; {hint}"

@@ -244,7 +244,8 @@ class Trainer:
         except LostPeerError:
             raise
         except TrainingError as error:
-            raise TrainingError(f"{error}; {self.checkpointing.advice(self)}") from None
+            advice = self.checkpointing.give_up(self, str(error))
+            raise TrainingError(f"{error}; {advice}") from None
 
     def _roll_back(self, result: StepResult) -> None:
         # A step that was launched after the one that is out of bounds is discarded, unread.

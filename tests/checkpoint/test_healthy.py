@@ -201,7 +201,8 @@ def test_without_a_healthy_one_there_is_one_message(tmp_path: Path) -> None:
         store.resolve("auto", tmp_path)
     assert str(caught.value) == (
         f"no checkpoint in {tmp_path} can be used: {tmp_path / 'step-000001'} is marked as "
-        f"unhealthy: {MARK}; name an unhealthy one by its path to use it anyway"
+        f"unhealthy: {MARK}; start again, for example with a lower learning rate, or name an "
+        "unhealthy one by its path to use it anyway"
     )
     assert store.newest_healthy(tmp_path) is None
 

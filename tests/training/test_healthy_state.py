@@ -79,15 +79,15 @@ def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
     assert "precision.max_consecutive_skips = 12: that many steps in a row" in error
     assert ADVICE in error
     found = marks()
-    assert list(found) == [4, 6, 18], "the healthy ones stay, and the latest for examination"
+    assert list(found) == [4, 6, 19], "the healthy ones stay, and the latest for examination"
     assert (found[4], found[6]) == (None, None)
-    assert str(found[18]).startswith("NaN or infinite values in model/")
+    assert str(found[19]).startswith("NaN or infinite values in model/")
 
     caplog.clear()
     assert train("--resume=auto") == 0
     assert "continuing from run/checkpoints/step-000006" in capsys.readouterr().out
     warning = caplog.records[0].getMessage()
-    assert "step-000018 is marked as unhealthy: NaN or infinite values in model/" in warning
+    assert "step-000019 is marked as unhealthy: NaN or infinite values in model/" in warning
     export("run", "weights")
     assert train("--run-dir=undisturbed") == 0
     export("undisturbed", "expected")
@@ -101,9 +101,20 @@ def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
 ) -> None:
     # Otherwise a save would hold the weights that the callback changes.
     assert train(f"--callbacks={__name__}:SkipsAll", "--checkpoint.no-asynchronous") == 1
-    # Those of steps 8 to 14 have not displaced others. That of step 6 has the same weights.
-    assert marks() == {4: None, 6: None, 16: "the last 10 steps were all skipped"}
+    # Those of steps 8 to 16 have not displaced others. That of step 6 has the same weights.
+    assert marks() == {4: None, 6: None, 18: "the last 12 steps were all skipped"}
     assert "the last healthy checkpoint is run/checkpoints/step-000004" in capsys.readouterr().err
+
+
+def test_a_checkpoint_in_a_streak_that_ends_the_run_is_passed_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The one of step 8, after two skipped steps; no later one is due before the limit."""
+    limit = ["--checkpoint.every=4", "--precision.max-consecutive-skips=3"]
+    assert train(f"--callbacks={__name__}:SkipsAll", "--checkpoint.no-asynchronous", *limit) == 1
+    assert "the last healthy checkpoint is run/checkpoints/step-000004" in capsys.readouterr().err
+    problem = "precision.max_consecutive_skips = 3: that many steps in a row had no finite update"
+    assert marks() == {4: None, 9: problem}
 
 
 def test_before_the_first_update_no_step_counts_as_skipped() -> None:
@@ -136,6 +147,9 @@ def test_weights_that_one_step_ruined_displace_no_others(
     found = capsys.readouterr()
     assert "continuing from run/checkpoints/step-000019" in found.out
     assert "the last 9 steps were all skipped" in found.err
+    assert ADVICE.replace("000006", "000010") in found.err
+    assert list(marks()) == [5, 10, 20]
+    assert str(marks()[20]).startswith("the last 9 steps were all skipped, so the weights after")
     assert train(*ruined, "--steps=25", "--precision.max-consecutive-skips=50") == 1
     assert ADVICE.replace("000006", "000010") in capsys.readouterr().err
     assert list(marks()) == [5, 10, 25]

@@ -91,14 +91,17 @@ class Checkpointing(Callback):
             TrainingError: If the run is finished, but its weights are unhealthy, or it resumed
                 after skipped steps and applied no update.
         """
-        self.save_now(trainer)
-        counts, step = trainer.engine.state_dict()["engine/counts"], trainer.progress.step
+        counts, step = trainer.engine.step_counts, trainer.progress.step
         message = _skips_message(step, *counts.tolist())
         skipped, own = skipped_in_a_row(counts), step - self._first_step
         if finished and (skipped >= WARN_AFTER_SKIPS or 0 < own < skipped):
-            raise TrainingError(f"{message}; {self.advice(trainer)}")
+            raise TrainingError(f"{message}; {self.give_up(trainer, message)}")
+        self.save_now(trainer)
         if message and trainer.world.rank == 0:
-            logger.warning("%s", message)
+            before = (
+                f", and continue from a checkpoint before step {step - skipped} with --resume PATH"
+            )
+            logger.warning("%s%s", message, before if skipped else "")
 
     def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
         """Wait for a save in the background; raise if the last one failed."""
@@ -122,9 +125,22 @@ class Checkpointing(Callback):
         if save:
             self._requested = step
 
-    def advice(self, trainer: Trainer) -> str:
-        """Return which checkpoint a run that cannot continue goes back to. Collective."""
+    def give_up(self, trainer: Trainer, problem: str) -> str:
+        """Return which checkpoint a run that cannot continue goes back to. Collective.
+
+        If steps were skipped since the last update, this saves the weights as unhealthy, which
+        holds for checkpoints since then, too: they have the same weights.
+
+        Args:
+            trainer: The trainer.
+            problem: Why the run cannot continue.
+        """
         self.writer.finish()
+        if skipped_in_a_row(trainer.engine.step_counts):
+            current_phase.enter(SAVING, transfers=True)
+            step, tensors, numbers, held, health = _state(trainer)
+            marked = health._replace(problem=health.problem or problem.partition(";")[0])
+            self.writer.save(step, tensors, numbers, held, marked, wait=True)
         directory = trainer.directory.checkpoints
         return trainer.world.ranks.from_rank_0(lambda: _last_healthy(directory))
 
@@ -169,7 +185,7 @@ def _last_healthy(directory: store.Location) -> str:
     except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
         return f"{directory} cannot be searched for a healthy checkpoint: {describe(error)}"
     if healthy is None:
-        return f"there is no healthy checkpoint in {directory}"
+        return f"there is no healthy checkpoint in {directory}, so start again without --resume"
     return f"the last healthy checkpoint is {healthy}, from which --resume auto continues"
 
 
@@ -183,10 +199,8 @@ def _skips_message(step: int, applied: int, skipped_total: int, skipped: int) ->
             "initial ones; the message of each skipped step says why"
         )
     steps = "step was" if skipped == 1 else f"{skipped} steps were all"
-    updated_at = step - skipped
     return (
-        f"the last {steps} skipped, so the weights after step {step} are those of step"
-        f" {updated_at}. Under FP16 one such step is usual. Otherwise lower optim.lr or"
-        " optim.max_norm, or inspect the data, and continue from a checkpoint before step"
-        f" {updated_at} with --resume PATH"
+        f"the last {steps} skipped, so the weights after step {step} are those of step "
+        f"{step - skipped}; under FP16 one such step is usual, otherwise lower optim.lr or "
+        "optim.max_norm, or inspect the data"
     )
