@@ -10,7 +10,8 @@
   not change it.
 - `drop_microbatch` drops the microbatches with non-finite gradients, with their weights, losses and
   batch statistics. For the loss scale this is an overflow.
-- Buffers are those of rank 0 after each step (docs/accumulation.md).
+- Buffers are those of rank 0 after each step (docs/accumulation.md). With `reproducible`, each
+  microbatch begins with those of the step, and the first one's are kept.
 - A parameter that no rank has ever used is not stepped. From its first gradient on any rank, a step
   in which no rank uses it counts as a zero gradient. Dropped microbatches and skipped steps do not
   count (docs/numerics.md, "Parameters without a gradient").
@@ -217,7 +218,11 @@ class Oracle:
         for batches in self._batches(index):
             before = self.buffers
             for batch in batches:
+                if self._case.reproducible:
+                    self._restore(before)
                 self._add_microbatch(sums, batch)
+                if self._case.reproducible:
+                    after = after or self.buffers
             # Rank 0 is the first, and all ranks get its buffers.
             after = after or self.buffers
             self._restore(before)
@@ -279,14 +284,17 @@ class Oracle:
         self._adopt()
 
     def _reload_rates(self) -> None:
-        """Give each group of a new optimizer the stored rate, if its parameters agree on one."""
+        """Give each group of a new optimizer the stored rate, if its parameters agree on one.
+
+        The engine warns, and rates stay unchanged, if the new one has other parameters.
+        """
         stored = self._rates
         self._start_rates()
-        if self._case.schedule:
+        if self._case.schedule or stored.keys() != self._rates.keys():
             return
         for group in {self._group(name) for name in self._rates}:
             names = [name for name in self._rates if self._group(name) == group]
-            rates = {stored[name] for name in names if name in stored}
+            rates = {stored[name] for name in names}
             if len(rates) == 1:
                 (rate,) = rates
                 self._rates.update(dict.fromkeys(names, rate))
