@@ -179,8 +179,8 @@ MUTANTS = [
     Mutant(
         "only the first microbatch has a weight",
         "distmp/engine/step_sums.py",
-        "pack(*stats.weights, device=world.device).sum(),",
-        "pack(*stats.weights, device=world.device)[0] * len(stats.weights),",
+        "weights.sum(),",
+        "weights[0] * len(stats.weights),",
     ),
     Mutant(
         "a dropped microbatch keeps its weight",
