@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -129,11 +130,10 @@ def resolve(
     )
     if is_checkpoint:
         checkpoint = _verify_named(directory)
-        mark = checkpoint.state.health.problem
-        if mark is not None and ranks.rank == 0:
-            logger.warning(
-                "%s is marked as unhealthy: %s; it is used because it was named", checkpoint, mark
-            )
+        goal = f"look for marks of {checkpoint}"
+        problem = rank_0_or_checkpoint_error(ranks, goal, lambda: _problem_of(checkpoint))
+        if problem is not None and ranks.rank == 0:
+            logger.warning("%s %s; it is used because it was named", checkpoint, problem)
         return checkpoint
     result = usable(directory) if resume == "auto" else _search(directory)
     unusable = result.damaged + result.unhealthy
@@ -190,17 +190,27 @@ def _folders_of(directory: Location) -> list[str]:
 
 def newest_healthy(directory: Location) -> Location | None:
     """Return the newest healthy checkpoint, without verifying its data files."""
+    readable = (each for each, problem in _finished(directory) if problem is None)
+    return next((each.path for each in readable if _is_readable(each)), None)
+
+
+def _problem_of(checkpoint: StoredCheckpoint) -> str | None:
+    """Return why a checkpoint that a path names is unhealthy."""
+    for each, problem in _finished(checkpoint.path.parent):
+        if each.path == checkpoint.path:
+            return problem
+    own = _find_mark(checkpoint, None)  # it has another name
+    return None if own is None else own[1]
+
+
+def _finished(directory: Location) -> Iterator[tuple[StoredCheckpoint, str | None]]:
+    """Yield the checkpoints in a directory, the latest first, and why unhealthy ones are."""
     mark: _Mark | None = None
     for entry in storage(directory).entries():
-        if not entry.finished:
-            continue
-        checkpoint = StoredCheckpoint(entry.path)
-        found = _find_mark(checkpoint, mark)
-        if found is not None:
-            mark, _ = found
-        elif _is_readable(checkpoint):
-            return entry.path
-    return None
+        if entry.finished:
+            checkpoint = StoredCheckpoint(entry.path)
+            mark, problem = _find_mark(checkpoint, mark) or (mark, None)
+            yield checkpoint, problem
 
 
 class _Mark(NamedTuple):

@@ -307,6 +307,12 @@ def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
         f"{tmp_path / 'step-000003'} holds the same weights as {marked}, which is marked as "
         f"unhealthy: the last 10 steps were all skipped; continuing from {found}",
     ]
+    caplog.clear()
+    assert store.resolve(str(tmp_path / "step-000003"), tmp_path) is not None
+    assert messages_in(caplog) == [
+        f"{tmp_path / 'step-000003'} holds the same weights as {marked}, which is marked as "
+        "unhealthy: the last 10 steps were all skipped; it is used because it was named"
+    ]
     assert left(tmp_path) == [1, 2, 3, 13], "8 has displaced no other; after 2 came an update"
     assert store.newest_healthy(tmp_path) == found.path
 
