@@ -74,6 +74,13 @@ def build_strategy(
     config.sharding.check(name)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
+    if policy.kept_functions and (config.recomputation or config.compile != "none"):
+        raise ConfigError(
+            "precision.policy.keep_fp32",
+            f"{policy.kept_functions[0]}()",
+            "functions cannot be kept where blocks are compiled or recomputed; put the call into a "
+            "module and keep that, or set compile and activation_checkpointing to none",
+        )
     blocks = outermost(find_blocks(module, config.sharding.wrap)) if policy.is_narrow else {}
     narrow = narrow_layers(module, policy, [*blocks], world.device)
     prepare_blocks(module, config, quiet=world.rank > 0)

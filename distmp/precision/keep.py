@@ -1,9 +1,7 @@
 """Keeps modules in FP32 under a policy that computes in 16 bits.
 
 A kept module has FP32 parameters and buffers, gets FP32 inputs, and computes with autocast
-disabled. Functions (`F.softmax` in a forward, the cross entropy in a loss function) cannot be kept
-by name. Under autocast torch runs those in FP32. With 16-bit parameters they compute in the dtype
-of their inputs; the `output_dtype` of the policy makes that FP32 after the root module.
+disabled. For functions (`torch.prod` in a forward) see `distmp.precision.functions`.
 """
 
 from __future__ import annotations
@@ -101,7 +99,7 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     Raises:
         ConfigError: See `kept_modules`.
     """
-    kept = kept_modules(module, policy.keep_fp32)
+    kept = kept_modules(module, policy.kept_module_patterns)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
             if name and (

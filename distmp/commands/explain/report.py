@@ -44,6 +44,7 @@ def _heading(explanation: Explanation) -> Iterator[str]:
     yield from _wrapped(
         f"precision {policy.name} ({explanation.policy_reason}), "
         f"loss scale {policy.loss_scale or 'none'}"
+        + (f", functions in FP32: {', '.join(kept)}" if (kept := policy.kept_functions) else "")
     )
     reason = f" ({predicted.strategy_reason})" if predicted.strategy_reason else ""
     yield from _wrapped(

@@ -1,0 +1,71 @@
+"""Computes functions of torch in FP32 on 16-bit tensors, as autocast does, but by name.
+
+Most functions of torch sum in FP32 already and round only their result; docs/precision.md lists
+those that do not. Under a policy without autocast, `keep_fp32` may name them, as in `prod()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from distmp.errors import ConfigError, nearest
+from distmp.precision.policy import SIXTEEN_BIT
+from distmp.utils.tensor_trees import map_tensors
+
+_OWNERS = (torch, F, Tensor, torch.linalg, torch.special)
+
+
+class Fp32Functions(TorchFunctionMode):
+    """Calls the named functions with FP32 copies of 16-bit tensors.
+
+    Results get the 16-bit dtype again, as those of kept modules do, so that the next layer takes
+    them; numbers (0-dim), such as losses, stay FP32 and do not overflow. Every other call of torch
+    costs a few microseconds more, so the mode is entered only if the policy names functions.
+
+    Args:
+        names: Names of functions or methods, such as `prod` or `cross_entropy`.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self._names = frozenset(names)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in self._names:
+            return func(*args, **kwargs)
+        found: list[torch.dtype] = []
+
+        def widened(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in SIXTEEN_BIT:
+                return tensor
+            found.append(tensor.dtype)
+            return tensor.float()
+
+        result = func(*map_tensors(widened, args), **map_tensors(widened, kwargs))
+        return map_tensors(lambda part: _rounded(part, found[0]), result) if found else result
+
+
+def functions_in_fp32(names: Iterable[str]) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which functions compute in FP32; without names, none.
+
+    Raises:
+        ConfigError: If torch has no function of a name.
+    """
+    names = [*names]
+    for name in names:
+        if not any(callable(getattr(owner, name, None)) for owner in _OWNERS):
+            known = nearest(name, [each for each in dir(F) + dir(Tensor) if each[0] != "_"])
+            raise ConfigError("precision.policy.keep_fp32", f"{name}()", known)
+    return Fp32Functions(names) if names else contextlib.nullcontext()
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype == torch.float32 and tensor.dim() else tensor
