@@ -94,11 +94,11 @@ class _WatchedCopies:
         """
         if self._left:
             self._left -= 1
-            self._comparisons.append(HostCopy(self._sums() != self._recorded))
+            self._comparisons.append(HostCopy(self._sums() == self._recorded))
         while self._comparisons and self._comparisons[0].is_complete:
-            differ = self._comparisons.pop(0).read()
-            for name, differs in zip(self._parameters, differ, strict=True):
-                if differs:
+            equal = self._comparisons.pop(0).read()
+            for name, is_equal in zip(self._parameters, equal, strict=True):
+                if not is_equal:
                     raise ConfigError("model", name, WRITTEN.format("param.data.mul_()"))
 
 

@@ -124,8 +124,7 @@ def _compiled_attention(
     """Run FlexAttention, unless torch.compile is disabled: it would hold the matrix of scores.
 
     Raises:
-        ConfigError: If this is not compiled. The synthetic batches of the first step run without
-            compilation; the engine then omits the check that uses them.
+        ConfigError: If this is not compiled.
     """
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -221,8 +221,6 @@ class FullySharded1(ShardedStrategy):
 
         def enter(unit: Any, args: Any) -> None:
             if unit is self.module:
-                for _, parameter in self._trainable:  # before FSDP1 takes their gradients
-                    self._check_gradient(parameter)
                 self._open = torch.is_grad_enabled()
                 self._forwards += self._open
                 order.begin(self._forwards if self._open else "evaluation")

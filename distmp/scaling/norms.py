@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from distmp.utils.host_copy import cpu_number
+
 # Number of elements per norm on the CPU: enough to keep a core busy.
 CHUNK = 2**14
 # Number of elements that are copied at once to scale them.
@@ -32,7 +34,7 @@ def chunk_norms(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
     norms = torch.cat([norms for tensor in tensors for norms in _by_rows(tensor)]).double()
-    if _PRECISE_FROM <= float(norms.detach().numpy().max()) < math.inf:
+    if _PRECISE_FROM <= cpu_number(norms.amax()) < math.inf:
         return norms
     return _of_scaled(tensors, norms)
 
@@ -50,7 +52,7 @@ def _by_rows(tensor: Tensor) -> Iterator[Tensor]:
 def _of_scaled(tensors: list[Tensor], norms: Tensor) -> Tensor:
     """Compute norms of values that are multiplied by a power of two, which makes the largest 1."""
     limits = torch.stack([limit.double() for tensor in tensors for limit in tensor.aminmax()])
-    largest = limits.abs().amax().item()
+    largest = cpu_number(limits.abs().amax())
     if not 0 < largest < math.inf:
         return norms
     exponent = max(math.frexp(largest)[1], -126)

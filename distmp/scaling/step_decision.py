@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.scaling.norms import chunk_norms
+from distmp.utils.host_copy import cpu_number
 
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
 CLIP_EPSILON = 1e-6
@@ -152,7 +153,7 @@ def divisor_fits(divisor: Tensor, coefficient: Tensor | float = 1.0) -> bool:
     """Return whether FP32 represents `divisor / coefficient`; True on a GPU, without waiting."""
     if divisor.device.type != "cpu":
         return True
-    return not 1 / _FP32.tiny < float((divisor / coefficient).numpy()) < math.inf
+    return not 1 / _FP32.tiny < cpu_number(divisor / coefficient) < math.inf
 
 
 def divisor_overflows(divisor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -16,6 +17,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         device: The device.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def cpu_number(tensor: Tensor) -> float:
+    """Return the number in CPU memory, which takes no operation of torch; 1 for a fake tensor.
+
+    Args:
+        tensor: On the CPU, of one element.
+    """
+    tensor = tensor.detach()
+    return 1.0 if isinstance(tensor, FakeTensor) else float(tensor.numpy())
 
 
 # Note [When a host copy is complete]

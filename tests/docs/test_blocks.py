@@ -43,7 +43,6 @@ WITHOUT_ENGINE = {
     "migrating.md-7",
     "numerics.md-1",
     "numerics.md-3",
-    "numerics.md-4",
     "precision.md-1",
     "scaler.md-1",
 }

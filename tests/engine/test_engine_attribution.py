@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.buckets.parameters import WATCHED_STEPS
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.engine import Engine
 from distmp.errors import TrainingError
@@ -223,12 +224,6 @@ def test_bad_parameter_and_bad_weight() -> None:
     assert explained(engine, step_batches(engine, clean)).cause == "bad_weight"
 
 
-def test_a_norm_beyond_fp32() -> None:
-    engine = make_engine()
-    report = explained(engine, step_batches(engine, lambda batch: batch._replace(factor=1e25)))
-    assert (report.cause, report.parameters) == ("reduction", ())
-
-
 # On two ranks
 
 
@@ -432,6 +427,8 @@ def test_a_batch_that_is_overwritten_after_the_step() -> None:
 @ranks(2)
 def test_a_nan_written_into_a_16_bit_parameter(policy: str, shards: bool) -> None:
     engine = make_engine(policy=policy, strategy="ddp", shard_optimizer=shards)
+    for _ in range(WATCHED_STEPS):  # in which such a write is an error
+        engine.step(step_batches(engine, clean))
     weight = engine.module.head.weight
     expected = weight.clone()
     if engine.world.rank == 1:
@@ -443,7 +440,7 @@ def test_a_nan_written_into_a_16_bit_parameter(policy: str, shards: bool) -> Non
     assert (report.cause, report.ranks, report.microbatch) == ("not_repeated", (1,), 0)
     assert "copied from FP32 master weights after every step" in report.advice
     numbers = engine.step(step_batches(engine, clean)).numbers
-    assert (numbers.skipped, numbers.applied_total) == (False, 1)
+    assert (numbers.skipped, numbers.applied_total) == (False, WATCHED_STEPS + 1)
 
 
 class Overwriting(nn.Module):

@@ -567,7 +567,7 @@ def test_gradients_of_shards_that_are_cleared_in_a_step_are_refused() -> None:
     cleared = "has cleared or changed the gradient of '(weight|bias)'"
     for to_none in (True, False):
         loss = clearing(to_none=to_none)
-        for strategy in ("fsdp", "fsdp1"):
+        for strategy in ("fsdp", "hsdp"):
             engine = make(loss, strategy=strategy, parallel=parallel)
             engine.step([pair()])
             with pytest.raises(TrainingError, match=cleared):

@@ -184,11 +184,13 @@ def test_activations_on_a_fake_gpu_are_measured(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_flex_attention_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step runs synthetic batches without compilation, which would hold all scores."""
     monkeypatch.setattr(transformer, "document_mask", lambda p, _: block_mask((p == 0).cumsum(1)))
-    engine = Engine(model(), next_token_loss, torch.optim.SGD, strategy="single")
-    with LargestTensor() as largest, pytest.raises(ConfigError, match=r"needs torch\.compile"):
-        engine._try_forward(batch())
+    with (
+        torch.compiler.set_stance("force_eager"),
+        LargestTensor() as largest,
+        pytest.raises(ConfigError, match=r"needs torch\.compile"),
+    ):
+        next_token_loss(model(), batch())
     assert 0 < largest.elements <= 2 * 128 * 23  # no scores, which are [2, 4, 128, 128]
     compiled = torch.compile(documents_module._compiled_attention, backend="eager")
     monkeypatch.setattr(documents_module, "_flex_attention", lambda: compiled)

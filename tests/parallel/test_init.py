@@ -36,11 +36,6 @@ def test_resolution(name: str, size: int, expected: str) -> None:
     assert resolve_strategy(name, world(size)) == expected
 
 
-def test_a_removed_strategy_is_the_one_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    assert resolve_strategy("ddp-torch", world(2)) == "ddp"
-    assert caplog.messages == ["strategy 'ddp-torch' was removed; using 'ddp'"]
-
-
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
@@ -86,12 +81,11 @@ def test_only_rank_0_warns() -> None:
 
     warnings: list[str] = []
     logging.getLogger("distmp").addHandler(Records(logging.WARNING))
-    make_engine(strategy="ddp-torch")
     make_engine(parallel=ParallelConfig(compile="model"))
     build_strategy("ddp", torch.compile(make_model()), policy("fp32"), World.current("cpu"))
     make_engine(strategy="ddp", shard_optimizer=True, optimizer=Own)
     make_engine(strategy="fsdp1", optimizer=Own)
-    assert len(warnings) == (5 if dist.get_rank() == 0 else 0), warnings
+    assert len(warnings) == (4 if dist.get_rank() == 0 else 0), warnings
 
 
 @pytest.mark.slow
