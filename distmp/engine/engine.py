@@ -953,7 +953,8 @@ class Engine:
 
         Weights are the FP32 ones under the names of the model's parameters, so that a state can be
         loaded under another policy or strategy. Sharded tensors are DTensors; with a sharded
-        optimizer they are of type `FlatShard`.
+        optimizer they are of type `FlatShard`. Inside of `WeightAverage.as_weights` the weights are
+        the average.
         """
         return self._state.tensors(self.nominal_weight)
 
