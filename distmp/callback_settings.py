@@ -152,7 +152,14 @@ class EarlyStoppingConfig:
                 "needs validations during training; set validation.every",
             )
         known = ["loss", *metrics]
-        known += [f"{EMA_PREFIX}{name}" for name in known] if ema else []
+        of_average = [f"{EMA_PREFIX}{name}" for name in known]
+        if self.metric in of_average and not ema:
+            raise ConfigError(
+                "early_stopping.metric",
+                self.metric,
+                "needs an average of the weights; set ema.decay",
+            )
+        known += of_average if ema else []
         if self.metric not in known:
             raise ConfigError("early_stopping.metric", self.metric, nearest(self.metric, known))
         _ = self.maximizes

@@ -407,12 +407,13 @@ class RunConfig:
         if self.max_minutes is not None and not (0 < self.max_minutes < math.inf):
             raise ConfigError("max_minutes", self.max_minutes, "use a number above 0, or null")
         limit = 60 * self.timeout_minutes
-        if self.watchdog_seconds is not None and not 0 <= self.watchdog_seconds < limit:
+        watched = self.watchdog_seconds
+        if watched is not None and not (watched == 0 or 2 <= watched < limit):
             raise ConfigError(
                 "watchdog_seconds",
-                self.watchdog_seconds,
-                f"use a number from 0 to less than timeout_minutes ({limit:g} s), after which a "
-                "collective times out",
+                watched,
+                f"use 0, or a number from 2, because ranks report once a second, to less than "
+                f"timeout_minutes ({limit:g} s), after which a collective times out",
             )
 
     def _check_strategy(self) -> None:

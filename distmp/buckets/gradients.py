@@ -86,6 +86,12 @@ class _Slot:
     has_gradient: bool = False
 
 
+BACKWARD_IN_LOSS = (
+    "the loss function has called backward, which would add the gradient of {!r} with the wrong "
+    "scale; return the sum of all losses, whose backward the engine calls"
+)
+
+
 class Fp32GradBuckets:
     """Accumulates the gradients of all microbatches in flat FP32 buckets and sums them over ranks.
 
@@ -129,6 +135,7 @@ class Fp32GradBuckets:
     Attributes:
         layouts: The parameters of each bucket and their offsets.
         buffers: After `finish`: the flat FP32 buckets, each of shape (size of the layout,).
+        computing_loss: Set while the loss is computed; a backward is then an error.
 
     Raises:
         ConfigError: If an argument is invalid or differs between ranks, or if `reproducible` does
@@ -168,6 +175,7 @@ class Fp32GradBuckets:
         }
         _check_options(options, bucket_bytes, reduce_dtype)
         _check_group(group)
+        self.computing_loss = False
         named_parameters = check_parameters(named_parameters)
         described = {name: repr(value) for name, value in options.items()}
         described |= {"bucket_bytes": repr(bucket_bytes), "reduce_dtype": repr(reduce_dtype)}
@@ -466,6 +474,8 @@ class Fp32GradBuckets:
 
     def _take_gradient(self, slot: _Slot, gradient: Tensor) -> None:
         """Add the gradient of a parameter to its bucket, unless autograd has done so."""
+        if self.computing_loss:
+            raise TrainingError(BACKWARD_IN_LOSS.format(slot.name))
         if torch.is_grad_enabled():
             raise TrainingError(
                 f"backward(create_graph=True) computed the gradient of {slot.name!r}, and buckets "

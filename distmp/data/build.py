@@ -60,6 +60,11 @@ def _packed(config: DataConfig, datasets: Datasets) -> Datasets:
             None,
             "set it to the token id that ends each document, which data.document_masking needs",
         )
+    size = getattr(train, "vocabulary_size", None)
+    if size is not None and end >= size:
+        raise ConfigError(
+            "data.end_of_text", end, f"is no token id: the data has a vocabulary of {size:,}"
+        )
     return datasets._replace(
         train=PackedDocuments(train, end),
         validation=None if validation is None else PackedDocuments(validation, end),

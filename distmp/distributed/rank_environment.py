@@ -77,7 +77,7 @@ class RankEnvironment:
                 f"is not set although {present[0]} is{others}; start the run with torchrun or "
                 f"`distmp launch`, or unset {', '.join(present)} for a single process",
             )
-        return cls(**{name.lower(): _read(variables, name) for name in _VARIABLES})
+        return cls(**{name.lower(): read_integer(variables, name) for name in _VARIABLES})
 
 
 def local_world_size(world_size: int) -> int:
@@ -85,8 +85,13 @@ def local_world_size(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-def _read(variables: Mapping[str, str], name: str) -> int:
-    text = variables[name]
+def read_integer(variables: Mapping[str, str], name: str, *, default: str | None = None) -> int:
+    """Return the value of a variable of the launcher.
+
+    Raises:
+        ConfigError: If it is not an integer.
+    """
+    text = variables[name] if default is None else variables.get(name, default)
     try:
         return int(text)
     except ValueError:

@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from distmp.distributed.attempt import Agreement, AttemptError
 from distmp.distributed.limits import STORE_SECONDS
-from distmp.distributed.rank_environment import STORE_VARIABLE, RankEnvironment
+from distmp.distributed.rank_environment import STORE_VARIABLE, RankEnvironment, read_integer
 
 __all__ = [
     "HashStore",
@@ -45,7 +45,7 @@ def attempt() -> int:
         AttemptError: If the store cannot be reached, or a rank is missing.
     """
     global _attempt
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    restarts = read_integer(os.environ, "TORCHELASTIC_RESTART_COUNT", default="0")
     if not is_hosted_by_agent():
         return restarts
     if _attempt is None:

@@ -18,7 +18,7 @@ from distmp.distributed import flight_recorder, rendezvous_store
 from distmp.distributed.accelerate_launch import wants_cpu
 from distmp.distributed.backend import backend_for
 from distmp.distributed.launcher_variables import adopt_ranks
-from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rank_environment import RankEnvironment, read_integer
 from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, SetupError
 from distmp.utils.generators import check_seed, seed_all
@@ -276,6 +276,9 @@ def _check_address(world_size: int) -> None:
                 f"is not set, so this rank cannot join the {world_size} ranks of WORLD_SIZE; start "
                 "the script with torchrun, or call torch.distributed.init_process_group first",
             )
+    port = read_integer(os.environ, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise ConfigError("MASTER_PORT", port, "must be a port, from 1 to 65535")
 
 
 def _check_group() -> None:

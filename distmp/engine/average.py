@@ -101,12 +101,11 @@ class WeightAverage:
         """Give the engine the average as its weights; restore the weights bit for bit on exit.
 
         Average and weights are swapped tensor by tensor. Every rank has to use it. After an
-        exception, the engine keeps the average as its weights. `Engine.save` refuses to store it as
-        the weights.
+        exception, the engine keeps the average as its weights; `Engine.step` refuses to train it,
+        and `Engine.save` to store it.
 
         Raises:
-            TrainingError: At the end, if steps were taken inside, which train the average, or a
-                state was loaded; and as `update`.
+            TrainingError: At the end, if a state was loaded inside; and as `update`.
         """
         self._check_not_replaced()
         self._check_not_exchanged("average.as_weights()")
@@ -114,18 +113,12 @@ class WeightAverage:
         kept: dict[str, Tensor] = {}
         self._exchange(kept)
         self._engine.holds_average = True
-        counts = self._engine.step_counts.clone()
         # Not in `finally`: the swap is collective, and after an error other ranks may not reach it.
         yield
         if not self._engine.holds_average:
             raise TrainingError(
                 "a state was loaded inside of average.as_weights(), so the weights from before it "
                 "are lost; load outside of it"
-            )
-        if not torch.equal(self._engine.step_counts, counts):
-            raise TrainingError(
-                "steps were taken inside of average.as_weights(), so they have trained the "
-                "average; take steps outside, and start again from a checkpoint"
             )
         self._exchange(kept)
         self._engine.holds_average = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -65,7 +65,7 @@ from distmp.engine.step_checks import (
     check_outcome,
     check_stop,
     count_microbatches,
-    explain_backward_errors,
+    explain_graph_errors,
 )
 from distmp.engine.step_sums import sum_over_ranks
 from distmp.errors import ConfigError, TrainingError, attribute, rank_names, ranks_by_value
@@ -387,6 +387,11 @@ class Engine:
             number = count_microbatches(microbatches, count)
             check_stop(stop)
             check_max_norm(self.max_norm)
+            if self.holds_average:
+                raise TrainingError(
+                    "engine.step inside of average.as_weights() would train the average; call it "
+                    "outside, and after an error inside only after engine.load"
+                )
             if self.config.reproducible:
                 check_power_of_two(number)
             self._check_unchanged()
@@ -525,8 +530,13 @@ class Engine:
                 self.policy, self.device, sharded=self.strategy in SHARDED_STRATEGIES
             ),
             explain_batch_errors(batch, self.module),
+            explain_graph_errors(),
         ):
-            loss_sum, weight = check_loss(self._loss(self.module, batch))
+            self._strategy.computing_loss(computing=True)
+            try:
+                loss_sum, weight = check_loss(self._loss(self.module, batch))
+            finally:
+                self._strategy.computing_loss(computing=False)
         if self._first_step_checks is not None:
             self._first_step_checks.check(batch, loss_sum, weight)
         return loss_sum, _scalar(weight, self.device)
@@ -541,7 +551,7 @@ class Engine:
 
     def _backward(self, loss: Tensor, factor: Tensor) -> None:
         loss = loss.float()
-        with explain_backward_errors(), self._strategy.backward_context(loss):
+        with explain_graph_errors(), self._strategy.backward_context(loss):
             # The gradient of `loss * factor`, without the kernels of the product.
             loss.backward(factor)
 
@@ -606,7 +616,7 @@ class Engine:
                     divisor = decision.grad_scale.to(part.tensors[0].device)
                     torch._foreach_div_(part.tensors, divisor)
             self._strategy.prepare_optimizer_grads()
-            self._stepped.step()
+            self._stepped.step_in_place()
         self._strategy.copy_master_to_model()
 
     def _fit_divisor(self, decision: StepDecision) -> StepDecision:
@@ -898,6 +908,11 @@ class Engine:
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
             check_evaluated(microbatches)
+            compared = microbatches
+            if self.strategy in SHARDED_STRATEGIES and not isinstance(
+                microbatches, until_stop_requested
+            ):
+                compared = self._same_number(microbatches)
             sums = MetricSums(metrics, self.device)
             stream = self._stream("evaluation")
             with (
@@ -905,7 +920,7 @@ class Engine:
                 product_switches(self.policy),
                 recorded_outputs(self.module, active=bool(metrics)) as outputs,
             ):
-                for index, batch in enumerate(current_phase.each(VALIDATION, microbatches)):
+                for index, batch in enumerate(current_phase.each(VALIDATION, compared)):
                     counts = not isinstance(batch, ForwardOnly)
                     batch = moved(batch if counts else batch.batch, self.device)
                     with generators_kept(self.device):
@@ -917,6 +932,13 @@ class Engine:
             # A stop ends the batches of a run's validation, perhaps before the first one.
             ended = isinstance(microbatches, until_stop_requested) and microbatches.ended_early
             return sums.result(self.world.group, may_be_empty=ended)
+
+    def _same_number(self, microbatches: Iterable[T]) -> Iterator[T]:
+        """Yield microbatches; raise an error if other ranks have more or fewer of them."""
+        for batch in microbatches:
+            self._strategy.compare_next(True)
+            yield batch
+        self._strategy.compare_next(False)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:
         """Gather values per sample from all ranks, for a metric; every rank has to call it.

@@ -25,6 +25,7 @@ from distmp.distributed.world import World
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, listed
 from distmp.parallel.global_mean import is_mean
+from distmp.parallel.sharded import USED_DIRECTLY
 from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import dtype_word
 from distmp.utils.checksums import checksum
@@ -220,16 +221,19 @@ def check_weight(weight: float) -> None:
 
 
 @contextmanager
-def explain_backward_errors() -> Iterator[None]:
-    """Explain errors of a backward through a graph that was freed.
+def explain_graph_errors() -> Iterator[None]:
+    """Explain errors of a graph with sharded parameters, or of one that was freed.
 
     Raises:
-        ConfigError: In place of a RuntimeError for a graph that another backward has freed, or that
-            needs parameters which FSDP has freed since the forward.
+        ConfigError: In place of a RuntimeError for a parameter that FSDP has not gathered, and for
+            a graph that another backward has freed, or that needs parameters which FSDP has freed
+            since the forward.
     """
     try:
         yield
     except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise ConfigError("loss", "DTensor", USED_DIRECTLY) from error
         if "out of bounds for storage of size 0" in str(error):
             raise ConfigError(
                 "loss",

@@ -60,6 +60,7 @@ def optimizer_factory(
             choices = optimizer_options(config.name)
             problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
             raise ConfigError(f"optim.options.{name}", value, problem)
+        _check_like_default(f"optim.options.{name}", value, accepted.get(name))
     options = {"lr": config.lr, **config.options}
     if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
         # The fused kernel unscales, clips and skips on the device, without a host synchronization.
@@ -93,6 +94,9 @@ def _adamw_factory(
                 value,
                 f"AdamW with {cause} takes {' and '.join(ADAMW_OPTIONS)} only; remove it",
             )
+        _check_like_default(
+            f"optim.options.{name}", value, inspect.signature(AdamW).parameters[name]
+        )
     options = {
         "lr": config.lr,
         "state": config.state,
@@ -101,6 +105,29 @@ def _adamw_factory(
         **config.options,
     }
     return _with_groups(config, AdamW, options)
+
+
+def _check_like_default(setting: str, value: object, parameter: inspect.Parameter | None) -> None:
+    """Refuse a value that is no number where the default is one, or not as many numbers.
+
+    Optimizers and schedulers of torch accept some of these, and fail in a later step.
+
+    Raises:
+        ConfigError: If the value is of another kind than the default.
+    """
+    default = getattr(parameter, "default", None)
+    wanted = default if isinstance(default, tuple) else (default,)
+    given = value if isinstance(default, tuple) else (value,)
+    if not all(map(_is_number, wanted)):
+        return
+    if not isinstance(given, tuple | list) or len(given) != len(wanted):
+        raise ConfigError(setting, value, f"write {len(wanted)} numbers, as in {list(wanted)}")
+    if not all(map(_is_number, given)):
+        raise ConfigError(setting, value, f"write {'numbers' if wanted is default else 'a number'}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _with_groups(
@@ -118,7 +145,7 @@ def _with_groups(
             raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                "optim.options", options, f"refused by {config.name}: {error}"
+                "optim.options", config.options, f"refused by {config.name}: {error}"
             ) from error
         check_kind(optimizer, "optim.name", config.name)
         return optimizer
@@ -169,6 +196,10 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
     known = torch_schedules()
     if config.name not in known:
         raise ConfigError("schedule.name", config.name, nearest(config.name, [*SHAPES, *known]))
+    accepted = inspect.signature(known[config.name]).parameters
+    for name, value in config.options.items():
+        _check_like_default(f"schedule.options.{name}", value, accepted.get(name))
+    _try_steps(known[config.name], config)
 
     def from_torch(
         optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
@@ -183,6 +214,27 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
         return scheduler
 
     return lambda optimizer: _with_warmup(optimizer, config, steps, from_torch)
+
+
+def _try_steps(build: ScheduleFactory, config: ScheduleConfig) -> None:
+    """Refuse options with which a scheduler is built, but fails when it is stepped.
+
+    Raises:
+        ConfigError: If it fails.
+    """
+    optimizer = torch.optim.AdamW([torch.zeros(())])
+    try:
+        scheduler = build(optimizer, **config.options)
+    except (TypeError, ValueError, KeyError):
+        return  # reported with the optimizer of the run
+    optimizer.step()
+    try:
+        for _ in range(3):
+            scheduler.step()
+    except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            "schedule.options", config.options, f"refused by {config.name}: {error}"
+        ) from error
 
 
 def _check_from_torch(

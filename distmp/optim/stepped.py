@@ -7,7 +7,8 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.build import NamedParameters, OptimizerFactory
@@ -84,6 +85,28 @@ class SteppedTensors:
             self.optimizer.step()
         finally:
             self._is_stepping = False
+
+    def step_in_place(self) -> None:
+        """Step the optimizer, and check that it has written to the memory of its tensors.
+
+        A fused kernel does, so it needs no check. Parameters of the model itself may be replaced;
+        master weights and shards are views of memory that the engine reads.
+
+        Raises:
+            ConfigError: If the optimizer has replaced the memory of a master weight or a shard.
+        """
+        # Not `data_ptr`, which is the same for all DTensors.
+        storages = [tensor.untyped_storage() for _, tensor in self._parameters]
+        self.step()
+        for (name, tensor), storage in zip(self._parameters, storages, strict=True):
+            replaceable = isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor)
+            if tensor.untyped_storage()._cdata != storage._cdata and not replaceable:
+                raise ConfigError(
+                    "optimizer",
+                    type(self.optimizer).__name__,
+                    f"replaces the memory of {name!r} (.data =), so its update would be lost; "
+                    "write to tensors in place (copy_, add_)",
+                )
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizer is the same and has the same tensors in its groups.

@@ -122,6 +122,9 @@ from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name
 
+# Forward passes in which a replaced parameter is refused; the check costs host time.
+_WATCHED_FORWARDS = 16
+
 
 class FullySharded(ShardedStrategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
@@ -363,6 +366,7 @@ class FullySharded(ShardedStrategy):
         fsdp_internals.watch_reductions(
             self.module, self._mark_used, self._check_gradient, self._record_gradient
         )
+        self._watched_forwards = _WATCHED_FORWARDS
         self.module.register_forward_pre_hook(
             torch.compiler.disable(self._begin_forward), prepend=True
         )
@@ -370,6 +374,9 @@ class FullySharded(ShardedStrategy):
         return order
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if self._watched_forwards:
+            self._watched_forwards -= 1
+            fsdp_internals.refuse_replaced_parameters(module)
         if self._order is not None and torch.is_grad_enabled():
             self._forwards += 1
             self._order.begin((self._forwards, self._last_microbatch))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from distmp.errors import SetupError
+from distmp.errors import ConfigError, SetupError
 from distmp.utils.dtensor import is_dtensor
 
 # Versions of torch on which the tests have passed; see the README.
@@ -104,6 +104,26 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     for group in _groups(model):
         if hasattr(group, _SET_GRAD_DTYPES):
             setattr(group, _SET_GRAD_DTYPES, _keep_grad_dtypes)
+
+
+def refuse_replaced_parameters(model: nn.Module) -> None:
+    """Refuse tensors in place of parameters, which FSDP2 would replace by what it gathers.
+
+    Args:
+        model: A sharded model that is about to run.
+
+    Raises:
+        ConfigError: Naming a replaced parameter.
+    """
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            if not isinstance(_parameter_of_module(parameter), nn.Parameter):
+                raise ConfigError(
+                    "model",
+                    parameter._module_info.param_name,
+                    "is replaced by another tensor in forward (torch.func.functional_call), but "
+                    "FSDP computes with the parameter; use the strategy 'ddp'",
+                )
 
 
 def gathered_shards(unit: nn.Module) -> list[tuple[nn.Parameter, int]]:

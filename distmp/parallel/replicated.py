@@ -187,6 +187,10 @@ class Replicated(Strategy):
         for part in self._parts:
             part.buckets.begin_microbatch(last=last)
 
+    def computing_loss(self, *, computing: bool) -> None:
+        for part in self._parts:
+            part.buckets.computing_loss = computing
+
     @contextlib.contextmanager
     def backward_context(self, loss: Tensor) -> Iterator[None]:
         with contextlib.ExitStack() as stack:

@@ -9,13 +9,44 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from distmp.buckets.gradients import BACKWARD_IN_LOSS
 from distmp.buckets.used import UsedParameters
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.settings import ShardingConfig
 from distmp.parallel.strategy import Strategy, parameter_name, trainable
+
+HOOK = (
+    "has a hook (Tensor.register_hook), which FSDP would not run, because it computes gradients of "
+    "gathered copies; change engine.gradients() in a step pre-hook of the optimizer, or use 'ddp'"
+)
+
+REPLACED = (
+    "was replaced by .data =, which FSDP does not see; write to it in place (.copy_, .clamp_), or "
+    "use engine.load_state_dict"
+)
+
+
+USED_DIRECTLY = (
+    "the loss uses a parameter outside of the module for which FSDP gathers it (as in a penalty on "
+    "weights, or a call of a submodule); use weight_decay of the optimizer, or the strategy 'ddp'"
+)
+
+
+class _RefusesDirectUse:
+    """Hook of a shard, to which autograd has a gradient only if the shard itself was used.
+
+    FSDP reduces gradients of gathered parameters; this gradient would differ between ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, gradient: Tensor) -> NoReturn:
+        raise ConfigError("model", self._name, USED_DIRECTLY)
 
 
 class ShardedStrategy(Strategy):
@@ -28,21 +59,29 @@ class ShardedStrategy(Strategy):
     def _track_parameters(self, world: World) -> None:
         """Start to train the parameters that require gradients now."""
         self._trainable: list[tuple[str, nn.Parameter]] = []
+        self._storages: list[torch.UntypedStorage] = []
         self._used = UsedParameters[str]([], world.group, world.device)
         self._names: dict[int, str] = {}
+        self._computing_loss = False
         # The gradients of this step by the `id` of their parameters, and their versions.
         self._accumulated: dict[int, tuple[Tensor, int]] = {}
         self._train(trainable(self.module))
 
     def _train(self, named: list[tuple[str, nn.Parameter]]) -> None:
         self._trainable += named
+        # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
+        self._storages += (parameter.untyped_storage() for _, parameter in named)
         self._used.add(name for name, _ in named)
         self._names.update((id(parameter), name) for name, parameter in named)
+        for name, parameter in named:
+            parameter.register_hook(_RefusesDirectUse(name))
 
     def _mark_used(self, parameter: nn.Parameter) -> None:
         """Record that backward had a gradient of a parameter on this rank."""
         name = self._names.get(id(parameter))
         if name is not None:
+            if self._computing_loss:
+                raise TrainingError(BACKWARD_IN_LOSS.format(name))
             self._used.mark_used(name)
 
     def _record_gradient(self, parameter: nn.Parameter) -> None:
@@ -75,13 +114,22 @@ class ShardedStrategy(Strategy):
             "that set .grad"
         )
 
+    def computing_loss(self, *, computing: bool) -> None:
+        self._computing_loss = computing
+
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
 
     def begin_step(self) -> None:
         self._used.begin_step()
         self._accumulated.clear()
-        for _, parameter in self._trainable:
+        for (name, parameter), storage in zip(self._trainable, self._storages, strict=True):
+            hooks = parameter._backward_hooks or {}
+            if len(hooks) > 1 and not all(isinstance(h, _RefusesDirectUse) for h in hooks.values()):
+                raise ConfigError("model", name, HOOK)
+            is_replaced = parameter.untyped_storage()._cdata != storage._cdata
+            if is_replaced and isinstance(parameter, DTensor):
+                raise ConfigError("model", name, REPLACED)
             parameter.grad = None
 
     def finish_gradients(self) -> None:
@@ -133,10 +181,12 @@ def check_shapes(module: nn.Module, strategy: str) -> None:
 
     Raises:
         ConfigError: For a scalar, a trainable parameter without elements, and two parameters that
-            share memory.
+            share memory, or a hook that would not run.
     """
     _refuse_shared_memory(module, strategy)
     for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError("model", name, HOOK)
         if parameter.dim() == 0:
             raise ConfigError(
                 "strategy",

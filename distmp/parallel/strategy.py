@@ -106,6 +106,10 @@ class Strategy(ABC):
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
 
+    @abstractmethod
+    def computing_loss(self, *, computing: bool) -> None:
+        """Refuse a backward while the loss is computed, as the loss function's own one."""
+
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         """Return the context of the backward of a microbatch.
 

@@ -7,19 +7,18 @@ those that do not. Under a policy without autocast, `keep_fp32` may name them, a
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.utils.tensor_trees import map_tensors
-
-_OWNERS = (torch, F, Tensor, torch.linalg, torch.special)
 
 
 class Fp32Functions(TorchFunctionMode):
@@ -53,6 +52,13 @@ class Fp32Functions(TorchFunctionMode):
         return map_tensors(lambda part: _rounded(part, found[0]), result) if found else result
 
 
+@functools.cache
+def _known() -> frozenset[str]:
+    """Return the names of the functions that can be overridden."""
+    functions = (each for of_module in get_overridable_functions().values() for each in of_module)
+    return frozenset(getattr(each, "__name__", "") for each in functions)
+
+
 def functions_in_fp32(names: Iterable[str]) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which functions compute in FP32; without names, none.
 
@@ -61,9 +67,10 @@ def functions_in_fp32(names: Iterable[str]) -> contextlib.AbstractContextManager
     """
     names = [*names]
     for name in names:
-        if not any(callable(getattr(owner, name, None)) for owner in _OWNERS):
-            known = nearest(name, [each for each in dir(F) + dir(Tensor) if each[0] != "_"])
-            raise ConfigError("precision.policy.keep_fp32", f"{name}()", known)
+        if name not in _known():
+            similar = difflib.get_close_matches(name, sorted(_known()), 1)
+            problem = f"did you mean {similar[0] + '()'!r}?" if similar else "torch has none"
+            raise ConfigError("precision.policy.keep_fp32", f"{name}()", problem)
     return Fp32Functions(names) if names else contextlib.nullcontext()
 
 

@@ -146,7 +146,7 @@ class RecordWriter:
     def close(self) -> None:
         """Close the file; warn if buffered records are lost."""
         if self._buffered:
-            self._warn(f"{len(self._buffered)} records are lost: {self._path} has no space")
+            self._warn(f"{len(self._buffered)} records are lost: cannot write {self._path}")
         if self._file is not None:
             self._file.close()
 
@@ -226,9 +226,13 @@ def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
 
 
 def _drop_later_records(path: Path, last_step: float) -> None:
+    """Keep one record of each step up to the last one."""
+    kept: set[int] = set()
     with path.open("rb") as old, replacing(path) as new:
         for number, line in _complete_lines(old):
-            if _record(path, number, line).step <= last_step:
+            step = _record(path, number, line).step
+            if step <= last_step and step not in kept:
+                kept.add(step)
                 new.write(line)
 
 

@@ -9,7 +9,13 @@ from distmp.checkpoint.lease import Owner, last_owner
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
-from distmp.training.run_directory import RunDirectory, create_run, existing_runs, latest_run
+from distmp.training.run_directory import (
+    RunDirectory,
+    check_saves,
+    create_run,
+    existing_runs,
+    latest_run,
+)
 from distmp.training.run_lease import RunDirectoryInUseError, RunLease
 
 
@@ -79,10 +85,18 @@ class DirectoryChoice:
             return newest
         before, self.lease = self.lease, None
         try:
-            return self._create()
+            directory = self._create()
         finally:
             if before is not None:
                 before.release()
+        if before is not None and before.directory.records.exists():
+            earlier = before.directory
+            self._log(
+                f"warning: {earlier.path} has records of steps, but there is no checkpoint in "
+                f"{earlier.checkpoints}; training starts from the beginning in {directory.path}"
+            )
+        check_saves(directory.checkpoints)
+        return directory
 
     def release(self) -> None:
         """Let other jobs use the directory, if one was claimed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,22 @@ class RunDirectory:
     def owns(self, checkpoint: Location) -> bool:
         """Return whether a checkpoint was written by this run."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
+
+
+def check_saves(checkpoints: Location) -> None:
+    """Create the directory of the checkpoints of a new run.
+
+    Raises:
+        ConfigError: If it cannot be created or written to, before hours of training end in it.
+    """
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        if isinstance(checkpoints, Path) and not os.access(checkpoints, os.W_OK):
+            raise OSError("it is read-only")
+    except OSError as error:
+        raise ConfigError(
+            "checkpoint.path", str(checkpoints), f"cannot be written to: {error}"
+        ) from error
 
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:

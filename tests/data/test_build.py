@@ -349,3 +349,12 @@ def test_a_tokenized_folder_knows_the_end_of_its_documents(tmp_path: Path) -> No
     assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     with pytest.raises(ConfigError, match=r"end_of_text = 8: tokens\.json of .* says 7; remove"):
         build_datasets(DataConfig(**settings, end_of_text=8))
+
+
+def test_an_end_of_documents_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    np.arange(64, dtype=np.uint8).tofile(tmp_path / "data.bin")
+    settings: dict[str, Any] = {"source": "tokens", "path": str(tmp_path / "data.bin")}
+    settings |= {"token_dtype": "uint8", "sequence_length": 8, "document_masking": True}
+    build_datasets(DataConfig(**settings, end_of_text=255))
+    with pytest.raises(ConfigError, match="end_of_text = 256: is no token id: .* of 256$"):
+        build_datasets(DataConfig(**settings, end_of_text=256))

@@ -24,7 +24,7 @@ LONGER = {
     "loop-checks": 1300,
     "model-checks": 1300,
     "own-data": 1400,
-    "precision": 1350,
+    "precision": 1500,
 }
 
 

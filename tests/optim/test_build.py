@@ -106,12 +106,45 @@ def test_optimizer_settings_that_cannot_be_used(config: dict[str, Any], message:
 
 
 @pytest.mark.parametrize(
-    "options", [{"betas": (2.0, 0.9)}, {"eps": "small"}, {"fused": True, "foreach": True}]
+    "options", [{"betas": (2.0, 0.9)}, {"eps": -1.0}, {"fused": True, "foreach": True}]
 )
 def test_what_the_optimizer_refuses(options: dict[str, Any]) -> None:
     create = optimizer_factory(OptimizerConfig("adamw", options=options))
     with pytest.raises(ConfigError, match=r"^optim\.options = .*refused by adamw: "):
         create(named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("betas", [0.9], "write 2 numbers, as in "),
+        ("betas", [0.9, 0.99, 0.5], "write 2 numbers"),
+        ("betas", {"a": 1}, "write 2 numbers"),
+        ("betas", 5, "write 2 numbers"),
+        ("betas", [0.9, "b"], "write numbers"),
+        ("eps", "small", "write a number"),
+    ],
+)
+@pytest.mark.parametrize("state", [None, "bf16"])
+def test_options_of_another_kind_than_their_default(
+    name: str, value: Any, message: str, state: str | None
+) -> None:
+    config = OptimizerConfig("adamw", state=state, options={name: value})
+    with pytest.raises(ConfigError, match=rf"^optim\.options\.{name} = .*{message}"):
+        optimizer_factory(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_size": 0}, "schedule.options = .*refused by StepLR: "),
+        ({"step_size": "a"}, "schedule.options = .*refused by StepLR: "),
+        ({"step_size": 1000, "gamma": "a"}, "schedule.options.gamma = 'a': write a number"),
+    ],
+)
+def test_options_with_which_a_scheduler_fails_later(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule_factory(ScheduleConfig("StepLR", options=options), STEPS)
 
 
 def test_the_dtype_of_moments_selects_the_optimizer() -> None:

@@ -276,7 +276,7 @@ def test_a_copy_continues_as_the_original_does() -> None:
     [
         ({"momentum": 1.0}, r"optim\.options\.momentum = 1\.0"),
         ({"ns_steps": 0}, r"optim\.options\.ns_steps = 0"),
-        ({"ns_coefficients": [1.0]}, r"ns_coefficients = \[1\.0\]: use three numbers"),
+        ({"ns_coefficients": [1.0]}, r"ns_coefficients = \[1\.0\]: write 3 numbers"),
         ({"adjust_lr_fn": "orginal"}, r"adjust_lr_fn = 'orginal': did you mean 'original'"),
         ({"ns_dtype": "fp16"}, r"ns_dtype = 'fp16'.*"),
         ({"adamw": "*head*"}, r"optim\.options\.adamw = '\*head\*': use a list of patterns"),

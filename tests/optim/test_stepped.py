@@ -5,10 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distmp.errors import ConfigError
 from distmp.optim.stepped import build_on
-from tests.reference import make_engine, make_model
+from tests.ranks import ranks
+from tests.reference import (
+    TWO_RANKS,
+    make_engine,
+    make_model,
+    microbatches,
+    weights,
+)
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
@@ -90,3 +98,27 @@ def test_in_fp32_the_models_own_parameters_are_those_that_are_stepped() -> None:
         model=model, policy="fp32", optimizer=lambda _: SGD(model.parameters(), lr=0.1)
     )
     assert len(engine.optimizer.param_groups[0]["params"]) == 11
+
+
+class Rebinds(torch.optim.SGD):
+    """Writes no weight in place."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                tensor.data = tensor.data - group["lr"] * tensor.grad
+
+
+@ranks(2)
+def test_an_optimizer_that_replaces_memory_is_refused_where_its_update_would_be_lost() -> None:
+    batches = microbatches(0, TWO_RANKS[0], dist.get_rank())
+    for options in ({"policy": "bf16"}, {"shard_optimizer": True}, {"strategy": "fsdp"}):
+        engine = make_engine(optimizer=lambda named: Rebinds(named, lr=0.1), **options)
+        with pytest.raises(ConfigError, match=r"'Rebinds': replaces the memory of 'first\.weight'"):
+            engine.step(batches)
+    engine = make_engine(optimizer=lambda named: Rebinds(named, lr=0.1))
+    expected = make_engine(optimizer=lambda named: SGD(named, lr=0.1))
+    for one in (engine, expected):
+        one.step(batches)
+    torch.testing.assert_close(weights(engine), weights(expected), rtol=1e-6, atol=0)

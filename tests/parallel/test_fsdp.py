@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.fsdp import FullySharded
 from distmp.precision import policy
 from tests.parallel.sharding import sharded
@@ -35,6 +35,7 @@ from tests.reference import (
     loss,
     make_engine,
     make_model,
+    microbatches,
     plain_training,
     samples,
     sgd,
@@ -357,6 +358,73 @@ def test_loss_that_evaluates_first_has_all_gradients() -> None:
         engine.step(batches)
         found.append(weights(engine))
     assert_same_bits(*found)
+
+
+@ranks(2)
+def test_changes_that_fsdp_would_not_see_are_refused() -> None:
+    hooked = make_model()
+    hooked.head.weight.register_hook(torch.zeros_like)
+    with pytest.raises(ConfigError, match=r"'head\.weight': has a hook"):
+        Engine(hooked, loss, fused_sgd, strategy="fsdp", device="cpu")
+    batches = microbatches(0, TWO_RANKS[0], dist.get_rank())
+    engine = make_engine(strategy="fsdp")
+    engine.step(batches)
+    weight = engine.model.head.weight
+    handle = weight.register_hook(torch.zeros_like)
+    with pytest.raises(ConfigError, match=r"'head\.weight': has a hook"):
+        engine.step(batches)
+    handle.remove()
+    engine.step(batches)
+    weight.data = weight.data.clamp(-0.1, 0.1)
+    with pytest.raises(ConfigError, match=r"'head\.weight': was replaced by \.data ="):
+        engine.step(batches)
+
+
+@ranks(2)
+def test_a_functional_call_is_refused() -> None:
+    def doubled(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+        values = {name: 2 * parameter for name, parameter in model.named_parameters()}
+        output = torch.func.functional_call(model, values, (batch.inputs,))
+        return output.sum(), len(batch.inputs)
+
+    engine = Engine(make_model(), doubled, fused_sgd, strategy="fsdp", device="cpu")
+    with pytest.raises(ConfigError, match="is replaced by another tensor in forward"):
+        engine.step(microbatches(0, TWO_RANKS[0], dist.get_rank()))
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@ranks(2)
+def test_a_penalty_on_the_shards_of_weights_is_refused(gathers: bool) -> None:
+    def penalized(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+        total, weight = loss(model, batch)
+        squares = [parameter.square().sum() for parameter in model.blocks.parameters()]
+        for square in squares:
+            total = total + (square.full_tensor() if gathers else square)
+        return total, weight
+
+    engine = Engine(make_model(), penalized, fused_sgd, strategy="fsdp", device="cpu")
+    with pytest.raises(ConfigError, match="the loss uses a parameter outside of the module"):
+        engine.step(microbatches(0, TWO_RANKS[0], dist.get_rank()))
+
+
+@ranks(2)
+def test_an_evaluation_of_another_number_of_microbatches_is_refused() -> None:
+    engine = make_engine(strategy="fsdp")
+    batches = microbatches(0, TWO_RANKS[0], dist.get_rank())
+    with pytest.raises(TrainingError, match=r"rank 0 .* rank 1 "):
+        engine.evaluate(batches[:1] * (2 + dist.get_rank()))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_a_loss_function_that_calls_backward_is_refused(strategy: str) -> None:
+    def calls_backward(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+        loss(model, batch)[0].backward()
+        return loss(model, batch)
+
+    engine = Engine(make_model(), calls_backward, fused_sgd, strategy=strategy, device="cpu")
+    with pytest.raises(TrainingError, match="the loss function has called backward"):
+        engine.step(microbatches(0, TWO_RANKS[0], dist.get_rank()))
 
 
 @ranks(2)

@@ -107,7 +107,7 @@ def test_policies_name_functions(strategy: str) -> None:
 
 
 def test_what_does_not_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"keep_fp32 = 'prodd\(\)': did you mean 'prod'"):
+    with pytest.raises(ConfigError, match=r"keep_fp32 = 'prodd\(\)': did you mean 'prod\(\)'"):
         functions_in_fp32(["prodd"])
     with pytest.raises(ConfigError, match="autocast selects the functions"):
         distmp.policy("bf16-autocast,keep_fp32=prod()")

@@ -6,7 +6,8 @@ import pytest
 
 from distmp.checkpoint.location import locate
 from distmp.errors import ConfigError
-from distmp.training.run_directory import RunDirectory, create_run, latest_run
+from distmp.training.run_directory import RunDirectory, check_saves, create_run, latest_run
+from tests.disks import disk
 
 
 def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
@@ -96,6 +97,22 @@ def test_a_run_whose_folder_is_on_another_machine_counts(tmp_path: Path) -> None
     assert newest.path == Path(f"{wanted}-3")
     assert newest.checkpoints == place / "run-3"
     assert [create_run(wanted, str(place)).path.name for _ in range(2)] == ["run-2", "run-4"]
+
+
+def test_a_checkpoint_path_that_cannot_be_written_to_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    with disk(tmp_path / "disk", "size=1m,ro") as read_only:
+        for folder in (tmp_path / "file", read_only):
+            with pytest.raises(
+                ConfigError, match=r"^checkpoint\.path = .*: cannot be written to: "
+            ):
+                check_saves(folder / "run")
+        with pytest.raises(ConfigError, match=r"^checkpoint\.path = .*: cannot be written to: "):
+            check_saves(read_only)
+    check_saves(tmp_path / "new" / "run")
+    assert (tmp_path / "new" / "run").is_dir()
 
 
 def test_a_checkpoint_path_that_cannot_be_read_is_an_error_of_the_setting(tmp_path: Path) -> None:
