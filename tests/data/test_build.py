@@ -355,6 +355,7 @@ def test_an_end_of_documents_that_is_no_token_is_refused(tmp_path: Path) -> None
     np.arange(64, dtype=np.uint8).tofile(tmp_path / "data.bin")
     settings: dict[str, Any] = {"source": "tokens", "path": str(tmp_path / "data.bin")}
     settings |= {"token_dtype": "uint8", "sequence_length": 8, "document_masking": True}
+    settings |= {"held_out": 0.0}
     build_datasets(DataConfig(**settings, end_of_text=255))
-    with pytest.raises(ConfigError, match="end_of_text = 256: is no token id: .* of 256$"):
+    with pytest.raises(ConfigError, match=r"end_of_text = 256: is no token id: .* of 256$"):
         build_datasets(DataConfig(**settings, end_of_text=256))

@@ -194,7 +194,7 @@ def test_records_are_buffered_on_a_full_disk(tmp_path: Path) -> None:
     )
     assert messages[1] == f"step records are written to {path} again"
     assert messages[2] == messages[0]
-    assert messages[3] == f"{lost} records are lost: {path} has no space"
+    assert messages[3] == f"{lost} records are lost: cannot write {path}"
     assert len(messages) == 4
 
 
