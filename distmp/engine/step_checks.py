@@ -25,8 +25,7 @@ from distmp.distributed.world import World
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, listed
 from distmp.parallel.global_mean import is_mean
-from distmp.parallel.sharded import USED_DIRECTLY
-from distmp.parallel.strategy import parameter_name
+from distmp.parallel.strategy import USED_DIRECTLY, parameter_name
 from distmp.precision.policy import dtype_word
 from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.build import NamedParameters, OptimizerFactory
 from distmp.optim.checks import check_kind
+from distmp.utils.dtensor import is_dtensor
 
 _EXAMPLE = "lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-3)"
 
@@ -99,7 +99,7 @@ class SteppedTensors:
         storages = [tensor.untyped_storage() for _, tensor in self._parameters]
         self.step()
         for (name, tensor), storage in zip(self._parameters, storages, strict=True):
-            replaceable = isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor)
+            replaceable = isinstance(tensor, nn.Parameter) and not is_dtensor(tensor)
             if tensor.untyped_storage()._cdata != storage._cdata and not replaceable:
                 raise ConfigError(
                     "optimizer",

@@ -16,7 +16,7 @@ from distmp.parallel.settings import (
     AccumulationSettings,
     ParallelConfig,
 )
-from distmp.parallel.strategy import Strategy
+from distmp.parallel.strategy import Strategy, refuse_shared_memory
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import NarrowLayers, narrow_layers
 
@@ -81,6 +81,10 @@ def build_strategy(
             "functions cannot be kept where blocks are compiled or recomputed; put the call into a "
             "module and keep that, or set compile and activation_checkpointing to none",
         )
+    if name not in SHARDED_STRATEGIES and policy.casts_parameters:
+        refuse_shared_memory(module, "policy", policy.name)
+    if accumulation is not None and accumulation.shard_optimizer:
+        refuse_shared_memory(module, "shard_optimizer", "True")
     blocks = outermost(find_blocks(module, config.sharding.wrap)) if policy.is_narrow else {}
     narrow = narrow_layers(module, policy, [*blocks], world.device)
     prepare_blocks(module, config, quiet=world.rank > 0)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from distmp.buckets.gradients import BACKWARD_IN_LOSS
 from distmp.buckets.used import UsedParameters
@@ -17,7 +15,14 @@ from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.settings import ShardingConfig
-from distmp.parallel.strategy import Strategy, parameter_name, trainable
+from distmp.parallel.strategy import (
+    USED_DIRECTLY,
+    Strategy,
+    parameter_name,
+    refuse_shared_memory,
+    trainable,
+)
+from distmp.utils.dtensor import is_dtensor
 
 HOOK = (
     "has a hook (Tensor.register_hook), which FSDP would not run, because it computes gradients of "
@@ -27,12 +32,6 @@ HOOK = (
 REPLACED = (
     "was replaced by .data =, which FSDP does not see; write to it in place (.copy_, .clamp_), or "
     "use engine.load_state_dict"
-)
-
-
-USED_DIRECTLY = (
-    "the loss uses a parameter outside of the module for which FSDP gathers it (as in a penalty on "
-    "weights, or a call of a submodule); use weight_decay of the optimizer, or the strategy 'ddp'"
 )
 
 
@@ -128,7 +127,7 @@ class ShardedStrategy(Strategy):
             if len(hooks) > 1 and not all(isinstance(h, _RefusesDirectUse) for h in hooks.values()):
                 raise ConfigError("model", name, HOOK)
             is_replaced = parameter.untyped_storage()._cdata != storage._cdata
-            if is_replaced and isinstance(parameter, DTensor):
+            if is_replaced and is_dtensor(parameter):
                 raise ConfigError("model", name, REPLACED)
             parameter.grad = None
 
@@ -183,7 +182,7 @@ def check_shapes(module: nn.Module, strategy: str) -> None:
         ConfigError: For a scalar, a trainable parameter without elements, and two parameters that
             share memory, or a hook that would not run.
     """
-    _refuse_shared_memory(module, strategy)
+    refuse_shared_memory(module, "strategy", strategy)
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError("model", name, HOOK)
@@ -201,27 +200,6 @@ def check_shapes(module: nn.Module, strategy: str) -> None:
                 f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
                 "freeze or remove it, or use 'ddp'",
             )
-
-
-def _refuse_shared_memory(module: nn.Module, strategy: str) -> None:
-    """Refuse two parameters in the same memory: their shards would be trained apart."""
-    spans: dict[int, list[tuple[int | torch.SymInt, int | torch.SymInt, str]]] = defaultdict(list)
-    for name, value in module.named_parameters():
-        if value.numel():
-            first = value.storage_offset()
-            last = first + sum(
-                (n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)
-            )
-            spans[value.untyped_storage()._cdata].append((first, last, name))
-    for of_storage in spans.values():
-        for (_, last, name), (first, _, other) in pairwise(sorted(of_storage)):
-            if first <= last:
-                raise ConfigError(
-                    "strategy",
-                    strategy,
-                    f"would separate {name!r} and {other!r}, which share memory; assign one "
-                    "nn.Parameter to both modules, or use 'ddp'",
-                )
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,11 @@ from distmp.utils.dtypes import dtype_name
 REBUILD = (
     "unlike when the engine was built; change a model before you build the engine, or build a new "
     "engine"
+)
+
+USED_DIRECTLY = (
+    "the loss uses a parameter outside of the module for which FSDP gathers it (as in a penalty on "
+    "weights, or a call of a submodule); use weight_decay of the optimizer, or the strategy 'ddp'"
 )
 
 
@@ -378,3 +385,33 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]
+
+
+def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
+    """Refuse two parameters in the same memory, where they would be trained apart.
+
+    Args:
+        module: The model.
+        setting: Name of the setting that moves parameters to other memory.
+        value: Value of that setting.
+
+    Raises:
+        ConfigError: Naming the parameters.
+    """
+    spans: dict[int, list[tuple[int | torch.SymInt, int | torch.SymInt, str]]] = defaultdict(list)
+    for name, parameter in module.named_parameters():
+        if parameter.numel():
+            first = parameter.storage_offset()
+            last = first + sum(
+                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            spans[parameter.untyped_storage()._cdata].append((first, last, name))
+    for of_storage in spans.values():
+        for (_, last, name), (first, _, other) in pairwise(sorted(of_storage)):
+            if first <= last:
+                raise ConfigError(
+                    setting,
+                    value,
+                    f"would separate {name!r} and {other!r}, which share memory; assign one "
+                    "nn.Parameter to both modules",
+                )

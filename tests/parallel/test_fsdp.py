@@ -429,8 +429,13 @@ def test_a_loss_function_that_calls_backward_is_refused(strategy: str) -> None:
 
 @ranks(2)
 def test_two_parameters_in_the_same_memory_are_refused() -> None:
-    for strategy in ("fsdp", "fsdp1"):
+    for options in (
+        {"strategy": "fsdp"},
+        {"strategy": "fsdp1"},
+        {"policy": "bf16"},
+        {"shard_optimizer": True},
+    ):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight.data = model[0].weight.data
         with pytest.raises(ConfigError, match=r"'0\.weight' and '1\.weight', which share memory"):
-            Engine(model, loss, fused_sgd, strategy=strategy, device="cpu")
+            make_engine(model=model, **options)

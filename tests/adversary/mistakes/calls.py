@@ -325,9 +325,10 @@ def a_copy_of_the_model_is_trained(script: Script) -> None:
 @mistake("model", "right", strategies=WHOLE)
 def the_model_is_compiled_later(script: Script) -> None:
     compiled: list[Any] = []
+    of_module = script.loss
 
     def loss(module: nn.Module, batch: Any) -> Any:
-        return summed(compiled[0] if compiled else module, batch)
+        return of_module(compiled[0] if compiled else module, batch)
 
     script.loss = loss
     script.on(

@@ -74,7 +74,15 @@ returns(
     "a weight with a graph", lambda loss, n: (loss, torch.ones((), requires_grad=True) * n), "right"
 )
 returns("a weight from the loss", lambda loss, n: (loss, loss * 0 + n), "right")
-returns("a negative tensor as weight", lambda loss, n: (loss, torch.tensor(-n)), "error")
+
+
+@mistake("loss", "error")
+def loss_returns_a_negative_tensor_as_weight(script: Script) -> None:
+    # Without them every step is skipped, because the host does not wait for weights.
+    script.options.pop("first_step_checks", None)
+    script.loss = lambda module, batch: (summed(module, batch)[0], torch.tensor(-len(batch[0])))
+
+
 returns("a truth value as loss", lambda loss, n: (loss > 0, n), "error")
 
 
