@@ -190,6 +190,8 @@ class Truth(Acts):
         self.evaluated = [evaluated_by(case, rank) for rank in range(case.world_size)]
         self.max_norm = 0.5 if case.extra == "max_norm" else None
         self.schedule = halving if case.extra == "schedule" else None
+        # The buffers are then those after the first microbatch of the global batch.
+        self.reproducible = case.extra == "reproducible"
         self.numbers: list[StepTruth] = []
 
     def run(self) -> None:
@@ -216,8 +218,8 @@ class Truth(Acts):
                 loss, weight = self.loss(self.model, _double(batch))
                 loss.backward()
                 loss_sum, weight_sum = loss_sum + float(loss), weight_sum + float(weight)
-            if rank == 0:
-                after = copy.deepcopy(dict(self.model.named_buffers()))
+                if rank == 0 and not (after and self.reproducible):
+                    after = copy.deepcopy(dict(self.model.named_buffers()))
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, weight_sum)
         norm = float(nn.utils.get_total_norm(gradients))
