@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from distmp.diagnosis.histogram import CLASSES, EXPONENTS, ExponentHistogram, count_exponents
+from distmp.utils.dtensor import is_dtensor
 
 PARAMETERS, ACTIVATIONS = KINDS = ("parameters", "activations")
 
@@ -101,7 +102,9 @@ class GradientRecorder:
 
     def _watch_parameters(self, part: nn.Module, group: int) -> None:
         for parameter in part.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in self._watched:
+            # A shard has no gradient in backward, only the parameter that is gathered from it.
+            is_used = parameter.requires_grad and not is_dtensor(parameter)
+            if is_used and id(parameter) not in self._watched:
                 self._watched[id(parameter)] = parameter
                 self._handles.append(self._count_gradients_of(parameter, PARAMETERS, group))
 

@@ -95,7 +95,8 @@ class DirectoryChoice:
                 f"warning: {earlier.path} has records of steps, but there is no checkpoint in "
                 f"{earlier.checkpoints}; training starts from the beginning in {directory.path}"
             )
-        check_saves(directory.checkpoints)
+        if config.checkpoint.path is not None:
+            check_saves(directory.checkpoints)
         return directory
 
     def release(self) -> None:

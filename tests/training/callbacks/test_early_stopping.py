@@ -279,7 +279,7 @@ PATIENCE, EVERY = "--early-stopping.patience=2", "--validation.every=5"
         ),
         (
             [PATIENCE, EVERY, "--early-stopping.metric=ema_loss"],
-            "early_stopping.metric = 'ema_loss': did you mean 'loss'?",
+            "early_stopping.metric = 'ema_loss': needs an average of the weights; set ema.decay",
         ),
         (
             [PATIENCE, EVERY, "--early-stopping.metric=f1", "--validation.metrics={f1: accuracy}"],
