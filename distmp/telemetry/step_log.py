@@ -34,8 +34,12 @@ class StepLog:
         self._trackers = trackers
         self._console = console
         self._steps = steps
-        self._report_gap(after_step)
         self._writer = self._opened(after_step)
+        if self._writer is not None and self._writer.missing:
+            console.message(
+                f"warning: {path} lacks the records of {self._writer.missing} of the steps up to "
+                f"step {after_step}"
+            )
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step to all destinations."""
@@ -68,17 +72,6 @@ class StepLog:
         if self._writer is not None:
             self._writer.close()
         self._trackers.close()
-
-    def _report_gap(self, last_step: int) -> None:
-        """Print a warning if a run continues whose record file lacks steps."""
-        if self._path is None or not self._path.is_file():
-            return
-        kept = {one.step for one in read_records(self._path) if one.step <= last_step}
-        if len(kept) < last_step:
-            self._console.message(
-                f"warning: {self._path} lacks the records of {last_step - len(kept)} of the steps "
-                f"up to step {last_step}"
-            )
 
     def _opened(self, after_step: int) -> RecordWriter | None:
         if self._path is None:

@@ -23,9 +23,7 @@ def load_object(setting: str, path: str) -> Any:
         ConfigError: If the path is malformed, or the module or attribute does not exist. Errors
             inside an existing module are not caught: the user needs their traceback.
     """
-    if not isinstance(path, str):
-        raise ConfigError(setting, path, "write an import path as 'package.module:attribute'")
-    module_name, _, attribute = path.partition(":")
+    module_name, _, attribute = path.partition(":") if isinstance(path, str) else ("", "", "")
     if not module_name or module_name.startswith(".") or not attribute:
         raise ConfigError(setting, path, "write an import path as 'package.module:attribute'")
     # `python -m` adds the working directory to the path, torchrun does not.
