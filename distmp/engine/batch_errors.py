@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from distmp.engine.step_checks import LIST_ADVICE
 from distmp.errors import ConfigError, listed
+from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.utils.tensor_trees import described
 
 DICTIONARY_ADVICE = "return dictionaries from the dataset"
@@ -31,15 +32,19 @@ def explain_batch_errors(batch: Any, model: nn.Module) -> Iterator[None]:
     """Explain errors of the loss function or the model that come from the contents of a batch.
 
     Raises:
-        ConfigError: In place of a KeyError for a missing key of the batch, of an IndexError for an
-            id above a vocabulary or a target that is no class, of a TypeError for arguments that
-            the model does not take, and of errors for a batch that the loss function takes for a
-            container of another kind.
+        ConfigError: In place of a RuntimeError for a parameter that FSDP has not gathered, of a
+            KeyError for a missing key of the batch, of an IndexError for an id above a vocabulary
+            or a target that is no class, of a TypeError for arguments that the model does not take,
+            and of errors for a batch that the loss function takes for a container of another kind.
     """
     try:
         yield
     except ConfigError:
         raise
+    except RuntimeError as error:
+        if not uses_shard(error):
+            raise
+        raise ConfigError("loss", "DTensor", USED_DIRECTLY) from error
     except IndexError as error:
         problem = _bad_index(error, model)
         if problem is None:

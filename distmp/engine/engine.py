@@ -530,7 +530,6 @@ class Engine:
                 self.policy, self.device, sharded=self.strategy in SHARDED_STRATEGIES
             ),
             explain_batch_errors(batch, self.module),
-            explain_graph_errors(),
         ):
             self._strategy.computing_loss(computing=True)
             try:

@@ -25,7 +25,7 @@ from distmp.distributed.world import World
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, listed
 from distmp.parallel.global_mean import is_mean
-from distmp.parallel.strategy import USED_DIRECTLY, parameter_name
+from distmp.parallel.strategy import USED_DIRECTLY, parameter_name, uses_shard
 from distmp.precision.policy import dtype_word
 from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
@@ -231,7 +231,7 @@ def explain_graph_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
+        if uses_shard(error):
             raise ConfigError("loss", "DTensor", USED_DIRECTLY) from error
         if "out of bounds for storage of size 0" in str(error):
             raise ConfigError(

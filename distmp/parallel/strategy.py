@@ -35,6 +35,11 @@ USED_DIRECTLY = (
 )
 
 
+def uses_shard(error: RuntimeError) -> bool:
+    """Return whether torch has refused to compute with a shard and a whole tensor."""
+    return "mixed torch.Tensor and DTensor" in str(error)
+
+
 class Strategy(ABC):
     """Prepares a module for distributed training and processes its gradients in each step.
 
