@@ -298,8 +298,8 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = field(default="auto", metadata=HARMLESS)
-    """single, ddp, fsdp, hsdp, fsdp1, or auto: the first of ddp, ddp with shard_optimizer, hsdp and
-    fsdp that fits in memory, and single on one rank; the run prints the reason."""
+    """single, ddp, fsdp, hsdp, or auto: the first of ddp, ddp with shard_optimizer, hsdp and fsdp
+    that fits in memory, and single on one rank; the run prints the reason."""
 
     activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=HARMLESS)
     """`blocks`: store only the inputs of each block for backward, and recompute the rest.
@@ -422,13 +422,6 @@ class RunConfig:
         if self.strategy != "auto":  # which chooses a strategy that supports the settings
             self.sharding.check(self.strategy)
         self.parallel(microbatches=None)
-        if self.rank_consistency.every and self.strategy == "fsdp1":
-            raise ConfigError(
-                "rank_consistency.every",
-                self.rank_consistency.every,
-                "FSDP1 does not expose which of its tensors ranks share; use strategy = 'fsdp', "
-                "or 0",
-            )
         accumulation = AccumulationSettings(
             self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
         )

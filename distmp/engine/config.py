@@ -83,8 +83,7 @@ class EngineConfig:
     for the best preset that the device supports."""
 
     strategy: str = "auto"
-    """"single", "ddp", "fsdp", "hsdp", "fsdp1", or "auto": "ddp" for several ranks, else
-    "single"."""
+    """"single", "ddp", "fsdp", "hsdp", or "auto": "ddp" for several ranks, else "single"."""
 
     parallel: ParallelConfig | None = None
     """How the model is sharded, checkpointed and compiled."""

@@ -39,7 +39,6 @@ def build_on_shards(
     factory: OptimizerFactory,
     shards: Sequence[tuple[str, Tensor]],
     shapes: Mapping[str, torch.Size],
-    sharded_by: tuple[str, object] = ("shard_optimizer", True),
     *,
     quiet: bool = False,
 ) -> torch.optim.Optimizer:
@@ -52,7 +51,6 @@ def build_on_shards(
         factory: Builds the optimizer on `[(name, tensor), ...]`.
         shards: This rank's shard of each flattened parameter, by name: 1-dim, possibly empty.
         shapes: Shape of each full parameter.
-        sharded_by: The setting that shards them, and its value, for messages.
         quiet: Do not log, because another rank does.
 
     Raises:
@@ -62,7 +60,7 @@ def build_on_shards(
         (name, shard.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, shard in shards
     ]
     optimizer = build_on(factory, placeholders)
-    _check_elementwise(type(optimizer), *sharded_by, quiet=quiet)
+    _check_elementwise(type(optimizer), quiet=quiet)
     shard_of = {
         id(placeholder): shard
         for (_, placeholder), (_, shard) in zip(placeholders, shards, strict=True)
@@ -86,25 +84,21 @@ def works_on_shards(kind: type[torch.optim.Optimizer]) -> bool:
     return issubclass(kind, (*ELEMENTWISE, AdamW, Muon))
 
 
-def _check_elementwise(
-    kind: type[torch.optim.Optimizer], setting: str, value: object, *, quiet: bool
-) -> None:
+def _check_elementwise(kind: type[torch.optim.Optimizer], *, quiet: bool) -> None:
     if works_on_shards(kind):
         return
     name = kind.__name__
     known = any(word in name.lower() for word in NOT_ELEMENTWISE)
     if known or kind.__module__.startswith("torch.optim"):
         raise ConfigError(
-            setting,
-            value,
+            "shard_optimizer",
+            True,
             f"{name} needs full parameters, but a rank has only a shard of each; use strategy "
             "ddp without shard_optimizer, or AdamW or distmp.optim.Muon",
         )
     if not quiet:
         logger.warning(
-            "%s = %r passes flat shards of parameters to %s: this is correct only if it updates "
-            "every element independently",
-            setting,
-            value,
+            "shard_optimizer passes flat shards of parameters to %s: this is correct only if it "
+            "updates every element independently",
             name,
         )

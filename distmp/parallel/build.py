@@ -59,7 +59,7 @@ def build_strategy(
     """Prepare a module for a strategy.
 
     Args:
-        name: "single", "ddp", "fsdp", "hsdp" or "fsdp1".
+        name: "single", "ddp", "fsdp" or "hsdp".
         module: The model, with FP32 or 16-bit parameters; it is changed in place.
         policy: The precision policy.
         world: The ranks to train on.
@@ -108,10 +108,6 @@ def _build(
         from distmp.parallel.fsdp import FullySharded
 
         return FullySharded(module, policy, world, config, name, values, narrow)
-    if name == "fsdp1":
-        from distmp.parallel.fsdp1 import FullySharded1
-
-        return FullySharded1(module, policy, world, config, values)
     from distmp.parallel.replicated import Replicated
 
     return Replicated(module, policy, world, accumulation, values)

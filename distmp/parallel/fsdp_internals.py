@@ -36,8 +36,6 @@ PARAMETER_ATTRIBUTES = (
 UPCASTS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
 # Method of torch 2.15 that lets autograd sum several uses of a weight in 16 bits, to save a cast.
 _SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
-# Function by which FSDP1 compares the memory of tensors.
-SAME_STORAGE = "torch.distributed.fsdp._flat_param._same_storage"
 # Function by which FSDP2 divides a parameter into one part for each rank.
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
 
@@ -261,24 +259,6 @@ def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def views_of_last_forward(unit: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield the parameters of an FSDP1 unit and the tensors that its last forward used for them.
-
-    These tensors are views of the flat parameter in the autograd graph. A hook on such a view is
-    called if and only if backward has a gradient of that parameter.
-
-    Args:
-        unit: A `FullyShardedDataParallel` with `use_orig_params`.
-    """
-    handle: Any = unit._handle
-    if handle is None:  # the unit has no parameters
-        return
-    flat = handle.flat_param
-    for parameter, view in zip(flat._params, flat._tensors, strict=True):
-        if view is not None:
-            yield parameter, view
-
-
 def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
     """Yield how `fully_shard` and `replicate` reduce each group of trainable parameters.
 
@@ -340,19 +320,6 @@ def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
 
 def _name(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
-
-
-def reshard_fsdp1(unit: nn.Module) -> None:
-    """Free the gathered parameters of an FSDP1 unit, as at the end of a backward.
-
-    Args:
-        unit: A `FullyShardedDataParallel`; if its parameters are not gathered, nothing happens.
-    """
-    handle: Any = unit._handle
-    if handle is not None:
-        handle.reshard(True)
-        handle.post_reshard()
-        handle._prefetched = False
 
 
 def fsdp2_policies(model: nn.Module) -> Iterator[MixedPrecisionPolicy]:

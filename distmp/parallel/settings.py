@@ -16,15 +16,14 @@ Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
 ActivationCheckpointing = Literal["none", "blocks"] | dict[str, Any]
 Compilation = Literal["none", "blocks", "model"]
 
-STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
-# Removed names of strategies, and the strategy with the same results that they select now.
-SHARDED_STRATEGIES = ("fsdp", "hsdp", "fsdp1")
+STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp")
+SHARDED_STRATEGIES = ("fsdp", "hsdp")
 ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How the strategies fsdp, hsdp and fsdp1 divide, gather and reduce the model.
+    """How the strategies fsdp and hsdp divide, gather and reduce the model.
 
     Raises:
         ConfigError: If a value cannot be used.
@@ -49,10 +48,10 @@ class ShardingConfig:
     the model's `_no_split_modules`, otherwise the entries of its outermost module lists."""
 
     offload: bool = False
-    """fsdp and hsdp: keep parameter shards, gradients and optimizer state in host memory."""
+    """Keep parameter shards, gradients and optimizer state in host memory."""
 
     quantized_gather: bool = True
-    """fsdp and hsdp: gather the weights of linear layers with narrow products (fp8, mxfp8, nvfp4)
+    """Gather the weights of linear layers with narrow products (fp8, mxfp8, nvfp4)
     in 8 bits, which does not change results. false gathers 16 bits."""
 
     def __post_init__(self) -> None:
@@ -73,22 +72,15 @@ class ShardingConfig:
         """
         if strategy not in SHARDED_STRATEGIES:
             if self.accumulate != "auto":
-                self._refuse("accumulate", strategy, "fsdp, hsdp and fsdp1")
+                self._refuse("accumulate", strategy, "fsdp and hsdp")
             if not self.reshard_after_forward:
-                self._refuse("reshard_after_forward", strategy, "fsdp, hsdp and fsdp1")
+                self._refuse("reshard_after_forward", strategy, "fsdp and hsdp")
+            if self.offload:
+                self._refuse("offload", strategy, "fsdp and hsdp")
         if self.shard_size is not None and strategy != "hsdp":
             self._refuse("shard_size", strategy, "hsdp")
-        if self.offload and strategy not in ("fsdp", "hsdp"):
-            self._refuse("offload", strategy, "fsdp and hsdp")
         if self.accumulate == "hybrid" and strategy != "hsdp":
             self._refuse("accumulate", strategy, "hsdp")
-        if self.accumulate == "unsharded" and strategy == "fsdp1":
-            raise ConfigError(
-                "sharding.accumulate",
-                self.accumulate,
-                "FSDP1 accumulates unsharded gradients in the dtype of its parameters; use "
-                "'sharded', or strategy = 'fsdp'",
-            )
 
     def _refuse(self, name: str, strategy: str, strategies: str) -> None:
         raise ConfigError(

@@ -90,7 +90,8 @@ def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     refuse_narrow(policy)
-    _check_shards_accumulate("FSDP2", policy, own_accumulator)
+    if not own_accumulator:
+        _check_shards_accumulate("FSDP2", policy)
     return MixedPrecisionPolicy(
         param_dtype=policy.compute_dtype if policy.casts_parameters else None,
         reduce_dtype=policy.reduce_dtype,
@@ -99,17 +100,12 @@ def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
     )
 
 
-def fsdp1_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> MixedPrecision:
+def fsdp1_policy(policy: PrecisionPolicy) -> MixedPrecision:
     """Return the policy for `FullyShardedDataParallel`; see `fsdp2_policy`.
 
     FSDP1 sums microbatches in the shards if each one is reduced, and under `no_sync` in the compute
     dtype: do not use `no_sync` with 16-bit parameters. Its exception for batch norms is disabled;
     `keep_in_fp32` selects the modules in FP32.
-
-    Args:
-        policy: The policy.
-        own_accumulator: Whether the caller takes the gradient of every microbatch from FSDP and
-            sums them in `accumulate_dtype` itself.
 
     Raises:
         ConfigError: If FSDP would sum microbatches in another dtype than the policy, or matrix
@@ -118,7 +114,7 @@ def fsdp1_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
     from torch.distributed.fsdp import MixedPrecision
 
     refuse_narrow(policy)
-    _check_shards_accumulate("FSDP1", policy, own_accumulator)
+    _check_shards_accumulate("FSDP1", policy)
     return MixedPrecision(
         param_dtype=policy.compute_dtype if policy.casts_parameters else None,
         reduce_dtype=policy.reduce_dtype,
@@ -130,8 +126,8 @@ def fsdp1_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
     )
 
 
-def _check_shards_accumulate(target: str, policy: PrecisionPolicy, own_accumulator: bool) -> None:
-    if not own_accumulator and policy.accumulate_dtype != policy.param_dtype:
+def _check_shards_accumulate(target: str, policy: PrecisionPolicy) -> None:
+    if policy.accumulate_dtype != policy.param_dtype:
         _refuse(
             policy,
             f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but {target} "

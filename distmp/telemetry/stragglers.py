@@ -18,7 +18,7 @@ from distmp.utils.host_copy import HostCopy
 # A rank is slow if it takes this many times the median of the others, twice in a row.
 SLOW = 1.5
 # distmp does not start all of their collectives, so waiting and work cannot be distinguished.
-NOT_COMPARED = ("hsdp", "fsdp1")
+NOT_COMPARED = ("hsdp",)
 # A step after a longer pause is not measured.
 PAUSE_SECONDS = 1e-3
 

@@ -17,7 +17,7 @@ import typing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-SHARDED = ("fsdp", "hsdp", "fsdp1")
+SHARDED = ("fsdp", "hsdp")
 MASTERS = ("bf16", "fp16", "fp16-static", "bf16,reduce=bf16", "bf16,keep_fp32=head")
 SCALED = ("fp16", "fp16-autocast", "fp16-static")
 POLICIES = ("fp32", "tf32", "bf16-autocast", "bf16-pure", "fp16-autocast", *MASTERS)
@@ -297,10 +297,7 @@ def _legal_model(case: Case) -> ModelSpec:
         model = replace(model, tied=False)
     else:
         model = replace(model, loss="cross_entropy")
-    if case.strategy == "fsdp1":
-        # docs/sharding.md: fsdp1 does not work with frozen parameters.
-        model = replace(model, frozen=())
-    if case.strategy in ("fsdp", "hsdp", "fsdp1"):
+    if case.strategy in ("fsdp", "hsdp"):
         # torch does not shard 0-dim parameters, with its own error.
         model = replace(model, scalar=False)
     names = trainable_names(model)
@@ -372,8 +369,6 @@ def _legal_step(case: Case, step: Step, index: int) -> Step:
     step = replace(step, ranks=ranks)
     if index == 0:
         step = replace(step, freeze=(), thaw=(), reload=False)
-    if case.strategy == "fsdp1":
-        step = replace(step, freeze=(), thaw=())
     if case.schedule:  # which overrides other rates
         step = replace(step, rates=())
     names = trainable_names(case.model)
@@ -419,12 +414,6 @@ def _legal_batch(case: Case, batch: Microbatch) -> Microbatch:
 
 def refusal(case: Case) -> str | None:
     """Return why the engine may refuse a case with a `ConfigError`; None if it must accept it."""
-    if case.strategy == "fsdp1" and case.policy == "bf16-pure":
-        return "docs/sharding.md: fsdp1 does not work with 16-bit weights without masters"
-    if case.strategy == "fsdp1" and case.world_size == 1:
-        return "docs/sharding.md: fsdp1 does not work on one rank"
-    if case.strategy == "fsdp1" and case.accumulate not in ("auto", "sharded"):
-        return "docs/sharding.md: fsdp1 is always sharded"
     if case.policy == "bf16-pure" and case.shard_optimizer:
         return "docs/accumulation.md: shard_optimizer keeps a share of FP32 weights"
     if case.policy == "bf16-pure" and case.accumulate in ("sharded", "hybrid"):
@@ -462,7 +451,7 @@ def generate(seed: int, index: int, world_size: int) -> Case:
 def _draw_strategy(draw: random.Random, world_size: int) -> str:
     if world_size == 1:
         return draw.choice(["single"] * 7 + ["ddp", "fsdp", "hsdp"])
-    return draw.choice(["ddp"] * 9 + ["fsdp"] * 5 + ["hsdp"] * 3 + ["fsdp1"] * 2)
+    return draw.choice(["ddp"] * 9 + ["fsdp"] * 5 + ["hsdp"] * 3)
 
 
 def _draw_policy(draw: random.Random) -> str:
@@ -529,7 +518,7 @@ def _draw_accumulation(draw: random.Random, case: Case) -> Case:
         sizes = [None, *(size for size in (1, 2, 4) if case.world_size % size == 0)]
         return replace(
             case,
-            accumulate=draw.choice(["auto", "sharded"] if case.strategy == "fsdp1" else modes),
+            accumulate=draw.choice(modes),
             shard_size=draw.choice(sizes) if case.strategy == "hsdp" else None,
         )
     return replace(

@@ -60,7 +60,6 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "distmp.parallel.fsdp",
-    "distmp.parallel.fsdp1",
     "distmp.optim.sharded",
     "distmp.integrations.accelerate",
 )
@@ -126,8 +125,6 @@ def _settle(made: Sequence[Mistake], chance: random.Random) -> Case:
     if any(one.kind != "engine" for one in made):
         return Case(tuple(one.name for one in made), world_size, seed=chance.randrange(10**6))
     strategy = "auto" if world_size == 1 else chance.choice(strategies)
-    if strategy == "fsdp1":  # does not step 16-bit weights
-        policies = [name for name in policies if name != "bf16-pure"]
     case = Case(
         tuple(one.name for one in made),
         world_size,

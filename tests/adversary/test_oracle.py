@@ -51,7 +51,7 @@ FOUND_BEFORE = {
                    {"ranks": [[{"uses": ["offset"]}], [{"uses": ["side"]}]],
                     "freeze": ["blocks.0.core.weight"]}]}""",
     "weights of before the update after an evaluation": """
-        {"seed": 567070154, "world_size": 2, "strategy": "fsdp1", "model": {"blocks": 2},
+        {"seed": 567070154, "world_size": 2, "strategy": "fsdp", "model": {"blocks": 2},
          "reshard_after_forward": false, "optimizer": {"name": "adam", "lr": 0.05},
          "steps": [{"ranks": [[{}], [{}]], "evaluate": true},
                    {"ranks": [[{"uses": ["side"]}], [{"uses": ["offset", "side"]}]]},

@@ -52,7 +52,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp, sharded optimizer": {"strategy": "ddp", "policy": "bf16", "shard_optimizer": True},
     "fsdp": {**sharded("fsdp"), "policy": "fp32"},
     "hsdp": {**sharded("hsdp", shard_size=1), "policy": "fp32"},
-    "fsdp1": {**sharded("fsdp1"), "policy": "bf16"},
     "buffers": {"strategy": "ddp", "policy": "fp32", "model": "with buffers"},
     "not fused": {"strategy": "ddp", "policy": "fp32", "optimizer": torch.optim.AdamW},
 }

@@ -38,7 +38,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp, reduced once": sharded("fsdp", accumulate="unsharded"),
     "fsdp, every microbatch": sharded("fsdp", accumulate="sharded"),
     "hsdp": sharded("hsdp", shard_size=4, accumulate="hybrid"),
-    "fsdp1": sharded("fsdp1"),
 }
 NARROW = "bf16,reduce=bf16"
 POLICIES = ("fp32", "bf16", "fp16", "bf16-autocast", NARROW)

@@ -43,7 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded optimizer, fp16": {"strategy": "ddp", "policy": "fp16", "shard_optimizer": True},
     "fsdp, fp16": {"strategy": "fsdp", "policy": "fp16"},
     "fsdp, fp32": {"strategy": "fsdp"},
-    "fsdp1, bf16": {"strategy": "fsdp1", "policy": "bf16"},
     # Shards of one rank, which each of the two ranks replicates.
     "hsdp, fp16": {
         "strategy": "hsdp",

@@ -56,7 +56,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     **STRATEGIES,
     "ddp, sharded optimizer": {"strategy": "ddp", "shard_optimizer": True},
-    "fsdp1": sharded("fsdp1"),
 }
 TWO_MICROBATCHES = (((3, 5),),)
 

@@ -50,12 +50,6 @@ ADDED_BY_A_LAYER: dict[str, dict[str, int]] = {
     "fsdp, reduced once": FSDP,
     "fsdp, every microbatch": FSDP,
     "hsdp": {**FSDP, "c10d::allreduce_": 1},
-    "fsdp1": {
-        "c10d::_allgather_base_": 2,
-        "c10d::_reduce_scatter_base_": 1,
-        "aten::cat": 1,
-        "aten::zero_": 1,
-    },
 }
 # LayerNorm runs in FP32: it casts its input and output, and their gradients.
 CASTS = {"cast": 4}
@@ -68,7 +62,6 @@ ADDED_IN_BF16: dict[str, dict[str, int]] = {
     "fsdp, reduced once": FSDP_IN_BF16,
     "fsdp, every microbatch": FSDP_IN_BF16,
     "hsdp": {**FSDP_IN_BF16, "c10d::allreduce_": 1},
-    "fsdp1": {**ADDED_BY_A_LAYER["fsdp1"], "cast": 3},
 }
 
 
@@ -81,15 +74,9 @@ def restore_algorithms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("strategy", "policy"), CASES)
 def test_the_host_waits_for_nothing(strategy: str, policy: str) -> None:
-    for counts, microbatches in zip(
-        launches.measured(strategy, policy), (1, launches.FEW, launches.MANY), strict=True
-    ):
+    for counts in launches.measured(strategy, policy):
         # The numbers of the step before.
-        waits = {"event.synchronize": 1}
-        if strategy == "fsdp1":
-            # FSDP1 limits how many blocks are gathered ahead of the device.
-            waits["event.synchronize"] += 2 * LAYERS * microbatches
-        assert dict(counts.waits) == waits
+        assert dict(counts.waits) == {"event.synchronize": 1}
         assert (counts.reads, counts.pageable_copies) == (0, 0)
 
 
@@ -150,11 +137,7 @@ def test_launches_do_not_grow_with_ranks(strategy: str) -> None:
 
 def grown(few: list[Counts], many: list[Counts]) -> list[Counter[str]]:
     """Return the additional launches of each step."""
-    growth = [larger.launches - less.launches for less, larger in zip(few, many, strict=True)]
-    for counts in growth:
-        # FSDP1 pads the shards of the last ranks.
-        del counts["aten::zero_"]
-    return growth
+    return [larger.launches - less.launches for less, larger in zip(few, many, strict=True)]
 
 
 @budget_of_this_torch

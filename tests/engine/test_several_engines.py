@@ -24,7 +24,6 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "ddp": ({"strategy": "ddp", "policy": "fp32"}, 1e-6),
     "sharded optimizer": ({"strategy": "ddp", "policy": "fp32", "shard_optimizer": True}, 1e-6),
     "fsdp": ({**sharded("fsdp"), "policy": "fp32"}, 1e-6),
-    "fsdp1": ({**sharded("fsdp1"), "policy": "fp32"}, 1e-6),
     "bf16": ({"strategy": "ddp", "policy": "bf16"}, 1e-2),
     "fp16-autocast": ({"strategy": "ddp", "policy": "fp16-autocast"}, 2e-3),
     "reproducible": ({"strategy": "ddp", "policy": "fp32", "reproducible": True}, 1e-6),

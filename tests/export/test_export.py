@@ -39,7 +39,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp, bf16": {"strategy": "ddp", "policy": "bf16"},
     "sharded ddp, bf16": {"strategy": "ddp", "policy": "bf16", "shard_optimizer": True},
     "fsdp, fp16": {"strategy": "fsdp", "policy": "fp16"},
-    "fsdp1, bf16": {"strategy": "fsdp1", "policy": "bf16"},
 }
 
 

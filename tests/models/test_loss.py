@@ -157,7 +157,6 @@ def test_the_loss_inside_works_with_every_strategy_and_policy() -> None:
         ("fsdp", "fp32", True),
         ("fsdp", "bf16", False),
         ("fsdp", "bf16,keep_fp32=norm|head", False),
-        ("fsdp1", "fp32", False),
         ("fsdp", "bf16,output=bf16", True),
     ):
         found = trained(policy, strategy, next_token_loss, tied=tied)

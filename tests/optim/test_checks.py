@@ -107,10 +107,12 @@ def test_optimizers_that_cannot_step_shards_are_named(name: str) -> None:
 
 
 @ranks(2)
-def test_the_strategy_that_shards_is_named() -> None:
+def test_the_setting_that_shards_is_named() -> None:
     with pytest.raises(ConfigError, match="Adafactor needs full parameters") as caught:
-        make_engine(strategy="fsdp1", optimizer=on_tensors(torch.optim.Adafactor))
-    assert (caught.value.setting, caught.value.value) == ("strategy", "fsdp1")
+        make_engine(
+            strategy="ddp", shard_optimizer=True, optimizer=on_tensors(torch.optim.Adafactor)
+        )
+    assert (caught.value.setting, caught.value.value) == ("shard_optimizer", True)
 
 
 # Schedules

@@ -150,7 +150,7 @@ def test_a_rank_that_has_ended_is_not_a_difference() -> None:
 
 @ranks(2)
 def test_steps_of_different_lengths_are_an_error() -> None:
-    for options in (sharded("fsdp"), sharded("fsdp1")):
+    for options in (sharded("fsdp"),):
         engine = make_engine(**options)
         batches = microbatches(0, [[3, 3], [3, 3]], dist.get_rank())
         engine.step(batches)
@@ -188,7 +188,7 @@ class Routed(Classifier):
 @ranks(2, timeout=15)
 def test_ranks_that_run_different_blocks_get_one_error_instead_of_wrong_weights() -> None:
     rank = dist.get_rank()
-    for strategy in ("fsdp", "hsdp", "fsdp1"):
+    for strategy in ("fsdp", "hsdp"):
         # Blocks of equal size, so that FSDP would mix them up; and one block less.
         for mine in ([rank, 1 - rank], [0, 1][: 1 + rank]):
             torch.manual_seed(0)
@@ -207,10 +207,9 @@ def twice(model: nn.Module, batch: Batch) -> Any:
 
 @ranks(2)
 def test_a_steady_run_asks_nothing() -> None:
-    for options in (sharded("fsdp"), sharded("fsdp", accumulate="sharded"), sharded("fsdp1")):
+    for options in (sharded("fsdp"), sharded("fsdp", accumulate="sharded")):
         engine = make_engine(**options)
-        if options["strategy"] == "fsdp":
-            engine._loss = twice
+        engine._loss = twice
         train(engine, 1, TWO_RANKS)
         engine.evaluate([samples(0, 3)])
         train(engine, 1, TWO_RANKS, first=1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import fsdp
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 import distmp
 from distmp.errors import SetupError
@@ -106,19 +106,6 @@ def test_this_torch_has_the_public_methods() -> None:
     # Since 2.13; distmp works without it before.
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     assert hasattr(FSDPModule, "reset_iter_state") or version < (2, 13)
-
-
-@ranks(2)
-def test_views_of_the_last_forward_of_fsdp1() -> None:
-    engine = make_engine(**sharded("fsdp1"))
-    units = [part for part in engine.module.modules() if isinstance(part, FullyShardedDataParallel)]
-    batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
-    total, _ = engine._loss(engine.module, batch)
-    views = [entry for unit in units for entry in fsdp_internals.views_of_last_forward(unit)]
-    expected = {id(parameter) for parameter in engine.module.parameters()}
-    assert {id(parameter) for parameter, _ in views} == expected
-    assert all(view.requires_grad and not view.is_leaf for _, view in views)
-    total.backward()
 
 
 def test_the_readme_names_the_versions_that_were_tested() -> None:

@@ -84,8 +84,7 @@ def test_only_rank_0_warns() -> None:
     make_engine(parallel=ParallelConfig(compile="model"))
     build_strategy("ddp", torch.compile(make_model()), policy("fp32"), World.current("cpu"))
     make_engine(strategy="ddp", shard_optimizer=True, optimizer=Own)
-    make_engine(strategy="fsdp1", optimizer=Own)
-    assert len(warnings) == (4 if dist.get_rank() == 0 else 0), warnings
+    assert len(warnings) == (3 if dist.get_rank() == 0 else 0), warnings
 
 
 @pytest.mark.slow

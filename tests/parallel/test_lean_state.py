@@ -32,7 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "strategy": "hsdp",
         "parallel": ParallelConfig(sharding=ShardingConfig(shard_size=2)),
     },
-    "fsdp1": {"strategy": "fsdp1"},
 }
 
 
@@ -99,10 +98,7 @@ STORED = ["shard_optimizer", "fsdp"]
 
 
 def supported(kind: str, policy: str, state: str | None) -> bool:
-    return not (
-        (kind == "shard_optimizer" and policy == PURE)
-        or (kind == "fsdp1" and (policy == PURE or state == "fp8"))
-    )
+    return not (kind == "shard_optimizer" and policy == PURE)
 
 
 def trained(
@@ -135,7 +131,7 @@ def trained(
 def test_bits_do_not_depend_on_ranks_strategy_and_resume(tmp_path: Path) -> None:
     expected = run_ranks(trained, 1, ["single"], None, [])[0]
     found = [
-        run_ranks(trained, 2, ["ddp", "shard_optimizer", "fsdp", "fsdp1"], tmp_path, [])[0],
+        run_ranks(trained, 2, ["ddp", "shard_optimizer", "fsdp"], tmp_path, [])[0],
         run_ranks(trained, 4, ["shard_optimizer", "fsdp", "hsdp"], tmp_path, STORED)[0],
         trained(["single"], tmp_path, ["fsdp"]),
     ]
@@ -167,10 +163,6 @@ def converted(folder: Path) -> dict[str, dict[str, Tensor]]:
     columns.grad = torch.ones_like(columns)
     with pytest.raises(ConfigError, match=r"sharded as .*dim=1.*, not by rows; use torch"):
         AdamW([("w", columns)], state="fp8").step()
-    with pytest.raises(
-        ConfigError, match=r"needs shards of whole blocks of 32 .* use the strategy"
-    ):
-        build("fsdp1", "fp32", "fp8")
     return found
 
 

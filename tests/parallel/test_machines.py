@@ -26,7 +26,6 @@ OPTIONS: list[dict[str, Any]] = [
         for strategy, settings in (
             ("fsdp", {"accumulate": "sharded"}),
             ("hsdp", {"shard_size": 4}),
-            ("fsdp1", {}),
         )
         for policy in ("fp32", REDUCED_IN_BF16)
     ),

@@ -73,7 +73,7 @@ def whole() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp1", 2)],
+    [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)],
 )
 def test_initial_weights_do_not_depend_on_strategy_or_ranks(strategy: str, world_size: int) -> None:
     expected = digest_of_start("single", "fp32", whole())
@@ -277,7 +277,7 @@ class Tied(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
 def test_tied_weights_stay_one(strategy: str) -> None:
     engine = Engine(lambda: Tied(), next_token, sgd, policy="fp32", strategy=strategy)

@@ -65,7 +65,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "strategy": "hsdp",
         "parallel": ParallelConfig(sharding=ShardingConfig(shard_size=2)),
     },
-    "fsdp1": {"strategy": "fsdp1"},
 }
 
 
@@ -124,7 +123,6 @@ def on_one_rank(policy: str, steps: int) -> dict[str, Tensor]:
         ("fsdp", 2),
         ("fsdp", 4),
         ("hsdp", 4),
-        ("fsdp1", 2),
     ],
 )
 def test_updates_do_not_depend_on_ranks_and_strategy(kind: str, world_size: int) -> None:

@@ -102,8 +102,6 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "fsdp", "sharding": ShardingConfig(accumulate="sharded")},
     {"strategy": "fsdp", "sharding": ShardingConfig(accumulate="unsharded")},
     {"strategy": "hsdp", "sharding": ShardingConfig(shard_size=1, accumulate="hybrid")},
-    {"strategy": "fsdp1"},
-    {"strategy": "fsdp1", "sharding": ShardingConfig(reshard_after_forward=False)},
 )
 
 

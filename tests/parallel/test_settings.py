@@ -30,17 +30,13 @@ def world(size: int) -> World:
         ),
         (
             "--sharding.accumulate sharded --strategy ddp",
-            "applies only to fsdp, hsdp and fsdp1, but",
-        ),
-        (
-            "--sharding.accumulate unsharded --strategy fsdp1",
-            "FSDP1 accumulates unsharded gradients",
+            "applies only to fsdp and hsdp, but",
         ),
         ("--sharding.shard-size 2 --strategy fsdp", "sharding.shard_size = 2: applies only to"),
         ("--sharding.shard-size 0 --strategy hsdp", "sharding.shard_size = 0: use 1 or more"),
         ("--no-sharding.reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),
         (
-            "--sharding.offload --strategy fsdp1",
+            "--sharding.offload --strategy ddp",
             "applies only to fsdp and hsdp, but",
         ),
         ("--compile block", "compile = 'block'"),
@@ -54,10 +50,6 @@ def world(size: int) -> World:
         ("--activation-checkpointing {save:[matmu]}", "save = 'matmu': did you mean 'matmul'"),
         ("--activation-checkpointing {save:[aten.m]}", "save = 'aten.m': choose one of"),
         ("--activation-checkpointing {}", "activation_checkpointing = {}: "),
-        (
-            "--rank-consistency.every 5 --strategy fsdp1",
-            "rank_consistency.every = 5: FSDP1 does not expose",
-        ),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(arguments: str, message: str) -> None:
@@ -108,7 +100,7 @@ def test_a_shard_group_divides_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
         shard_size(ShardingConfig(), world(6))
 
 
-@pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp1"])
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
 def test_sharding_needs_a_process_group(name: str) -> None:
     with pytest.raises(ConfigError, match=f"strategy = '{name}': needs a process group"):
         build_strategy(name, make_model(), policy("fp32"), world(1))

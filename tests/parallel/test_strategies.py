@@ -12,7 +12,7 @@ from torch import nn
 
 from distmp.checkpoint import store
 from distmp.engine.spike_check import DivergenceConfig
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy
 from distmp.scaling import LossScaleConfig
@@ -47,7 +47,6 @@ IN_FP32 = [
     sharded("hsdp", shard_size=1, reshard_after_forward=False),
     sharded("fsdp", accumulate="unsharded", reshard_after_forward=False),
     sharded("fsdp", accumulate="sharded", wrap=["Linear", "blocks.*"]),
-    sharded("fsdp1", reshard_after_forward=False),
     {"strategy": "ddp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
     {"strategy": "hsdp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
 ]
@@ -91,7 +90,6 @@ def test_sixteen_bits_stay_close_and_cost_nothing_on_the_wire() -> None:
             sharded("fsdp", accumulate="unsharded"),
             sharded("fsdp", accumulate="sharded"),
             sharded("hsdp", shard_size=1),
-            sharded("fsdp1"),
         )
         for precision in ("bf16", REDUCED_IN_BF16)
     ]
@@ -115,7 +113,6 @@ def test_losses_of_fifty_steps_are_those_of_a_single_rank() -> None:
         {"strategy": "ddp", "shard_optimizer": True},
         sharded("fsdp"),
         sharded("hsdp", shard_size=1),
-        sharded("fsdp1"),
     )
     found = run_ranks(
         fifty_steps, 2, [{"policy": p, **each} for p in ("fp32", "bf16") for each in strategies]
@@ -139,7 +136,6 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
         {"strategy": "ddp"},
         sharded("fsdp", accumulate="unsharded"),
         sharded("hsdp", shard_size=2, accumulate="hybrid"),
-        sharded("fsdp1"),
     )
     for options in strategies:
         for precision, computed in PROMISED.items():
@@ -158,7 +154,7 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
             for part in engine._strategy.gradients():
                 assert {tensor.dtype for tensor in part.tensors} == {FP32}
                 assert sum(float(tensor.abs().sum()) for tensor in part.tensors) > 0
-    for options in (sharded("fsdp", accumulate="sharded"), sharded("hsdp"), sharded("fsdp1")):
+    for options in (sharded("fsdp", accumulate="sharded"), sharded("hsdp")):
         engine = make_engine(policy=REDUCED_IN_BF16, **options)
         with Observed() as observed:
             train(engine, 1, FOUR_BY_TWO)
@@ -191,7 +187,6 @@ def test_kept_modules_are_gathered_and_computed_in_fp32() -> None:
     for options in (
         sharded("fsdp", accumulate="unsharded"),
         sharded("hsdp"),
-        sharded("fsdp1"),
         {"strategy": "fsdp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
     ):
         seen.clear()
@@ -225,8 +220,6 @@ def test_weights_without_masters_are_summed_in_fp32() -> None:
         ConfigError, match=r"sharding.accumulate = 'sharded': accumulates in the dtype"
     ):
         make_engine(policy="bf16-pure", **sharded("fsdp", accumulate="sharded"))
-    with pytest.raises(ConfigError, match="steps bfloat16 weights, and FSDP1"):
-        make_engine(policy="bf16-pure", strategy="fsdp1")
 
 
 @ranks(2)
@@ -235,7 +228,6 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_explained() -> None:
         sharded("hsdp", shard_size=1),
         sharded("hsdp", shard_size=2),
         sharded("fsdp", accumulate="unsharded"),
-        sharded("fsdp1"),
     ):
         rules = LossScaleConfig(init=2.0**14)
         engine = make_engine(policy="fp16", loss_scale=rules, **options)
@@ -250,10 +242,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_explained() -> None:
         assert_same_bits(trained(snapshot(engine)), trained(before))
         report = engine.explain(outcome)
         assert (report.cause, report.ranks, report.microbatch) == ("scale_too_high", (1,), 1)
-        if options["strategy"] != "fsdp1":  # which flattens its parameters
-            names = {name for name, _ in make_model().named_parameters()}
-            assert {entry.name for entry in report.parameters} <= names
-            assert report.parameters_total > 0
+        names = {name for name, _ in make_model().named_parameters()}
+        assert {entry.name for entry in report.parameters} <= names
+        assert report.parameters_total > 0
         assert not train(engine, 1, TWO_RANKS, first=2)[0].skipped
 
 
@@ -261,7 +252,6 @@ CHECKPOINTED = {
     "ddp": {"strategy": "ddp"},
     "fsdp": sharded("fsdp"),
     "hsdp": sharded("hsdp", shard_size=1),
-    "fsdp1": sharded("fsdp1"),
 }
 
 
@@ -277,8 +267,6 @@ def test_a_checkpoint_of_each_strategy_continues_under_each_other(tmp_path: Path
     for source, target in (
         *((name, "ddp") for name in CHECKPOINTED),
         *(("ddp", name) for name in CHECKPOINTED),
-        ("fsdp1", "hsdp"),
-        ("hsdp", "fsdp1"),
     ):
         engine = make_engine(model=make_model(seed=9), policy="fp16", **CHECKPOINTED[target])
         restore(engine, store.StoredCheckpoint(listing.latest(tmp_path / source)))
@@ -301,7 +289,6 @@ def test_nothing_of_an_abandoned_accumulation_reaches_the_next_step() -> None:
         sharded("fsdp", accumulate="unsharded"),
         sharded("hsdp", shard_size=1, accumulate="hybrid"),
         sharded("fsdp", accumulate="sharded"),
-        sharded("fsdp1"),
     ):
         engine, reference = (make_engine(policy="bf16", **options) for _ in range(2))
         batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64), float("nan"))
@@ -319,10 +306,6 @@ def test_nothing_of_an_abandoned_accumulation_reaches_the_next_step() -> None:
         with pytest.raises(FaultyError):
             engine.step([batch, batch._replace(factor=2.0)])
         for one in (engine, reference):
-            if options["strategy"] == "fsdp1" and one is engine:
-                with pytest.raises(TrainingError, match="FSDP1 cannot continue after a step"):
-                    train(one, 1, TWO_RANKS, first=1)
-                return
             train(one, 2, TWO_RANKS, first=1)
         assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
 
@@ -395,7 +378,6 @@ def test_the_host_reads_nothing_in_a_steady_step() -> None:
         {**sharded("fsdp", accumulate="unsharded"), "policy": "fp16"},
         {**sharded("fsdp", accumulate="sharded"), "policy": REDUCED_IN_BF16},
         {**sharded("hsdp", shard_size=1, accumulate="hybrid"), "policy": "bf16"},
-        {**sharded("fsdp1"), "policy": "bf16"},
     ):
         engine = make_engine(max_norm=1.0, **options)
         for step in (0, 2):

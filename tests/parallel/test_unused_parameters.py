@@ -36,8 +36,6 @@ WAYS: tuple[dict[str, Any], ...] = (
     sharded("hsdp", shard_size=2, accumulate="sharded"),
     sharded("hsdp", shard_size=1, accumulate="hybrid"),
     sharded("hsdp", shard_size=1, accumulate="unsharded"),
-    sharded("fsdp1"),
-    sharded("fsdp1", reshard_after_forward=False),
 )
 
 
@@ -314,7 +312,6 @@ SIXTEEN = (
     sharded("hsdp", shard_size=2, accumulate="sharded"),
     sharded("hsdp", shard_size=2, accumulate="unsharded"),
     sharded("hsdp", shard_size=1, accumulate="hybrid"),
-    sharded("fsdp1"),
 )
 
 

@@ -170,7 +170,7 @@ def test_narrow_products_are_refused_in_one_message(text: str, instead: str) -> 
     built, module = policy(text), nn.Linear(16, 16)
     builders: list[Callable[[], Any]] = [
         lambda: autocast_context(built, CPU),
-        lambda: fsdp1_policy(built, own_accumulator=True),
+        lambda: fsdp1_policy(built),
         lambda: fsdp2_policy(built),
         lambda: ddp_comm_hook(built),
         lambda: prepare(module, built, "cpu"),
@@ -207,15 +207,16 @@ def test_every_field_for_every_target(text: str, expected: Expected) -> None:
         "output_dtype": None,
         "cast_forward_inputs": False,
     }
-    assert vars(fsdp1_policy(built, own_accumulator=expected.fsdp_refused)) == {
-        "param_dtype": expected.gathered,
-        "reduce_dtype": expected.reduced,
-        "buffer_dtype": expected.buffers,
-        "keep_low_precision_grads": False,
-        "cast_forward_inputs": False,
-        "cast_root_forward_inputs": False,
-        "_module_classes_to_ignore": (),
-    }
+    if not expected.fsdp_refused:
+        assert vars(fsdp1_policy(built)) == {
+            "param_dtype": expected.gathered,
+            "reduce_dtype": expected.reduced,
+            "buffer_dtype": expected.buffers,
+            "keep_low_precision_grads": False,
+            "cast_forward_inputs": False,
+            "cast_root_forward_inputs": False,
+            "_module_classes_to_ignore": (),
+        }
     if expected.ddp_refused:
         with pytest.raises(ConfigError, match="DistributedDataParallel sums them in the"):
             ddp_comm_hook(built)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -74,8 +73,8 @@ def _communicate(func: Any, args: Any) -> Any:
 class SetDataMode(TorchFunctionMode):
     """Makes `parameter.data = tensor` also set the device of a fake parameter.
 
-    torch updates only its shape and dtype. Models, `nn.Module.to`, FSDP1 and FSDP2
-    move parameters in this way.
+    torch updates only its shape and dtype. Models, `nn.Module.to` and FSDP2 move parameters in this
+    way.
     """
 
     _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -112,14 +111,10 @@ def simulate_ranks(
         fake_ranks(world_size, ranks_per_machine, group=group),
         _missing_values_refused(),
         mock.patch.object(nn.Module, "_apply", _apply),
-        mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
         mock.patch(fsdp_internals.CHUNKS, _first_chunk),
-        warnings.catch_warnings(),
         SetDataMode(),
         FakeRanks(),
     ):
-        # FSDP1 reads the address of its parameters before a communication hook runs.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
 
 
@@ -169,11 +164,6 @@ def _missing_values_refused() -> Iterator[None]:
             "the model or its loss",
             f"cannot be traced without the values of its tensors, at the operation {error.func}",
         ) from error
-
-
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    """Replace FSDP1's comparison of data pointers, which fake tensors do not have."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _first_chunk(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:

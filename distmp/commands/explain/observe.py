@@ -173,13 +173,12 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
         config: The configuration, as returned by `smaller`; the step uses two microbatches of one
             sample, or one if the run has no more.
         policy: The resolved policy.
-        strategy: The resolved strategy; `fsdp1` and `hsdp` need several ranks, and are observed as
-            `single` and `fsdp`.
+        strategy: The resolved strategy; `hsdp` needs several ranks, and is observed as `fsdp`.
 
     Raises:
         ConfigError: If the run itself would raise it.
     """
-    strategy = {"hsdp": "fsdp", "fsdp1": "single"}.get(strategy, strategy)
+    strategy = "fsdp" if strategy == "hsdp" else strategy
     small = replace(
         config,
         strategy=strategy,

@@ -101,8 +101,8 @@ def _group(
     own = [*part.parameters(recurse=False)]
     if sharded and not any(value.requires_grad for value in own):
         held = own[0].dtype  # frozen shards keep it
-    # FSDP2 has a communication dtype per group; flat buckets and FSDP1's hook have one for all.
-    reduces_in_fp32 = kept and strategy in ("fsdp", "hsdp")
+    # FSDP2 has a communication dtype per group; flat buckets have one for all.
+    reduces_in_fp32 = kept and sharded
     return ModuleGroup(
         name=name,
         modules=0,

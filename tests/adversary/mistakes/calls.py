@@ -420,8 +420,6 @@ later(
     "error",
     part="model",
     ranks=(2,),
-    # All ranks gather the state of FSDP1.
-    strategies=("ddp", "fsdp", "hsdp"),
 )
 
 
@@ -466,8 +464,6 @@ later(
     "either",
     lambda script: initialize(script.truth.model),
     part="model",
-    # Not fsdp1, where all parameters are 1-dim.
-    strategies=tuple(name for name in STRATEGIES if name != "fsdp1"),
 )
 
 

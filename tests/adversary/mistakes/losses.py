@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.adversary.mistakes import add, mistake
-from tests.adversary.script import SHARDED, STRATEGIES, Script, summed
+from tests.adversary.script import SHARDED, Script, summed
 from tests.adversary.trial import UserError
 
 FP32 = ("fp32",)
@@ -234,7 +234,7 @@ def the_loss_is_of_a_parameter_of_its_own(script: Script) -> None:
     script.loss = lambda module, batch: (summed(module, batch)[0].detach() * factor, 4)
 
 
-@mistake("loss", "right", strategies=tuple(s for s in STRATEGIES if s != "fsdp1"))
+@mistake("loss", "right")
 def the_loss_uses_the_model_of_the_script(script: Script) -> None:
     script.loss = lambda module, batch: summed(script.model, batch)
 

@@ -43,7 +43,7 @@ on_rank_1(
     policies=("fp16", "fp16-autocast"),
 )
 on_rank_1("a nominal weight", {"nominal_weight": 64.0})
-on_rank_1("fsdp", {"strategy": "fsdp"}, strategies=("ddp", "hsdp", "fsdp1"))
+on_rank_1("fsdp", {"strategy": "fsdp"}, strategies=("ddp", "hsdp"))
 on_rank_1("a sharded optimizer", {"shard_optimizer": True}, strategies=("ddp",))
 on_rank_1("dropping of microbatches", {"on_nonfinite": "drop_microbatch"}, strategies=("ddp",))
 on_rank_1("reproducible sums", {"reproducible": True}, strategies=("ddp",))

@@ -65,7 +65,7 @@ setting(
     ],
 )
 setting("strategy", "error", ["single"], name="strategy of two", ranks=(2,))
-setting("strategy", "error", ["ddp", "fsdp", "fsdp1", "hsdp"], name="strategy of one", ranks=(1,))
+setting("strategy", "error", ["ddp", "fsdp", "hsdp"], name="strategy of one", ranks=(1,))
 setting(
     "device",
     "error",
@@ -120,7 +120,7 @@ for _place in ("hybrid", "shards", None, True):
     value(
         f"accumulate {_place!r}",
         lambda place=_place: ParallelConfig(sharding=ShardingConfig(accumulate=place)),
-        strategies=("ddp", "fsdp", "fsdp1"),
+        strategies=("ddp", "fsdp"),
     )
 value("offload", lambda: ParallelConfig(sharding=ShardingConfig(offload=True)))
 value(

@@ -55,7 +55,6 @@ TWO_RANKS = {
         batch={"global_batch_size": 80},  # five microbatches: more than are run to predict them
     ),
     "fsdp, 8 bits": run(precision=policy("fp8"), strategy="fsdp"),
-    "fsdp1": run(precision=policy("bf16"), strategy="fsdp1"),
 }
 
 
@@ -77,7 +76,6 @@ SUMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "reduce-scatter",
     ),
     "fsdp": ({"strategy": "fsdp"}, "all-to-all", "reduce-scatter"),
-    "fsdp1": ({"strategy": "fsdp1"}, "all-to-all", "reduce-scatter"),
 }
 
 
@@ -326,7 +324,7 @@ def test_observations_agree_with_the_policy() -> None:
         assert all(found.seen(group) for group in found.predicted.groups)
 
 
-@pytest.mark.parametrize(("strategy", "text"), [("fsdp", "bf16-pure"), ("fsdp1", "bf16")])
+@pytest.mark.parametrize(("strategy", "text"), [("fsdp", "bf16-pure")])
 def test_shards_are_not_reported_as_differences(strategy: str, text: str) -> None:
     """Their weights have other dtypes than those of the observed step."""
     found = explain(run(strategy=strategy, precision=policy(text)), 2)
