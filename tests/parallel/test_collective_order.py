@@ -163,12 +163,11 @@ def test_steps_of_different_lengths_are_an_error() -> None:
 @ranks(2)
 def test_a_forward_outside_of_a_step_is_compared() -> None:
     """A rank that runs it alone gets an error, not the collectives of another rank's step."""
-    for strategy in ("fsdp", "fsdp1"):
-        engine = make_engine(strategy=strategy)
-        train(engine, 2, TWO_RANKS)
-        with Observed() as observed:
-            engine.module(samples(0, 3).inputs)
-        assert torch.int64 in {d for dtypes in observed.collectives.values() for d in dtypes}
+    engine = make_engine(strategy="fsdp")
+    train(engine, 2, TWO_RANKS)
+    with Observed() as observed:
+        engine.module(samples(0, 3).inputs)
+    assert torch.int64 in {d for dtypes in observed.collectives.values() for d in dtypes}
 
 
 class Routed(Classifier):

@@ -431,7 +431,6 @@ def test_a_loss_function_that_calls_backward_is_refused(strategy: str) -> None:
 def test_two_parameters_in_the_same_memory_are_refused() -> None:
     for options in (
         {"strategy": "fsdp"},
-        {"strategy": "fsdp1"},
         {"policy": "bf16"},
         {"shard_optimizer": True},
     ):
