@@ -123,7 +123,7 @@ def fine_tune(model: Path, checkout: Path) -> dict[str, Any]:
             *("--schedule.name=constant", "--schedule.warmup-steps=0"),
             *("--data.sequence-length=16", "--batch.microbatch-size=1"),
             f"--batch.global-batch-size={RANKS}",
-            *("--validation.final-samples=2", "--sample.length=0", "--log.no-curves"),
+            *("--validation.final-samples=2", "--sample.length=0"),
             "--run-dir=run",
         ]
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}

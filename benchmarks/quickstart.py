@@ -70,7 +70,7 @@ def _config(steps: int, folder: str) -> RunConfig:
         run_dir=f"{folder}/run",
         schedule=replace(config.schedule, warmup_steps=steps // 3),
         data=replace(config.data, held_out=0.0),  # no validation
-        log=LogConfig(console="off", curves=False),
+        log=LogConfig(console="off"),
     )
 
 

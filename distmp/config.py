@@ -277,7 +277,7 @@ class RunConfig:
     """What to do, by names that are no settings and by sections, see `from_mapping`."""
 
     run_dir: str = field(default="runs/default", metadata=HARMLESS)
-    """Folder for the resolved configuration, step records, curves and checkpoints."""
+    """Folder for the resolved configuration, step records and checkpoints."""
 
     resume: str | None = field(default=None, metadata=IGNORED)
     """Checkpoint to resume from: a path, or auto for the latest one of the run, if there is one."""

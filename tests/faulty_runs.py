@@ -36,7 +36,6 @@ ARGUMENTS = [
     "--schedule.name=constant",
     "--schedule.warmup-steps=0",
     "--log.every=1",
-    "--log.curves=False",
     "--run-dir=run",
 ]
 

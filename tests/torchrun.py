@@ -20,7 +20,6 @@ TINY = [
     "--precision.policy=fp32",
     "--validation.final-samples=8",
     "--sample.length=8",
-    "--log.no-curves",
 ]
 """Arguments of a run that takes seconds; `--data.path` has to be added."""
 

@@ -31,7 +31,6 @@ _TRACED = (
     "--profile.steps=20:22",
     "--validation.final-samples=8",
     "--sample.length=0",
-    "--log.no-curves",
 )
 
 

@@ -1,4 +1,4 @@
-"""Telemetry of a run: step records, the console, curves, time and memory."""
+"""Telemetry of a run: step records, the console, time and memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ __all__ = [
     "StepRecord",
     "StepTimer",
     "Stragglers",
-    "draw_curves",
     "peak_memory_bytes",
     "read_records",
 ]
 
 if TYPE_CHECKING:
     from distmp.telemetry.console import Console
-    from distmp.telemetry.curves import draw_curves
     from distmp.telemetry.memory import peak_memory_bytes
     from distmp.telemetry.rank_log import RankLog
     from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
@@ -36,7 +34,6 @@ else:
         __name__,
         {
             "distmp.telemetry.console": ("Console",),
-            "distmp.telemetry.curves": ("draw_curves",),
             "distmp.telemetry.memory": ("peak_memory_bytes",),
             "distmp.telemetry.rank_log": ("RankLog",),
             "distmp.telemetry.records": (

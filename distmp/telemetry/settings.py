@@ -37,9 +37,6 @@ class LogConfig:
     """Steps between two measurements of the gradient norm of each layer, before clipping, for the
     records and trackers; 0 disables them."""
 
-    curves: bool = True
-    """Plot loss, learning rate, gradient norm and loss scale to a PNG file."""
-
     trackers: tuple[str, ...] = ()
     """Trackers that log every step: tensorboard, wandb and others that accelerate supports, or the
     import path 'module:Class' of an accelerate.tracking.GeneralTracker."""

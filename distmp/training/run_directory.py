@@ -23,7 +23,6 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.records = path / "steps.jsonl"
-        self.curves = path / "curves.png"
         self.checkpoints: Location = path / "checkpoints"
         if checkpoint_path is not None:
             self.checkpoints = locate("checkpoint.path", checkpoint_path) / path.name

@@ -19,7 +19,7 @@ _SAVES = 1.5
 # Estimate until a save has been measured: a constant, and the state at the speed of a disk.
 _FIRST_SAVE_SECONDS = 2.0
 _FIRST_SAVE_BYTES_PER_SECOND = 100e6
-# For curves, the last messages, and the exit of the interpreter.
+# For the last messages, and the exit of the interpreter.
 _END_SECONDS = 5.0
 
 

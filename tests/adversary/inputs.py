@@ -58,7 +58,7 @@ TINY: dict[str, Any] = {
     "schedule": {"warmup_steps": 0},
     "validation": {"final_samples": 2},
     "sample": {"length": 0},
-    "log": {"curves": False, "files": False},
+    "log": {"files": False},
 }
 # What makes a run small, whatever its configuration says.
 SMALL = [

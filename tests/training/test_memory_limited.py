@@ -46,7 +46,6 @@ COMMON = [
     "--data.sequence-length=2",
     "--validation.final-samples=5",
     "--sample.length=0",
-    "--log.no-curves",
     # A copy of the state that is written while training continues would be one more shard.
     "--checkpoint.asynchronous=False",
     "--callbacks=tests.training.test_memory_limited:Peaks",

@@ -95,7 +95,6 @@ def configuration(run_dir: Path, **values: Any) -> RunConfig:
         "optim": {"lr": 0.01},
         "schedule": {"name": "constant", "warmup_steps": 2},
         "validation": {"final_samples": 4},
-        "log": {"curves": False},
     }
     for name, value in values.items():
         both = isinstance(value, dict) and name in sections

@@ -77,7 +77,6 @@ def trainer(folder: Path, *arguments: str, poisoned: list[int], poison: float = 
             "--divergence.norm-threshold=30",
             "--log.console=plain",
             "--log.every=1",
-            "--log.no-curves",
             f"--run-dir={folder / 'run'}",
             *arguments,
         ]

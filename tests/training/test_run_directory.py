@@ -17,8 +17,8 @@ def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
 
 def test_the_paths_of_a_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    assert {run.config, run.records, run.curves, run.checkpoints} == {
-        tmp_path / name for name in ("config.yaml", "steps.jsonl", "curves.png", "checkpoints")
+    assert {run.config, run.records, run.checkpoints} == {
+        tmp_path / name for name in ("config.yaml", "steps.jsonl", "checkpoints")
     }
 
 

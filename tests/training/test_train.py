@@ -125,7 +125,7 @@ def test_a_run_leaves_everything_in_its_folder(
     monkeypatch.chdir(tmp_path)
     data = corpus(tmp_path / "corpus")
     arguments = [*TINY, f"--data.path={data}", "--steps=3", "--run-dir=runs/here"]
-    arguments += ["--log.every=1", "--log.curves"]
+    arguments += ["--log.every=1"]
     threads = torch.get_num_threads()
     assert main(arguments) == 0
     assert torch.get_num_threads() == threads
@@ -134,7 +134,6 @@ def test_a_run_leaves_everything_in_its_folder(
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
         "config.yaml",
-        "curves.png",
         "logs",
         "manifest.json",
         "lease-000001.json",
@@ -143,7 +142,6 @@ def test_a_run_leaves_everything_in_its_folder(
     config = from_mapping(RunConfig, read_yaml(folder / "config.yaml"))
     assert (config.steps, config.data.path) == (3, str(data))
     assert [record.step for record in read_records(folder / "steps.jsonl")] == [1, 2, 3]
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert listing.latest(folder / "checkpoints") == folder / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
         assert expected in output
@@ -387,7 +385,7 @@ def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path)
 @pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
 def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=20000"]
-    arguments += ["--run-dir=run", "--log.curves"]
+    arguments += ["--run-dir=run"]
     command = (
         torchrun(*arguments)
         if launcher == "torchrun"
@@ -419,7 +417,6 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
     assert checkpoint is not None
     assert store.StoredCheckpoint(checkpoint).numbers["step"] == records[-1].step
     assert f"stopped after step {records[-1].step}" in output
-    assert (tmp_path / "run" / "curves.png").exists()
     if launcher == "torchrun":
         # torchrun reports the signal with a traceback; the ranks print none.
         assert output.count("Traceback") <= 1

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from distmp.training.callbacks.adapter_check import AdapterCheck
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
-from distmp.training.callbacks.curves import Curves
 from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.callbacks.ema import Ema
 from distmp.training.callbacks.hugging_face import HuggingFaceExport
@@ -54,5 +53,4 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         checkpointing,
         HuggingFaceExport(),
         TextSample(run),
-        Curves(),
     ]

@@ -131,7 +131,6 @@ def trainer(folder: Path, *arguments: str, callbacks: tuple[Callback, ...] = ())
             "--divergence.warmup-steps=6",
             "--divergence.loss-threshold=100",
             "--divergence.norm-threshold=30",
-            "--log.no-curves",
             "--log.console=off",
             f"--run-dir={folder / 'run'}",
             *arguments,
