@@ -31,8 +31,7 @@ from distmp.parallel.settings import (
     ShardingConfig,
 )
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
-from distmp.telemetry.profiling.settings import ProfileConfig
-from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.settings import LogConfig, ProfileConfig
 from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential, dangerous
 from distmp.utils.settings import command_line, to_mapping
 from distmp.utils.settings.flat import flat

@@ -85,9 +85,8 @@ def _summary(runs: Sequence[Run]) -> str:
 def _profile(run: Run) -> str:
     if run.profile is None:
         return ""
-    head, *rows = run.profile.table()
     notes = "".join(f"<li>{escape(note)}</li>" for note in run.profile.notes())
-    return f"<p>{escape(run.profile.title)}</p>{table(head, rows)}<ul>{notes}</ul>"
+    return f"<p>{escape(run.profile.title)}</p><ul>{notes}</ul>"
 
 
 def _skipped(run: Run) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distmp.errors import ConfigError
-from distmp.telemetry.profiling.summary import SUMMARY, Summary
+from distmp.telemetry.exposed_communication import SUMMARY, Summary
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory

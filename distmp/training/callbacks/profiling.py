@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distmp.telemetry.profiling.recorder import StepProfiler
+from distmp.telemetry.profiler import StepProfiler
 from distmp.training.callbacks.callback import Callback, StepResult
 from distmp.training.callbacks.exits import exit_context
 

@@ -9,7 +9,7 @@ import pytest
 
 from distmp.cli import main as distmp
 from distmp.telemetry import read_records
-from distmp.telemetry.profiling.summary import Summary
+from distmp.telemetry.exposed_communication import Summary
 from distmp.training.train import main
 from tests.elastic import Job, run_jobs
 from tests.faulty_runs import ARGUMENTS
@@ -38,18 +38,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert [rank.rank for rank in summary.ranks] == [0, 1]
     measured = [record.step_seconds for record in read_records(tmp_path / "run/steps.jsonl")[1:]]
     for rank in summary.ranks:
-        seconds = rank.seconds
         # Measured with the host's clock, with a slightly earlier start.
-        assert seconds.total == pytest.approx(sum(measured) / 2, rel=0.5)
-        assert min(seconds) >= 0
-        # On a busy machine most of a step may be waiting.
-        products = sum(one.seconds for one in rank.operators if one.name == "aten::mm")
-        assert seconds.computation + seconds.hidden > 0.9 * products > 0
-        assert seconds.hidden > 0
-        assert seconds.exposed > 0
-        assert seconds.optimizer > 0
-        assert "aten::mm" in [operator.name for operator in rank.operators[:4]]
-        assert sum(operator.seconds for operator in rank.operators) < seconds.total
+        assert rank.step == pytest.approx(sum(measured) / 2, rel=0.5)
+        assert 0 < rank.exposed < rank.step
+        operators = (tmp_path / f"run/profile/operators-rank{rank.rank}.txt").read_text()
+        assert "aten::mm" in operators
         trace = json.loads((tmp_path / f"run/profile/trace-rank{rank.rank}.json").read_text())
         events = [one for one in trace["traceEvents"] if one.get("ph") == "X"]
         backward_ends = max(
@@ -58,15 +51,13 @@ def test_two_ranks(tmp_path: Path) -> None:
         reductions = [one for one in events if one["name"] == "gloo:all_reduce"]
         assert len(reductions) >= 2 * 3
         assert min(one["ts"] for one in reductions) < backward_ends
-    # The report contains the table of the console.
+    # The report contains the lines of the console.
     assert distmp(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run/report.html").read_text()
     assert "<h2>Where the time went</h2>" in page
-    assert summary.title in page
-    for row in summary.table():
-        for cell in row:
-            assert f">{cell}</t" in page
-            assert cell in ended.stdout
+    for line in (summary.title, *summary.notes()):
+        assert line in page
+        assert line in ended.stdout
 
 
 def test_pauses_and_numbers(
@@ -87,7 +78,7 @@ def test_pauses_and_numbers(
     (rank,) = Summary.read(Path("run/profile/summary.json")).ranks
     measured = [record.step_seconds for record in records[1][1:4]]
     # Each validation takes longer than the step before it.
-    assert rank.seconds.total == pytest.approx(sum(measured) / 3, rel=0.5)
+    assert rank.step == pytest.approx(sum(measured) / 3, rel=0.5)
     # Resume after the steps to record.
     assert main([*profiled, "--profile.steps=1:2", "--resume=auto", "--resume-force"]) == 0
     assert "profile: nothing was recorded, step 1 did not run" in capsys.readouterr().out
@@ -102,7 +93,7 @@ def test_a_run_that_fails_in_a_recorded_step(
     assert "ValueError: a fault of the model" in capsys.readouterr().err
     left = Path("run/profile")
     assert sorted(path.name for path in left.iterdir()) == [
-        "memory-rank0.json",
+        "operators-rank0.txt",
         "trace-rank0.json",
     ]
     events = json.loads((left / "trace-rank0.json").read_text())["traceEvents"]

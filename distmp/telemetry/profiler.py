@@ -1,4 +1,4 @@
-"""Record the configured steps with torch's profiler, and summarize their time and memory."""
+"""Record the configured steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -16,24 +16,32 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmp.distributed.progress import CurrentPhase, current_phase
 from distmp.distributed.world import World
-from distmp.telemetry.profiling import breakdown, cuda_memory, memory
-from distmp.telemetry.profiling.settings import ProfileConfig
-from distmp.telemetry.profiling.summary import SUMMARY, RankSummary, Summary, longest
-from distmp.telemetry.profiling.trace import Trace
+from distmp.telemetry.exposed_communication import SUMMARY, RankTimes, Summary, measured
+from distmp.telemetry.settings import ProfileConfig
 
 logger = logging.getLogger("distmp")
+
+# Rows of the table of operators.
+_OPERATORS = 50
+# An event of the CUDA allocator with its stack takes about a kilobyte.
+_MAX_EVENTS = 100_000
+# torch's functions for snapshots of CUDA memory are private, and used only if they exist. Tested
+# with torch 2.11 and 2.13.
+_record_memory: Any = getattr(torch.cuda.memory, "_record_memory_history", None)
+_dump_memory: Any = getattr(torch.cuda.memory, "_dump_snapshot", None)
 
 
 class StepProfiler:
     """Records the configured steps on every rank, in a `with` block around the steps.
 
-    It writes a trace (`trace-rank0.json`, for Perfetto), memory use (`memory-rank0.json`, on CUDA
-    also `memory-rank0.pickle` for pytorch.org/memory_viz), and one `summary.json` for all ranks.
-    If the block ends with an error, each rank writes its files, but no summary.
+    Each rank writes a trace (`trace-rank0.json`, for Perfetto), a table of its operators
+    (`operators-rank0.txt`) and on CUDA a snapshot of its memory (`memory-rank0.pickle`, for
+    pytorch.org/memory_viz). Rank 0 writes `summary.json`, the time of a step and its exposed
+    communication on every rank. If the block ends with an error, there is no summary.
 
     Args:
         config: The steps to record.
-        directory: Folder of the files, created if needed.
+        directory: Directory of the files, created if needed.
         world: The process group; all ranks must create this object together.
         log: Called with the summary on the first rank.
     """
@@ -100,13 +108,16 @@ class StepProfiler:
             # Exclude kernels that were launched before these steps.
             torch.cuda.synchronize(self._world.device)
             activities.append(ProfilerActivity.CUDA)
-            cuda_memory.start()
+            if _record_memory is not None:
+                _record_memory(
+                    enabled="all", context="all", stacks="python", max_entries=_MAX_EVENTS
+                )
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profile.start()
         current_phase.observer = self._ranges
 
-    def _stop(self) -> RankSummary | None:
-        """Stop recording, write the files of this rank, and return its summary."""
+    def _stop(self) -> RankTimes | None:
+        """Stop recording, write the files of this rank, and return its times."""
         assert self._profile is not None
         recorded, self._profile = self._profile, None
         current_phase.observer = None
@@ -123,46 +134,28 @@ class StepProfiler:
             logger.warning("cannot write the profile: %s; training continues without it", error)
             return None
         finally:
-            if self._on_cuda:
-                cuda_memory.stop()
+            if self._on_cuda and _record_memory is not None:
+                _record_memory(enabled=None)
 
-    def _write(self, recorded: profile) -> RankSummary | None:
+    def _write(self, recorded: profile) -> RankTimes | None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        if self._on_cuda:
-            cuda_memory.write(self._file("memory", "pickle"))
-        path = self._file("trace", "json")
-        recorded.export_chrome_trace(str(path))
-        trace = Trace.read(
-            json.loads(path.read_bytes())["traceEvents"], self._ranges.places, on_cuda=self._on_cuda
-        )
-        if not trace.window:
-            return None
-        if self._on_cuda and not trace.device:
-            logger.warning("torch's profiler recorded no kernel; it may lack permission")
-        used = memory.of_trace(trace)
-        if used is not None:
-            self._file("memory", "json").write_text(json.dumps(used.to_json()))
-        return self._summary(trace, used)
-
-    def _summary(self, trace: Trace, used: memory.Memory | None) -> RankSummary:
-        parts = breakdown.of_trace(trace)
-        steps = len(trace.steps)
-        return RankSummary(
-            rank=self._world.rank,
-            host=socket.gethostname(),
-            seconds=parts.breakdown(steps),
-            idle_phase=breakdown.most_idle_phase(trace, parts),
-            operators=longest(trace.own_times(), steps),
-            peak_bytes=None if used is None else used.peak_bytes,
-            peak_place="" if used is None else f"{used.phase} of {used.step}",
-        )
+        if self._on_cuda and _dump_memory is not None:
+            _dump_memory(str(self._file("memory", "pickle")))
+        trace = self._file("trace", "json")
+        recorded.export_chrome_trace(str(trace))
+        by = "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
+        operators = recorded.key_averages(group_by_input_shape=True)
+        self._file("operators", "txt").write_text(operators.table(sort_by=by, row_limit=_OPERATORS))
+        times = measured(json.loads(trace.read_bytes())["traceEvents"], on_cuda=self._on_cuda)
+        return RankTimes(self._world.rank, socket.gethostname(), *times) if times else None
 
     def _report(self, summary: Summary) -> None:
         try:
             summary.write(self._directory / SUMMARY)
         except OSError as error:
             logger.warning("cannot write the profile: %s; training continues without it", error)
-        self._log(f"profile of {summary.title}; in {self._directory}:\n{summary.text()}")
+        lines = [f"profile of {summary.title}; in {self._directory}", *summary.notes()]
+        self._log("\n  ".join(lines))
 
     def _file(self, what: str, ending: str) -> Path:
         return self._directory / f"{what}-rank{self._world.rank}.{ending}"
@@ -172,12 +165,10 @@ class _Ranges:
     """Marks the phases of the main thread in a trace, as ranges inside of those of the steps.
 
     Attributes:
-        places: Names of the ranges.
         steps: First and last step.
     """
 
     def __init__(self) -> None:
-        self.places: set[str] = set()
         self.steps = (0, 0)
         self._step: Any = None
         self._place: Any = None
@@ -189,7 +180,6 @@ class _Ranges:
             self._step = _begin(f"step {doing.step}")
         else:
             _end(self._place)
-        self.places.add(doing.place)
         self._place = _begin(doing.place)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from distmp.config import load
 from distmp.errors import ConfigError
-from distmp.telemetry.profiling.settings import ProfileConfig
+from distmp.telemetry.settings import ProfileConfig
 
 
 @pytest.mark.parametrize(
