@@ -24,7 +24,7 @@ _SUBCOMMANDS = {
         "distmp.commands.explain.command",
         "print types, communication and memory of a run before it starts",
     ),
-    "data": ("distmp.commands.tokenize.command", "turn text into token files: data tokenize"),
+    "data": ("distmp.commands.tokenize", "turn text into token files: data tokenize"),
     "export": ("distmp.commands.export", "export the weights of a checkpoint to other formats"),
     "bench": ("distmp.commands.bench.command", "compare the precision policies on your run"),
     "report": (

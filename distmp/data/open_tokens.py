@@ -54,7 +54,7 @@ def open_tokens(
 
 def _refuse_unknown_folder(setting: str, path: Path) -> None:
     if path.with_name(path.name + UNFINISHED_SUFFIX).is_dir() and not path.exists():
-        problem = "is not finished; run the same `distmp data tokenize` again"
+        problem = "is not finished; remove it and run `distmp data tokenize` again"
         raise ConfigError(setting, str(path), problem)
     if path.is_dir():
         problem = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +35,6 @@ class TokenMetadata:
         documents: Number of documents in all files.
         tokens: Number of tokens in all files, including `end_of_text`.
         files: Number of tokens of each file, by name, in the order in which they are read.
-        settings: What the files were made from, as text by name. The loader does not use it.
     """
 
     dtype: str
@@ -46,7 +45,6 @@ class TokenMetadata:
     documents: int
     tokens: int
     files: Mapping[str, int]
-    settings: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write `tokens.json` in a folder, atomically."""

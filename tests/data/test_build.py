@@ -219,7 +219,7 @@ def test_a_tokenized_folder_needs_no_other_setting(tmp_path: Path) -> None:
         ({"validation_path": "raw"}, "data.validation_path", "be read as uint16, and .* uint32"),
         ({"path": "damaged"}, "data.path", r"a\.bin has 3 tokens, not the 60 of tokens\.json"),
         ({"path": "nothing"}, "data.path", r"is a folder without tokens\.json"),
-        ({"path": "begun"}, "data.path", "is not finished; run the same `distmp data tokenize`"),
+        ({"path": "begun"}, "data.path", "is not finished; remove it and run `distmp"),
         ({"path": "odd"}, "data.path", r"cannot read odd/tokens\.json"),
         ({"path": "halves"}, "data.path", r"halves/tokens\.json: dtype = 'float64' is not one of"),
         ({"path": "counted"}, "data.path", "'60' is not an integer of at least 0; tokenize the"),

@@ -1,1 +1,0 @@
-"""`distmp data tokenize`: turns text into token files."""

@@ -1,0 +1,229 @@
+"""`distmp data tokenize`: documents of every format, compared with transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distmp import cli
+from distmp.commands.tokenize import Encoder, load_encoder
+from distmp.config import load
+from distmp.data.build import build_datasets
+from distmp.data.settings import DataConfig
+from distmp.data.token_metadata import TokenMetadata
+from distmp.errors import ConfigError
+from distmp.training.run_fingerprint import tokenizer_folder
+from tests.torchrun import TINY
+
+END = "<|endoftext|>"
+TEXTS = [f"the quick brown fox {i} {END} jumps " * (i % 4) for i in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)  # which the command and `datasets` set
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a small tokenizer and save it as transformers does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["the quick brown fox jumps"] * 50, trainer)
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(folder)
+    return folder
+
+
+def test_documents_are_neither_cut_nor_filled(tokenizer: Path) -> None:
+    """A tokenizer may do so, for the model that it was made for."""
+    from tokenizers import Tokenizer
+
+    encoder = load_encoder(str(tokenizer), None)
+    backend = Tokenizer.from_str(encoder.definition or "")
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    cutting = replace(encoder, definition=backend.to_str())
+    assert cutting.encode(TEXTS) == encoder.encode(TEXTS)
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    Path("in.jsonl").write_text("".join(lines))
+    return "in.jsonl"
+
+
+def ids_in(folder: Path) -> list[int]:
+    metadata = TokenMetadata.read(folder)
+    pieces = [np.fromfile(folder / name, metadata.dtype) for name in metadata.files]
+    return list(np.concatenate(pieces).tolist())
+
+
+def tokenize(*arguments: str) -> int:
+    return cli.main(["data", "tokenize", *arguments])
+
+
+def test_documents_of_a_local_tokenizer(
+    jsonl: str, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    assert tokenize(jsonl, "--to=out", f"--tokenizer={tokenizer}", "--workers=1") == 0
+    reference = AutoTokenizer.from_pretrained(tokenizer, split_special_tokens=True)
+    end = reference.eos_token_id
+    documents = [reference(text, add_special_tokens=False).input_ids for text in TEXTS if text]
+    expected = [token for ids in documents for token in [*ids, end]]
+    assert ids_in(Path("out")) == expected
+    # The name of the token in a text is text: boundaries of documents stay recoverable.
+    assert expected.count(end) == len(documents) == 45
+    written = json.loads(Path("out/tokens.json").read_text())
+    assert (
+        written.items()
+        >= {
+            "dtype": "uint16",
+            "vocabulary_size": len(reference),
+            "end_of_text": end,
+            "tokenizer": tokenizer.name,
+            "documents": 45,
+            "tokens": len(expected),
+            "files": {"tokens.bin": len(expected)},
+        }.items()
+    )
+    assert len(written["tokenizer_sha256"]) == 64
+    # A copy for models that are exported.
+    copied = AutoTokenizer.from_pretrained("out/tokenizer")
+    assert copied.get_vocab() == reference.get_vocab()
+    config = load(["--data.source=tokens", "--data.path=out"])
+    assert tokenizer_folder(config) == Path("out/tokenizer")
+    assert f"out: 45 documents, {len(expected):,} tokens of uint16" in capsys.readouterr().out
+    config = DataConfig(source="tokens", path="out", sequence_length=8, held_out=0)
+    data = build_datasets(config)
+    assert data.vocabulary_size == len(reference)
+    assert data.train[1]["inputs"].tolist() == expected[8:16]
+
+
+def test_the_output_does_not_depend_on_the_number_of_workers(jsonl: str) -> None:
+    for workers in (1, 3):
+        assert tokenize(jsonl, f"--to={workers}", "--tokenizer=bytes", f"--workers={workers}") == 0
+    expected = [byte for text in TEXTS if text for byte in [*text.encode(), 256]]
+    assert ids_in(Path("1")) == ids_in(Path("3")) == expected
+    assert sorted(path.name for path in Path("1").iterdir()) == ["tokens.bin", "tokens.json"]
+
+
+def test_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset
+
+    monkeypatch.chdir(tmp_path)
+    rows = Dataset.from_dict({"body": ["b0", "b1"], "other": [0, 1]})
+    rows.to_parquet("in/b.parquet")
+    rows.to_json("in/c.jsonl")
+    rows.save_to_disk("saved")
+    Path("in/a.txt").write_text("a\n\nA")
+    Path("in/d.py").write_text("d")
+    Path("in/.hidden").write_text("hidden")
+    assert tokenize("in", "saved", "--key=body", "--to=out", "--tokenizer=bytes") == 0
+    documents = bytes(255 if byte == 256 else byte for byte in ids_in(Path("out")))
+    assert documents.split(b"\xff")[:-1] == [
+        *(b"a\n\nA", b"b0", b"b1", b"b0", b"b1", b"d"),
+        *(b"b0", b"b1"),
+    ]
+    assert not list(Path("saved").glob("cache*"))
+
+
+def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 0
+    run = ["train", *TINY, "--data.source=tokens", "--data.path=out", "--steps=2"]
+    assert cli.main([*run, "--run-dir=run"]) == 0
+    assert "held out, vocabulary of 257" in capsys.readouterr().out
+    assert cli.main([*run, "--run-dir=other", "--model.vocabulary-size=100"]) == 2
+    assert "model.vocabulary_size = 100: the data has 257 token ids" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: INPUT, --to"),
+        (["none", "--tokenizer=bytes"], "INPUT = 'none': there is no such file or directory"),
+        (["in.jsonl", "--tokenizer=none"], "--tokenizer = 'none': has no tokenizer.json"),
+        (["in.jsonl", "--tokenizer=odd"], "--tokenizer = 'odd': transformers cannot load it"),
+        (["in.jsonl", "--tokenizer=bytes", "--workers=0"], "--workers = 0: must be from 1"),
+        (["in.jsonl", "--tokenizer=bytes", "--end-of-text=x"], "a document ends with 256"),
+        (
+            ["in.jsonl", "--tokenizer=bytes", "--key=body"],
+            "has no column 'body'; set --key to one of text",
+        ),
+        (["empty", "--tokenizer=bytes"], "no document has a token"),
+        (["broken.jsonl", "--tokenizer=bytes"], "INPUT = 'broken.jsonl': cannot be read: "),
+        (["numbers.jsonl", "--tokenizer=bytes"], "a document is of type int; use strings"),
+        (["latin1.txt", "--tokenizer=bytes"], "can't decode byte"),
+        (["a.json", "--tokenizer=bytes"], "set --format to text or json"),
+    ],
+)
+def test_errors_are_one_message(
+    arguments: list[str], message: str, jsonl: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("odd").mkdir()
+    Path("odd/tokenizer.json").write_text("{")
+    Path("empty").mkdir()
+    Path("empty/a.txt").touch()
+    Path("broken.jsonl").write_text('{"text": ')
+    Path("numbers.jsonl").write_text('{"text": 1}')
+    Path("latin1.txt").write_bytes("\xe9".encode("latin1"))
+    Path("a.json").write_text("{}")
+    assert tokenize(*arguments, *(["--to=out"] if arguments else [])) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(Path.cwd().glob("out*"))
+
+
+def test_another_directory_is_never_replaced(
+    jsonl: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [jsonl, "--to=out", "--tokenizer=bytes", "--workers=1"]
+    Path("out.partial").mkdir()
+    assert tokenize(*arguments) == 2
+    assert "another command writes to out.partial, or was killed" in capsys.readouterr().err
+    Path("out.partial").rmdir()
+    assert tokenize(*arguments) == 0
+    assert tokenize(*arguments) == 2
+    assert "'out': exists; name a new directory, or remove this one" in capsys.readouterr().err
+
+
+def test_the_end_of_text_must_be_a_token(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    with pytest.raises(ConfigError, match="the tokenizer has no end-of-sequence token"):
+        load_encoder(str(tmp_path), None)
+    with pytest.raises(ConfigError, match="'</s>': is not a token of"):
+        load_encoder(str(tmp_path), "</s>")
+    assert load_encoder(str(tmp_path), END).end_of_text == 0
+
+
+def test_a_text_with_the_end_of_text_is_refused(
+    jsonl: str, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token such as "the" is no special token, and occurs in texts."""
+    ordinary = ["--end-of-text=the", "--workers=1", "--to=out"]
+    assert tokenize(jsonl, f"--tokenizer={tokenizer}", *ordinary) == 2
+    assert "a document contains the end-of-text token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
+def test_the_type_follows_from_the_vocabulary(size: int, dtype: str) -> None:
+    assert Encoder("x", None, size, 0).dtype == dtype
