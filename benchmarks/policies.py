@@ -18,7 +18,7 @@ from benchmarks.tables import precision
 from distmp.commands.bench.measure import compare
 from distmp.commands.bench.precision import load
 from distmp.commands.bench.settings import BenchPrecisionConfig
-from distmp.data.text import VOCABULARY_SIZE
+from distmp.data.token_metadata import VOCABULARY_SIZE
 from distmp.distributed.world import World
 from distmp.precision import policy
 

@@ -21,8 +21,12 @@ from typing import Any
 import numpy as np
 
 from distmp.commands.arguments import Parser
-from distmp.data.text import END_OF_FILE, VOCABULARY_SIZE
-from distmp.data.token_metadata import UNFINISHED_SUFFIX, TokenMetadata
+from distmp.data.token_metadata import (
+    END_OF_FILE,
+    UNFINISHED_SUFFIX,
+    VOCABULARY_SIZE,
+    TokenMetadata,
+)
 from distmp.errors import ConfigError
 from distmp.models import tokenizer_files
 from distmp.models.tokenizers import DEFINITION, load_tokenizer

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distmp.data.errors import DataError
+from distmp.data.token_metadata import END_OF_FILE, VOCABULARY_SIZE
 from distmp.data.windows import Windows
 from distmp.errors import ConfigError
 from distmp.utils.visible_files import visible_files
-
-END_OF_FILE = 256
-"""Token after each file."""
 
 RECORDS = (".jsonl", ".ndjson", ".parquet")
 """Ends of names of files whose text has to be extracted from records."""
@@ -29,9 +27,6 @@ _TOKENIZE = (
     "run `distmp data tokenize`, and set data.source to tokens and {} to the directory that it "
     "writes"
 )
-
-VOCABULARY_SIZE = 257
-"""The 256 bytes and END_OF_FILE."""
 
 
 def encode(text: str) -> Tensor:

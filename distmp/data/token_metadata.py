@@ -17,6 +17,11 @@ NAME = "tokens.json"
 UNFINISHED_SUFFIX = ".partial"
 """Appended to the name of a folder while `distmp data tokenize` fills it."""
 
+END_OF_FILE = 256
+"""Token after each file whose bytes are the tokens."""
+VOCABULARY_SIZE = 257
+"""The 256 bytes and END_OF_FILE."""
+
 _FORMAT = 1
 _LARGEST_BYTES = 2**28
 

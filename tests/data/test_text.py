@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.data.errors import DataError
-from distmp.data.text import END_OF_FILE, TextFolder, decode, encode, list_text_files
+from distmp.data.text import TextFolder, decode, encode, list_text_files
+from distmp.data.token_metadata import END_OF_FILE
 from distmp.errors import ConfigError
 
 

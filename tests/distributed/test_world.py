@@ -132,6 +132,16 @@ def test_ranks_meet_and_part() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("port", ["x", "0", "65536"])
+def test_a_port_that_cannot_be_is_named(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="must be") as caught:
+        world_of_process()
+    assert (caught.value.setting, str(caught.value.value)) == ("MASTER_PORT", port)
+
+
 @pytest.fixture(autouse=True)
 def _port(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with reserved_port() as port:

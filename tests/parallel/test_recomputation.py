@@ -121,7 +121,7 @@ def test_recomputation_changes_no_bit_of_weights_and_buffers(policy: str) -> Non
 @ranks(2, timeout=300)
 def test_selective_recomputation_changes_no_bit_under_any_strategy() -> None:
     selection = {"every": 2, "save": ["matmul"]}
-    for options in (WAYS[1], WAYS[3], WAYS[4], WAYS[5]):
+    for options in (WAYS[1], WAYS[3], WAYS[4]):
         without, recomputed = ends(Model, selection, policy="bf16-autocast", **options)
         assert_same_bits(recomputed, without)
 
@@ -136,7 +136,6 @@ def test_compiled_blocks_write_their_buffers_once() -> None:
         (WAYS[0], Normalised, "blocks"),
         (WAYS[0], Model, "model"),
         (WAYS[4], Model, "blocks"),
-        (WAYS[6], Normalised, "model"),
     ):
         without, recomputed = ends(model, compile=compilation, policy="fp32", **options)
         assert recomputed.keys() == without.keys()

@@ -136,7 +136,7 @@ def test_the_table_of_operators_has_shapes_and_memory(tmp_path: Path) -> None:
     table = (tmp_path / "operators-rank0.txt").read_text()
     assert "Input Shapes" in table
     (row,) = (line for line in table.splitlines() if "aten::zeros " in line)
-    assert "14.00 MB" in row or "MB" in row
+    assert " MB " in row
 
 
 @pytest.mark.parametrize(

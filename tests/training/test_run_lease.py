@@ -322,6 +322,24 @@ def test_the_same_command_a_moment_later_and_the_other_one_has_ended(tmp_path: P
     assert second.lease is None
 
 
+def test_records_without_a_checkpoint_are_warned_of(tmp_path: Path) -> None:
+    first = choice(tmp_path, other("a"), resume=None)
+    earlier = begin(first)
+    earlier.records.write_text("{}\n")
+    first.release()
+    lines: list[str] = []
+    config = RunConfig(run_dir=str(tmp_path / "run"), resume="auto")
+    again = DirectoryChoice(config, other("b"), lines.append)
+    continued = again.continued(None)
+    assert continued is not None
+    assert continued.path == earlier.path
+    assert again.final(None).path.name == "run-2"
+    again.release()
+    (warning,) = lines
+    assert "training starts from the beginning in" in warning
+    assert str(earlier.path) in warning
+
+
 def test_a_directory_without_a_checkpoint_is_held_until_there_is_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -289,6 +289,7 @@ PATIENCE, EVERY = "--early-stopping.patience=2", "--validation.every=5"
             ["--validation.metrics={p: perplexity}", "--model.loss=json:dumps"],
             "validation.metrics = 'perplexity': is the exponential of the loss next_token",
         ),
+        (["--validation.metrics={p: 3}"], "validation.metrics.p = 3: "),
     ],
 )
 def test_settings_that_would_never_stop_a_run_are_refused(
