@@ -2,10 +2,10 @@
 # make test    run every test that this machine can run
 # make test-fake-gpu   the tests marked gpu, on fake devices (part of make test)
 # make test-fast   the tests that decide most changes, in about a minute
-# make nightly random runs of the engine against a float64 oracle, random misuse, odd inputs, random
-#              sequences of overflows, and seeded bugs of CUDA code
-# make soak    the tests that take minutes, such as kills and restarts, then random faults on two and three
-#              simulated hosts (SECONDS=240)
+# make nightly the tests that take long, such as kills and restarts; then random runs of the engine
+#              against a float64 oracle, random misuse, odd inputs, random sequences of overflows,
+#              seeded bugs of CUDA code, and an hour of `make soak`
+# make soak    random faults on two and three simulated hosts (SECONDS=240)
 # make lint    formatting, lint, types and layers
 # make size    code lines, modules, configuration keys, import cycles and words of the documentation
 # make behaviour  what a change of structure must not change: API, help, messages, weights of short runs
@@ -35,7 +35,7 @@ train: $(INSTALLED)
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 
 test: $(INSTALLED)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not soak"
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not nightly"
 	$(MAKE) test-fake-gpu
 
 # Two workers, because these tests keep a core busy, unlike ranks that wait for each other.
@@ -58,13 +58,13 @@ test-fast: $(INSTALLED)
 		$(addprefix tests/,$(FAST))
 
 soak: $(INSTALLED)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m soak
 	for hosts in 2 3; do \
 		$(TEST_ENV) $(VENV)/bin/python -m tests.soak --hosts $$hosts \
 			--seconds $$(($(SECONDS) / 2)) || exit 1; \
 	done
 
 nightly: $(INSTALLED)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m nightly
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary --cases $(CASES)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.misuse --cases $(CASES)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.inputs --cases $(CASES)

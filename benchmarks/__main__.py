@@ -25,40 +25,42 @@ class Benchmark(NamedTuple):
 
     Attributes:
         smoke: Its options with `--smoke`.
-        processes: Whether a smoke run starts so many processes that it takes most of a minute.
+        nightly: Whether a smoke run takes most of a minute.
         default: Whether it is part of a run of all benchmarks.
     """
 
     smoke: tuple[str, ...] = ()
-    processes: bool = False
+    nightly: bool = True
     default: bool = True
 
 
 BENCHMARKS = {
-    "quickstart": Benchmark((*ONE_ROUND, "--steps=3")),
-    "step_tail": Benchmark((*ONE_ROUND, "--elements=65536", "--parameter-size=4096")),
-    "host_cost": Benchmark((*ONE_ROUND, "--microbatches=2"), processes=True),
+    "quickstart": Benchmark((*ONE_ROUND, "--steps=3"), nightly=False),
+    "step_tail": Benchmark(
+        (*ONE_ROUND, "--elements=65536", "--parameter-size=4096"), nightly=False
+    ),
+    "host_cost": Benchmark((*ONE_ROUND, "--microbatches=2")),
     "accumulation_error": Benchmark(),
-    "accumulation_microbatches": Benchmark(ONE_ROUND, processes=True),
+    "accumulation_microbatches": Benchmark(ONE_ROUND),
     "accumulation_passes": Benchmark((*ONE_ROUND, "--size=1m")),
-    "accumulation_step": Benchmark((*ONE_ROUND, "--size=1m"), processes=True),
-    "reproducible": Benchmark(("--steps=2", "--sequence-length=8"), processes=True),
-    "muon": Benchmark(processes=True),
-    "loss": Benchmark(ONE_ROUND),
+    "accumulation_step": Benchmark((*ONE_ROUND, "--size=1m")),
+    "reproducible": Benchmark(("--steps=2", "--sequence-length=8")),
+    "muon": Benchmark(),
+    "loss": Benchmark(ONE_ROUND, nightly=False),
     "activation_checkpointing": Benchmark(ONE_ROUND),
     "precision": Benchmark(),
-    "rl_mismatch": Benchmark(("--steps=1",), processes=True),
-    "peers": Benchmark((*ONE_ROUND, "--size=1m", "--races", "fsdp fp32"), processes=True),
-    "guard": Benchmark(ONE_ROUND, processes=True),
+    "rl_mismatch": Benchmark(("--steps=1",)),
+    "peers": Benchmark((*ONE_ROUND, "--size=1m", "--races", "fsdp fp32")),
+    "guard": Benchmark(ONE_ROUND),
     "explain_memory": Benchmark(),
     "growth": Benchmark(),
     "exchange": Benchmark(),
-    "checkpoint_stall": Benchmark(ONE_ROUND, processes=True),
-    "start_up": Benchmark(ONE_ROUND, processes=True),
-    "command_start": Benchmark(ONE_ROUND, processes=True),
+    "checkpoint_stall": Benchmark(ONE_ROUND),
+    "start_up": Benchmark(ONE_ROUND),
+    "command_start": Benchmark(ONE_ROUND),
     # These train for hours on a CPU.
-    "lean_state": Benchmark(("--seeds=1", "--size=1m"), processes=True, default=False),
-    "narrow_formats": Benchmark(("--seeds=1", "--size=1m"), processes=True, default=False),
+    "lean_state": Benchmark(("--seeds=1", "--size=1m"), default=False),
+    "narrow_formats": Benchmark(("--seeds=1", "--size=1m"), default=False),
 }
 
 

@@ -110,6 +110,7 @@ def test_the_metadata(built: Distributions) -> None:
     assert "](docs/" not in description
 
 
+@pytest.mark.nightly
 def test_the_wheel_trains_in_an_empty_folder(built: Distributions, tmp_path: Path) -> None:
     commands = new_environment(tmp_path / "environment", str(built.wheel))
     empty = tmp_path / "empty"
@@ -174,6 +175,7 @@ def test_the_readme_of_a_package_index_has_no_relative_links(source: str | None)
     assert "([engine]" in page if source else "(engine)" in page
 
 
+@pytest.mark.nightly
 def test_an_editable_install_precedes_a_folder_with_its_name(tmp_path: Path) -> None:
     """A script beside a clone `distmp` finds the package, not the folder of the clone."""
     commands = new_environment(tmp_path / "environment", "--editable", str(ROOT))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.adversary.inputs import run
 
-CASES = int(os.environ.get("INPUTS_CASES", "25"))
+CASES = int(os.environ.get("INPUTS_CASES", "10"))
 SEED = int(os.environ.get("INPUTS_SEED", "0"))
 # Number of cases per test, so that several tests can run in parallel.
 PER_TEST = 50

@@ -8,7 +8,7 @@ import pytest
 
 from tests.adversary.misuse import generate, run
 
-CASES = int(os.environ.get("MISUSE_CASES", "60"))
+CASES = int(os.environ.get("MISUSE_CASES", "30"))
 SEED = int(os.environ.get("MISUSE_SEED", "0"))
 # Number of cases per test, so that several tests can run in parallel.
 PER_TEST = 30

@@ -26,7 +26,7 @@ from tests.adversary.shrink import kinds
 from tests.ranks import ranks, run_ranks
 
 # `make nightly` tries thousands.
-CASES = int(os.environ.get("ADVERSARY_CASES", "40"))
+CASES = int(os.environ.get("ADVERSARY_CASES", "20"))
 SEED = int(os.environ.get("ADVERSARY_SEED", "0"))
 # Number of cases per test, so that several tests can run in parallel.
 PER_TEST = 50
@@ -105,7 +105,9 @@ def test_engine_agrees_with_oracle(cases: list[Case]) -> None:
         pytest.fail("\n\n".join([*reports, total]), pytrace=False)
 
 
-@pytest.mark.parametrize("part", [slice(4), pytest.param(slice(4, None), marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "part", [slice(4), pytest.param(slice(4, None), marks=pytest.mark.nightly)]
+)
 def test_reproducible_bits_do_not_depend_on_the_split(part: slice) -> None:
     cases = [replace(generate(SEED, index, 4), reproducible=True) for index in range(16)]
     cases = [reproducible_on(case, 4) for case in cases if not case.sharded][part]

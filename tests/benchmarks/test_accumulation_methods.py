@@ -46,6 +46,7 @@ def test_the_error_is_that_of_accumulating_alone() -> None:
     assert max(errors.values()) < 1e-6
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_memory_grows_with_the_microbatches_only_with_partial_sums() -> None:
     SHAPES["cpu"] = Shape(128, 2, 64, SAMPLES)

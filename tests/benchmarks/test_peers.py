@@ -98,7 +98,7 @@ def losses_in_float64() -> list[float]:
     return losses
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_every_loop_does_the_same_work() -> None:
     reference = losses_in_float64()
     (alone,) = run_ranks(train_alone, 1)

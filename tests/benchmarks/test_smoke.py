@@ -16,7 +16,7 @@ from benchmarks.figures import ROOT
 from benchmarks.report import FOLDER, RESULTS, Spread, commit
 
 CASES = [
-    pytest.param(name, marks=[pytest.mark.soak] if benchmark.processes else [])
+    pytest.param(name, marks=[pytest.mark.nightly] if benchmark.nightly else [])
     for name, benchmark in BENCHMARKS.items()
 ]
 

@@ -472,6 +472,7 @@ def test_a_job_that_releases_its_lease_owns_nothing_any_more(two: Two) -> None:
 THIRDS = [ticks for ticks in itertools.product(range(3), repeat=4) if sum(ticks) in (0, 3)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("suspended", [0, 1], ids=["owner", "other"])
 @pytest.mark.parametrize("owned", [False, True], ids=["new", "owned"])
 def test_a_job_is_suspended_after_any_operation(owned: bool, suspended: int) -> None:

@@ -127,6 +127,7 @@ def assert_same(case: str, found: dict[str, Tensor], expected: dict[str, Tensor]
         assert torch.equal(found[name], expected[name]), (case, name)
 
 
+@pytest.mark.nightly
 @ranks(2, timeout=200)
 def test_saving_does_not_change_training_and_saves_the_state_of_its_step(tmp_path: Path) -> None:
     for name, options in STRATEGIES.items():
@@ -452,6 +453,7 @@ for owner, point in points:
 """
 
 
+@pytest.mark.nightly
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = run(command, Path(__file__).parent.parent.parent)

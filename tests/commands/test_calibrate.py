@@ -109,6 +109,7 @@ def test_json_has_the_counts(arguments: list[str], capsys: pytest.CaptureFixture
     ]
 
 
+@pytest.mark.nightly
 def test_ranks_count_together_and_print_once(arguments: list[str]) -> None:
     launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = [*launcher, "-m", "distmp.commands.calibrate", *arguments, "--json"]

@@ -146,6 +146,7 @@ assert size > 16 * room and grown < room / 4, (size, grown)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     path, size = tmp_path / "large.bin", 8 << 30

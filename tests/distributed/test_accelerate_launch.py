@@ -59,6 +59,7 @@ def test_cpu() -> None:
     assert not wants_cpu({})
 
 
+@pytest.mark.nightly
 def test_a_run_started_by_accelerate(tmp_path: Path) -> None:
     launcher = python("-m", "accelerate.commands.launch", "--multi-gpu", "--num-processes", "2")
     options = ["--mixed-precision", "bf16", "--main-process-port", "0", "-m", "distmp.train"]

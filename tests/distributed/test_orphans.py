@@ -30,6 +30,7 @@ Path("returned").touch()
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process about its parent")
 def test_a_rank_whose_native_code_holds_the_gil_ends_too(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, RANK]

@@ -179,6 +179,7 @@ def trained_and_ended(leaves_out: str, directory: Path) -> str:
     return run([*torchrun, "train.py", leaves_out, "60"], directory).stderr
 
 
+@pytest.mark.nightly
 def test_training_that_ends_cleanly_prints_nothing(tmp_path: Path) -> None:
     output = trained_and_ended("nothing", tmp_path)
     assert "Error" not in output
@@ -186,6 +187,7 @@ def test_training_that_ends_cleanly_prints_nothing(tmp_path: Path) -> None:
     assert "store" not in output.lower()
 
 
+@pytest.mark.nightly
 def test_rank_that_has_ended_is_named(tmp_path: Path) -> None:
     output = trained_and_ended("everything", tmp_path)
     assert (

@@ -103,6 +103,7 @@ def test_a_block_runs(name: str, world_size: int, monkeypatch: pytest.MonkeyPatc
         assert ranks == world_size or not steps
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
 def test_the_readmes_engine_runs_as_a_script(launcher: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -59,7 +59,7 @@ def test_the_record_was_made_with_the_tested_versions() -> None:
         assert f"{package}=={version.partition('+')[0]}" in constraints
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_script_trains_as_the_original(name: str) -> None:
     if name != "trl" and CLONES is None:

@@ -53,6 +53,7 @@ def test_the_gan_continues_after_an_end_between_its_first_saves(
     assert before == after
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_gan_learns_the_radius(
     world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -115,6 +115,7 @@ def restore_algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_of_512_ranks_is_a_step_of_8_ranks(strategy: str) -> None:
     few_operators, few_calls = steady_step(8, **STRATEGIES[strategy])

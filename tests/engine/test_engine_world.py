@@ -71,6 +71,7 @@ def torchrun(*arguments: str) -> list[str]:
     return python(*launcher, *arguments)
 
 
+@pytest.mark.nightly
 def test_ranks_of_torchrun_train_one_model(script: str) -> None:
     result = run(torchrun(script, "fsdp"), cwd=Path(script).parent)
     assert result.returncode == 0, result.stderr
@@ -101,12 +102,16 @@ def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str, tmp_p
         assert "rank 0 of 2 stops because another rank has ended" in result.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("call", "rank"),
     [
         ("save", 0),
         ("evaluate", 1),
-        *(pytest.param(call, 0, marks=pytest.mark.soak) for call in ("gather", "export", "step")),
+        *(
+            pytest.param(call, 0, marks=pytest.mark.nightly)
+            for call in ("gather", "export", "step")
+        ),
     ],
 )
 def test_a_rank_that_ends_before_a_call_of_the_others_is_named(
@@ -183,6 +188,7 @@ def test_a_process_that_is_said_to_be_alone_trains_alone(
     assert capfd.readouterr().out.startswith("single 5 ")
 
 
+@pytest.mark.nightly
 def test_a_process_of_its_own_trains_alone(script: str) -> None:
     result = run(python(script, "auto"), cwd=Path(script).parent)
     assert result.returncode == 0, result.stderr

@@ -294,6 +294,7 @@ def test_evaluation_and_replay_use_the_formats_of_their_step() -> None:
     assert engine.evaluate([batch]) == wide.evaluate([batch])
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_compiled_layers_change_their_formats() -> None:
     found = []

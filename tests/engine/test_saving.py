@@ -286,6 +286,7 @@ del engine
 """
 
 
+@pytest.mark.nightly
 def test_the_end_of_the_process_waits_for_saves(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     result = run(python("script.py"), cwd=tmp_path)

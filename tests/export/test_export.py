@@ -262,6 +262,7 @@ def test_what_cannot_be_exported_is_one_message(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.nightly
 def test_the_memory_of_an_export_is_that_of_one_tensor(tmp_path: Path) -> None:
     tensors = {f"model/{i}": torch.randn(4, 2**18) for i in range(24)}
     tensors |= {f"optimizer/{i}": tensor for i, tensor in enumerate(tensors.values())}

@@ -95,6 +95,7 @@ def fit(
     return trainer, plugin
 
 
+@pytest.mark.nightly
 @ranks(2, timeout=120)
 def test_the_strategy(tmp_path: Path) -> None:
     import lightning.pytorch as pl

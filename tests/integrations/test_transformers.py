@@ -220,6 +220,7 @@ def _check_sharded(path: Path) -> None:
             made("bf16", version=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @ranks(2)
 def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
@@ -275,6 +276,7 @@ def _made(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @ranks(1)
 def test_one_rank_trains_as_transformers_does_or_refuses(tmp_path: Path) -> None:

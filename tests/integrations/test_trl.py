@@ -70,6 +70,7 @@ def grpo(path: Path, trainer: type[Any], *, changes: dict[str, Any], **keywords:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @ranks(2)
 def test_two_ranks_train_on_the_mean_of_all_tokens(tmp_path: Path) -> None:
@@ -180,6 +181,7 @@ def _check_fp16(path: Path, trainer: type[Any]) -> float:
     return float(logs[0]["rollout_mismatch/mean"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @ranks(1)
 def test_the_script_of_trl_trains_as_before_with_three_lines(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from distmp.distributed.limits import LINK_SECONDS
 from tests.launcher.two_hosts import NAMES
 from tests.soak.cluster import CHECKPOINT_EVERY, Cluster, check_result, cluster, undisturbed
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.nightly
 
 STEPS = 300
 SETTINGS = [f"--steps={STEPS}"]

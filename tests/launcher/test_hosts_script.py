@@ -49,7 +49,7 @@ def ssh_servers(hosts: TwoHosts, folder: Path) -> Iterator[str]:
     yield shlex.join(words)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_two_hosts_train_two_steps(tmp_path: Path) -> None:
     if SSHD is None:
         pytest.skip("sshd is not installed (apt-get install openssh-server)")

@@ -184,6 +184,7 @@ def test_a_job_set_runs_the_command_of_the_job() -> None:
     assert container("jobset")["command"] == container("kubernetes")["command"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", ["kubernetes", "trainjob"])
 def test_pods_find_each_other(file: str) -> None:
     """The commands in the files work in the environment that kubelet creates."""

@@ -21,6 +21,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
         yield hosts
 
 
+@pytest.mark.nightly
 def test_hosts_with_other_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
     """The second host has other text of equal size, another loss, and a run folder of its own."""
     data, runs, own = corpus(tmp_path / "data"), tmp_path / "runs", tmp_path / "own"
@@ -58,7 +59,7 @@ def test_hosts_with_other_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> 
     assert [*runs.iterdir(), *(own / "runs").iterdir()] == []
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_slow_link_between_hosts_with_names_of_debian(hosts: TwoHosts, tmp_path: Path) -> None:
     """200 ms and 5% loss, and the first host has its name for itself and another default route."""
     hosts.relay("--delay=0.1", "--loss=0.05")
@@ -86,7 +87,7 @@ def test_a_slow_link_between_hosts_with_names_of_debian(hosts: TwoHosts, tmp_pat
     assert not re.search(r"^\[?[WE]\d{4}", first_output + second_output, flags=re.MULTILINE)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_an_mtu_black_hole_is_named(hosts: TwoHosts) -> None:
     hosts.relay("--largest=1000")
     words = [*RENDEZVOUS, "--", "--steps=2"]

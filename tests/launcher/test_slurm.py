@@ -77,7 +77,7 @@ def train_alone(arguments: list[str]) -> None:
     assert main(arguments) == 0
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_signalled_job_requeues_itself_and_ends_as_if_never_stopped(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -180,6 +180,7 @@ def test_processes_that_slurm_starts(cluster: Cluster, tmp_path: Path) -> None:
     assert shell.splitlines()[-1] == str(RankEnvironment())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("cause", ["time limit", "a node fails"])
 def test_a_job_is_requeued(cause: str, cluster: Cluster, tmp_path: Path) -> None:
     """Slurm checks time limits every 30 seconds, and sends the signal that the file requests."""

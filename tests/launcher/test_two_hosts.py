@@ -53,7 +53,7 @@ def wait_for_steps(folder: Path, number: int, agent: Agent) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path) -> None:
     words = [
         *rendezvous_at("one:29400"),
@@ -76,7 +76,7 @@ def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path
         assert not re.search(r"Traceback|^\[?[WE]\d{4}", output, flags=re.MULTILINE), output
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None:
     """As PyTorchJob, Volcano, Azure ML and scripts number machines with one process each."""
     words = [
@@ -91,7 +91,7 @@ def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None
     assert steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     """Each host ends within its timeout and names the other one."""
     words = [
@@ -110,7 +110,7 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     assert "first machine (one, 10.99.7.1)" in last_line(second_output)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
     """All are started at once: each costs an import of torch, and waits for others or timeouts."""
     held = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"
@@ -174,7 +174,7 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
             assert "waiting for node rank 1 (joined: one (10.99.7.1)), up to 25 s" in output
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
     words = [
         *rendezvous_at("one:29400"),

@@ -165,6 +165,7 @@ def plain_training(path: Path, name: str, start: dict[str, Tensor]) -> dict[str,
     return {key: p.detach() for key, p in trained.items()}
 
 
+@pytest.mark.nightly
 def test_adapters_are_trained_as_by_peft_under_every_strategy(tmp_path: Path) -> None:
     save_models(tmp_path)
     corpus(tmp_path / "corpus")

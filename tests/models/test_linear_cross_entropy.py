@@ -260,6 +260,7 @@ def peak(compute: str, rows: int, vocabulary: int) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.nightly
 def test_the_memory_of_the_loss_is_a_small_part() -> None:
     """At a vocabulary of 32k, also with the gradient of the weight counted in."""
     rows, vocabulary = 512, 2**15

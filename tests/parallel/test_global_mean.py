@@ -288,7 +288,7 @@ def wrappers() -> tuple[dict[str, Wrap], dict[str, Wrap]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [10, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("splits", [10, pytest.param(100, marks=pytest.mark.nightly)])
 @ranks(4)
 def test_the_gradient_is_that_of_the_global_mean_under_every_wrapper(splits: int) -> None:
     torch.manual_seed(0)

@@ -128,6 +128,7 @@ def trained(
     return found
 
 
+@pytest.mark.nightly
 def test_bits_do_not_depend_on_ranks_strategy_and_resume(tmp_path: Path) -> None:
     expected = run_ranks(trained, 1, ["single"], None, [])[0]
     found = [

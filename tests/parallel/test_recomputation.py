@@ -126,7 +126,7 @@ def test_selective_recomputation_changes_no_bit_under_any_strategy() -> None:
         assert_same_bits(recomputed, without)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @ranks(2, timeout=300)
 def test_compiled_blocks_write_their_buffers_once() -> None:
     compile_module, compile_function = nn.Module.compile, torch.compile

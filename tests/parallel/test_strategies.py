@@ -107,7 +107,7 @@ def fifty_steps(options: list[dict[str, Any]]) -> list[list[float]]:
     return [[n.loss for n in train(make_engine(**each), 50, TWO_RANKS)] for each in options]
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_losses_of_fifty_steps_are_those_of_a_single_rank() -> None:
     strategies = (
         {"strategy": "ddp", "shard_optimizer": True},

@@ -263,6 +263,7 @@ def test_several_groups_keep_their_settings_when_unfrozen() -> None:
 # torch.compile
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_compiled_blocks_and_compiled_models() -> None:
     expected = plain(Base, sgd)
@@ -322,6 +323,7 @@ engine.step(samples(0, dist.get_rank()))
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_that_raises_in_backward_ends_the_job_with_its_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

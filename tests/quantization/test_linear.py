@@ -184,6 +184,7 @@ def test_random_numbers_depend_on_the_key_only() -> None:
     assert torch.equal(first[0], third[0])  # forward rounds to nearest
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("formats", [FP8, ROW, MX, NVFP4], ids=lambda f: f.scaling)
 def test_compiled_layers_compute_the_same_bits(formats: ProductFormats) -> None:
     x, weight, _, dy = tensors()

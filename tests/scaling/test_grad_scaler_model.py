@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 
 # The first parameter of an optimizer is replicated, the second one is local to each rank.
 SHARED, OWN = 0, 1
-SEQUENCES = int(os.environ.get("SCALER_SEQUENCES", "600"))
+SEQUENCES = int(os.environ.get("SCALER_SEQUENCES", "200"))
 OPTIMIZERS = ("fused adamw", "fused sgd", "foreach adamw", "sgd")
 
 

@@ -87,7 +87,7 @@ def test_an_exception_ends_all_ranks_and_is_reported_once(tmp_path: Path) -> Non
             assert done[number].exit_codes[rank] == 1, name
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
     jobs = [job(fault, WATCHED, *arguments) for fault, arguments, _, _ in HANGING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
@@ -124,6 +124,7 @@ def test_ranks_that_end_themselves(tmp_path: Path) -> None:
     assert left.exit_codes == {0: 3}
 
 
+@pytest.mark.nightly
 def test_other_failures(tmp_path: Path) -> None:
     """A kill, no memory, a single rank that hangs, a rank that stops before it has connected to the
     others, and a slow run that does not hang.
@@ -157,6 +158,7 @@ def test_other_failures(tmp_path: Path) -> None:
     assert slow.stderr == ""
 
 
+@pytest.mark.nightly
 def test_a_crash_in_native_code_shows_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

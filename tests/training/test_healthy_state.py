@@ -70,6 +70,7 @@ def marks() -> dict[int, str | None]:
     }
 
 
+@pytest.mark.nightly
 def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,6 +25,7 @@ EASIER = [
 ]
 
 
+@pytest.mark.nightly
 def test_it_learns_resumes_stops_early_and_exports_its_best_average(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

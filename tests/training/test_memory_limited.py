@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_from_random_weights_to_an_export(tmp_path: Path) -> None:
     """A run starts, is killed, continues on another number of ranks, and is exported."""
     data = corpus(tmp_path / "corpus")
@@ -113,7 +113,7 @@ def test_from_random_weights_to_an_export(tmp_path: Path) -> None:
     assert 4 * sum(parameter.numel() for parameter in model.parameters()) >= WHOLE
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_from_files_to_a_model_folder(tmp_path: Path, folder: Path) -> None:
     arguments = [f"--model.name=hf:{folder}", "--run-dir=run", "--steps=2"]
     (done,) = run_jobs([_job(*arguments, ranks=4, data=corpus(tmp_path / "corpus"))], tmp_path)
@@ -126,6 +126,7 @@ def test_from_files_to_a_model_folder(tmp_path: Path, folder: Path) -> None:
         assert 0 < (value - start[name]).abs().max() < 1e-2, name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("source", ["random", "files"])
 def test_without_deferral_the_limit_is_exceeded(tmp_path: Path, folder: Path, source: str) -> None:
     model = TRANSFORMER if source == "random" else [f"--model.name=hf:{folder}"]

@@ -260,6 +260,7 @@ def test_torchruns_agent_starts_ranks_again_that_do_not_train(tmp_path: Path) ->
     assert "the run was stopped after a checkpoint and is not restarted" in done.stdout
 
 
+@pytest.mark.nightly
 def test_launch_ends_with_the_exit_code_of_the_ranks(tmp_path: Path) -> None:
     arguments = signalling(tmp_path, random.randrange(2), signal.SIGUSR1)
     launch = python("-m", "distmp", "launch", "--max-restarts=1", "--", *arguments)

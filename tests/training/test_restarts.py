@@ -110,7 +110,7 @@ def _kill_in_step(seconds: float) -> None:
     _kill_after(seconds, "step")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
     jobs = [
         Job(LONG),
@@ -148,6 +148,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.nightly
 def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=60"]
     arguments += ["--checkpoint.every=5", "--run-dir=run"]
@@ -189,7 +190,7 @@ def _kill_a_rank(job: subprocess.Popen[bytes], run: Path, after_step: int, rank:
             process.kill()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_fault_that_comes_again_ends_the_restarts(tmp_path: Path) -> None:
     job = Job(
         [*faulty_runs.ARGUMENTS, "--checkpoint.every=1"],

@@ -374,6 +374,7 @@ def global_batches(leg: list[Travelled]) -> list[list[int]]:
     ]
 
 
+@pytest.mark.nightly
 def test_changing_world_size_and_strategy_changes_no_sample_and_no_bit(tmp_path: Path) -> None:
     alone = {"strategy": "single"}
     total = STEPS * len(LEGS)

@@ -147,6 +147,7 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
         assert (numbers["rollbacks"], numbers["rolled_back_to"]) == (1, 6)
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_an_average_that_the_checkpoint_lacks_starts_anew(tmp_path: Path) -> None:
     """The weights of the steps that the rollback undoes are not in it."""
@@ -190,6 +191,7 @@ def test_an_average_that_starts_anew_is_saved(tmp_path: Path) -> None:
     assert torch.equal(average, weights)
 
 
+@pytest.mark.nightly
 @ranks(2, timeout=100)
 def test_a_run_that_resumes_after_a_rollback_does_not_repeat_it(tmp_path: Path) -> None:
     """Wherever it is killed: its checkpoint already has the new data position."""
@@ -214,6 +216,7 @@ def test_a_run_that_resumes_after_a_rollback_does_not_repeat_it(tmp_path: Path) 
     assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
 
 
+@pytest.mark.nightly
 @ranks(2, timeout=100)
 def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
     # Steps 9 to 11 are bad. Back to 6, continue with the data of 10: bad. That checkpoint has been
@@ -239,6 +242,7 @@ def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_p
     assert (early.progress.rolled_back_to, early.progress.samples) == (0, 16 * BATCH)
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_a_loss_that_is_not_finite_and_a_spike_that_is_only_reported(tmp_path: Path) -> None:
     bad = [samples_of(9)[3]]

@@ -74,6 +74,7 @@ def records(folder: Path) -> list[int]:
     return [record.step for record in read_records(path)] if path.exists() else []
 
 
+@pytest.mark.nightly
 def test_the_same_command_twice_trains_once(tmp_path: Path) -> None:
     arguments = ["distmp.train", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
     arguments += ["--run-dir=run", "--resume=auto", "--steps=20000", "--checkpoint.every=5"]
@@ -96,6 +97,7 @@ def test_the_same_command_twice_trains_once(tmp_path: Path) -> None:
     assert "vanished" not in errors + second.stderr
 
 
+@pytest.mark.nightly
 def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     Lease(tmp_path / "run", other("a")).claim()
@@ -110,7 +112,7 @@ def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "lease-000002.json").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_no_wait_after_a_killed_launcher(tmp_path: Path) -> None:
     """Its ranks save and end, and the next job waits for them; the result is that of one job."""
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=150"]
@@ -173,6 +175,7 @@ def squared(model, batch):
 """
 
 
+@pytest.mark.nightly
 def test_ranks_that_cannot_end_a_step_end_too(tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

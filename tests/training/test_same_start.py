@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pytest
+
 from distmp.telemetry import read_records
 from distmp.training.callbacks import Callback
 from distmp.training.trainer import Trainer
@@ -38,6 +40,7 @@ class InitialWeights(Callback):
         Path(f"start-{trainer.world.rank}").write_text(digest.hexdigest())
 
 
+@pytest.mark.nightly
 def test_initial_weights_and_losses_are_the_same_bits(tmp_path: Path) -> None:
     arguments = [
         *TINY,

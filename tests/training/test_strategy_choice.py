@@ -85,6 +85,7 @@ def needs(monkeypatch: pytest.MonkeyPatch) -> dict[Option, int]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", ["bf16", "bf16-autocast"])
 def test_the_memory_is_that_of_explain(text: str, needs: dict[Option, int]) -> None:
     # The predictions trace the model five times.
@@ -96,6 +97,7 @@ def test_the_memory_is_that_of_explain(text: str, needs: dict[Option, int]) -> N
         assert limits[0] < needs[option] / explained(config, option) < limits[1], option
 
 
+@pytest.mark.nightly
 def test_moments_are_counted_in_their_dtypes(needs: dict[Option, int]) -> None:
     elements = 3 * (4 * 256 * 256 + 3 * 256 * 704)  # without embedding, head and norms
     pure = "bf16-pure,stochastic_rounding=true"
@@ -118,6 +120,7 @@ def memory_in(choice: Choice) -> float:
     return float(number) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
 
 
+@pytest.mark.nightly
 def test_the_fastest_that_fits_is_chosen_and_the_reason_has_the_numbers() -> None:
     config = config_of()
     free, names = 10**9, []
@@ -134,6 +137,7 @@ def test_the_fastest_that_fits_is_chosen_and_the_reason_has_the_numbers() -> Non
     assert last.accumulate == "sharded"
 
 
+@pytest.mark.nightly
 def test_hsdp_needs_several_machines() -> None:
     config = config_of()
     free = int(1.05 * memory_in(chosen(config, 2 * 10**7)) / (1 - MARGIN))
@@ -263,6 +267,7 @@ def free_bytes(least: int, world: World) -> None:
     cgroups.psutil.virtual_memory = lambda: Memory
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_ranks_agree_although_their_free_memory_differs() -> None:
     real = World.current("cpu")

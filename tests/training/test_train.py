@@ -93,6 +93,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None
         assert losses(records) == pytest.approx(losses(expected), rel=1e-3), case
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=ON_A_GPU), 2], ids=["one rank over nccl", "two ranks"]
 )
@@ -336,6 +337,7 @@ def test_all_ranks_together_print_the_message_once(tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.nightly
 def test_under_torchrun_the_message_is_the_only_one_of_the_ranks(tmp_path: Path) -> None:
     arguments, message = WRONG["unknown key"]
     done = run(torchrun(*arguments(tmp_path)), tmp_path)
@@ -346,6 +348,7 @@ def test_under_torchrun_the_message_is_the_only_one_of_the_ranks(tmp_path: Path)
     assert first[1] == "2"
 
 
+@pytest.mark.nightly
 def test_launch_ends_with_the_exit_code_of_a_wrong_configuration(tmp_path: Path) -> None:
     arguments, message = WRONG[INTEGERS]
     launched = run(python("-m", "distmp", "launch", "--", *arguments(tmp_path)), tmp_path)

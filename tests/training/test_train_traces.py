@@ -114,6 +114,7 @@ def test_a_resumed_run_appends_to_logs_and_manifest(
     assert not (tmp_path / "no" / "logs").exists()
 
 
+@pytest.mark.nightly
 def test_machines_that_differ_do_not_start(tmp_path: Path) -> None:
     """Two agents of torchrun, as on two machines, with different values of one setting."""
     listener = socket.socket()

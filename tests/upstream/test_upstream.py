@@ -74,7 +74,7 @@ def _outcome(text: str) -> str:
     "of_torch",
     [
         pytest.param(True, id="torch"),
-        pytest.param(False, id="trainers", marks=pytest.mark.soak),
+        pytest.param(False, id="trainers", marks=pytest.mark.nightly),
     ],
 )
 def test_scripts_fail_upstream_and_pass_with_distmp(of_torch: bool) -> None:

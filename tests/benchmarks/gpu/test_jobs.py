@@ -47,6 +47,7 @@ jobs.run_slice(Slice("late", every[5:]), machine, summary, seconds=0)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_slice_writes_logs_outcomes_and_a_summary(tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)

@@ -43,6 +43,7 @@ def test_policies_are_compared_on_the_same_steps(
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
+@pytest.mark.nightly
 def test_policies_are_compared_over_seeds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_pinned_memory_is_simulated_too() -> None:
         assert torch.ones(3).pin_memory().shape == (3,)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_memory_of_one_rank(name: str) -> None:
     config = ONE_RANK[name]
@@ -230,7 +231,7 @@ def measured_on_two_ranks() -> dict[str, tuple[int, int, float]]:
     return found
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_memory_and_traffic_of_two_ranks() -> None:
     measured = run_ranks(measured_on_two_ranks, 2, timeout=110.0)[0]
     for name, config in TWO_RANKS.items():
@@ -267,6 +268,7 @@ def test_hsdp_gathers_inside_a_machine_and_reduces_between_machines() -> None:
     assert outside == pytest.approx(inside / 3, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_the_start_never_holds_the_model() -> None:
     """The largest weight and its random values are an eighth of this model."""
     config = run(
@@ -304,6 +306,7 @@ def test_70b_on_4096_ranks() -> None:
     assert found.start_memory_bytes < 4 * (largest + sum(rows * columns for rows, columns in block))
 
 
+@pytest.mark.nightly
 def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
     """Shards shrink with the ranks; reproducible sums grow with the logarithm of microbatches."""
     settings: dict[str, Any] = {"precision": policy("bf16"), "strategy": "ddp"}
@@ -316,6 +319,7 @@ def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
         assert memory[PARTIAL_SUMS] == sets * memory[GRADIENTS]
 
 
+@pytest.mark.nightly
 def test_observations_agree_with_the_policy() -> None:
     for text in ("fp32", "bf16,keep_fp32=norm", "fp16-autocast"):
         found = explain(run(precision=policy(text)), 1)
@@ -355,6 +359,7 @@ def test_a_model_that_needs_values_is_refused() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ def predicted(text: str, samples: int = 8, **settings: Any) -> Products:
     return predict(config, resolve(text, CPU)[0], 1, CPU).products
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -67,6 +68,7 @@ def test_products_of_many_microbatches_are_those_of_a_few() -> None:
     assert predicted("bf16", 64).flops == {"bf16": 8 * predicted("bf16").flops["bf16"]}
 
 
+@pytest.mark.nightly
 def test_recomputed_products_are_counted() -> None:
     found = predicted("fp8", activation_checkpointing="blocks").flops
     assert (found["e4m3"], found["e4m3 x e5m2"]) == (2 * PRODUCT, 2 * PRODUCT)
@@ -165,6 +167,7 @@ def test_gathers_in_8_bits_are_parameters(explanation: Explanation) -> None:
     } <= by_purpose
 
 
+@pytest.mark.nightly
 def test_json_has_the_products(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--strategy=single"]
     batch = ["--batch.global-batch-size=1", "--batch.microbatch-size=1"]
@@ -176,6 +179,7 @@ def test_json_has_the_products(capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 < found["largest_gain"]["B200"] < 2
 
 
+@pytest.mark.nightly
 def test_large_models_with_patterns_of_blocks_are_observed_in_a_small_one() -> None:
     config = run(
         precision=policy("fp8,hp=head|first4|blocks.4.feed_forward.down"),

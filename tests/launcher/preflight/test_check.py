@@ -201,6 +201,7 @@ def test_a_rank_that_blocks_the_others_is_named(case: str, message: str, tmp_pat
     assert ("is still multiplying matrices" in reporters[0].output) == (case != "never_comes")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_computes_is_waited_for(tmp_path: Path) -> None:
     results = run_case("compiles", tmp_path, COMPUTING_LIMIT_SECONDS)
     assert {result.code for result in results} == {0}, results

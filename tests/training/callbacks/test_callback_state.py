@@ -120,6 +120,7 @@ def state(run: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return gathered(run.states.tensors()), numbers
 
 
+@pytest.mark.nightly
 @ranks(2, timeout=150)
 def test_a_resumed_run_has_the_states_of_an_uninterrupted_one(tmp_path: Path) -> None:
     for number, values in enumerate(CASES.values()):
@@ -162,6 +163,7 @@ def load_and_return(folder: Path, values: dict[str, Any]) -> tuple[dict[str, Ten
         return state(run)
 
 
+@pytest.mark.nightly
 def test_states_load_at_another_number_of_ranks(tmp_path: Path) -> None:
     values = CASES["sharded optimizer, bf16"]
     expected = run_ranks(train_and_return, 2, tmp_path / "run", values)[0]

@@ -65,6 +65,7 @@ def checkpoints(run: Trainer) -> list[str]:
     return sorted(path.name for path in Path(str(run.directory.checkpoints)).iterdir())
 
 
+@pytest.mark.nightly
 @ranks(2, timeout=120)
 def test_all_ranks_end_together_and_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     for strategy in ("ddp", "fsdp"):

@@ -16,6 +16,7 @@ from tests.faulty_runs import ARGUMENTS
 from tests.torchrun import TINY, corpus
 
 
+@pytest.mark.nightly
 def test_two_ranks(tmp_path: Path) -> None:
     """Two layers are large enough for several buckets, the first of which is reduced early."""
     arguments = [
@@ -60,6 +61,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert line in ended.stdout
 
 
+@pytest.mark.nightly
 def test_pauses_and_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

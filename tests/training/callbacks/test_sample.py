@@ -77,6 +77,7 @@ def samples(folder: Path, run_dir: str, *arguments: str) -> tuple[list[str], dic
     return [line for line in lines if "sample of" in line.split("\n")[0]], snapshot(run.engine)
 
 
+@pytest.mark.nightly
 def test_samples_of_a_tokenizer_under_every_strategy_change_no_bit(tokens: Path) -> None:
     options = (f"--data.path={tokens / 'ids'}", f"--sample.tokenizer={tokens / 'tokenizer'}")
     for strategy in ("ddp", "fsdp"):
