@@ -46,7 +46,7 @@ BENCHMARKS = {
     "accumulation_step": Benchmark((*ONE_ROUND, "--size=1m")),
     "reproducible": Benchmark(("--steps=2", "--sequence-length=8")),
     "muon": Benchmark(),
-    "loss": Benchmark(ONE_ROUND, nightly=False),
+    "loss": Benchmark(ONE_ROUND),
     "activation_checkpointing": Benchmark(ONE_ROUND),
     "precision": Benchmark(),
     "rl_mismatch": Benchmark(("--steps=1",)),

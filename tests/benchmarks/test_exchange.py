@@ -18,6 +18,7 @@ def at(ranks: int, settings: dict[str, Any]) -> Any:
     return run(**settings, batch={"global_batch_size": 8 * ranks})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_sums_cost_the_same_at_any_number_of_ranks(strategy: str) -> None:
     settings = {**IN_16_BITS, "strategy": strategy}
@@ -45,6 +46,7 @@ def _flags() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_flags")
 def test_reproducible_sums_take_a_launch_for_each_level_of_the_tree() -> None:
     settings = {"strategy": "ddp", "reproducible": True}

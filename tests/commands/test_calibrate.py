@@ -53,6 +53,7 @@ def exponents(histograms: Histograms) -> dict[str, dict[str, dict[int, int]]]:
 # The command
 
 
+@pytest.mark.nightly
 def test_the_command_prints_tables_and_draws_a_picture(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +279,7 @@ CASES: dict[str, tuple[Histograms, float | None]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_draws(case: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
@@ -289,6 +291,7 @@ def test_draws(case: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
 
 
+@pytest.mark.nightly
 def test_the_bars_are_where_the_gradients_are(tmp_path: Path) -> None:
     """Gradients that are smaller by 10 exponents move the bars to the left."""
     columns = []

@@ -76,6 +76,7 @@ def losses(policy: str) -> list[float]:
     return trained(engine(policy), range(30))[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training_is_close_to_fp32_but_not_equal_to_bf16(policy: str) -> None:
     narrow, wide, exact = losses(policy), losses("bf16"), losses("fp32")

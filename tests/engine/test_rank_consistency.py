@@ -483,6 +483,7 @@ def _train_and_break(directory: str) -> None:
     assert compare({"w": blind.engine.state_dict()["model/norm.weight"]}, group(), CPU) is not None
 
 
+@pytest.mark.nightly
 def test_the_trainer_looks_every_so_many_steps(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _train_and_break(str(tmp_path))

@@ -153,6 +153,7 @@ def test_a_tied_weight_is_saved_once_and_restored(tmp_path: Path, frozen: bool) 
         assert found.other.weight is found.head.weight
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_run_its_export_and_a_run_from_there(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ from distmp.launcher.rendezvous_guard import (
     open_store,
 )
 from tests.launcher.test_local import launched
+from tests.marks import nightly
 
 RUN = "run"
 
@@ -126,7 +127,10 @@ def test_a_store_does_not_take_a_port_in_use() -> None:
         open_store("127.0.0.1", other.getsockname()[1])
 
 
-@pytest.mark.parametrize("options", [("--max-restarts", "1"), ("--standalone",), ("--nnodes", "1")])
+@pytest.mark.parametrize(
+    "options",
+    [("--max-restarts", "1"), nightly(("--standalone",)), nightly(("--nnodes", "1"))],
+)
 def test_a_run_on_one_machine_listens_on_loopback_only(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:

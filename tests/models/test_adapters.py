@@ -280,6 +280,7 @@ def test_a_run_is_resumed_exported_and_merged(
     assert "has no files of one any more" in caplog.text
 
 
+@pytest.mark.nightly
 def test_explain_predicts_frozen_shards_in_16_bits(tmp_path: Path) -> None:
     save_models(tmp_path)
     corpus(tmp_path / "corpus")

@@ -64,6 +64,7 @@ def reproducible_on_machines(local: int, sharded: bool) -> tuple[dict[str, str],
     return found, traffic.across
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sharded", [False, True])
 def test_reproducible_bits_do_not_depend_on_machines(sharded: bool) -> None:
     (two, across), *_ = run_ranks(reproducible_on_machines, 4, 2, sharded)

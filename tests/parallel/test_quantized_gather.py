@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from distmp import Engine
 from distmp.parallel import fsdp
+from tests.marks import nightly
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks
 
@@ -73,7 +74,7 @@ def assert_same(first: list[Any], second: list[Any]) -> None:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [nightly(1), 2, nightly(4)])
 @ranks(timeout=120)
 def test_bits_do_not_depend_on_the_gather(world_size: int) -> None:
     for policy in POLICIES:

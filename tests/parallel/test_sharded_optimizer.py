@@ -13,6 +13,7 @@ from distmp.checkpoint import store
 from distmp.engine import rank_consistency
 from distmp.errors import ConfigError
 from tests.checkpoint import listing
+from tests.marks import nightly
 from tests.ranks import run_ranks
 from tests.reference import (
     FOUR_RANKS,
@@ -131,7 +132,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
     return run_ranks(function, world_size, *args)[0]
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [nightly("fp32"), "bf16"])
 def test_checkpoints_fit_other_numbers_of_ranks_and_whole_optimizers(
     policy: str, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from distmp.engine import Engine
 from distmp.scaling import LossScaleConfig
+from tests.marks import nightly
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
 from tests.reference import assert_same_bits, snapshot, weights
@@ -180,7 +181,7 @@ def _leave_algorithms_as_they_were() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("optimizer", [fused_adamw, adamw, fused_sgd, sgd])
+@pytest.mark.parametrize("optimizer", [fused_adamw, nightly(adamw), nightly(fused_sgd), sgd])
 @ranks(2, timeout=300)
 def test_every_strategy_follows_the_rule(optimizer: Any) -> None:
     expected = reference(optimizer)
@@ -201,7 +202,7 @@ def test_a_single_rank_follows_the_rule(optimizer: Any, options: dict[str, Any])
     assert_close(weights(engine), reference(optimizer), options)
 
 
-@pytest.mark.parametrize("optimizer", [fused_adamw, adamw, fused_sgd])
+@pytest.mark.parametrize("optimizer", [fused_adamw, nightly(adamw), nightly(fused_sgd)])
 @ranks(2, timeout=300)
 def test_a_step_that_is_skipped_uses_nothing(optimizer: Any) -> None:
     expected = reference(optimizer, lambda at: at.step == 2)
@@ -237,8 +238,11 @@ def test_a_microbatch_that_is_dropped_uses_nothing() -> None:
 # Saved and loaded
 
 
-@pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd, sgd, stateless_sgd, adagrad])
-@pytest.mark.parametrize("saved_after", [1, 3])
+@pytest.mark.parametrize(
+    "optimizer",
+    [fused_adamw, nightly(fused_sgd), sgd, nightly(stateless_sgd), nightly(adagrad)],
+)
+@pytest.mark.parametrize("saved_after", [1, nightly(3)])
 @ranks(2, timeout=300)
 def test_the_rule_goes_on_with_a_state_of_any_strategy(optimizer: Any, saved_after: int) -> None:
     ways = (WAYS[0], WAYS[2], WAYS[5], WAYS[8])
@@ -315,7 +319,9 @@ SIXTEEN = (
 )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-autocast", "fp16-autocast"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", nightly("fp16"), nightly("bf16-autocast"), "fp16-autocast"]
+)
 @ranks(2, timeout=300)
 def test_a_parameter_without_a_gradient_in_sixteen_bits(precision: str) -> None:
     rules = LossScaleConfig(init=16.0) if precision.startswith("fp16") else None

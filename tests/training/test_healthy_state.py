@@ -17,6 +17,7 @@ from distmp.export.export import export
 from distmp.training.callbacks.callback import Callback, StepResult
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
+from tests.marks import nightly
 from tests.torchrun import TINY, corpus
 
 FIRST_BAD_STEP = 7
@@ -124,7 +125,7 @@ def test_before_the_first_update_no_step_counts_as_skipped() -> None:
     assert skipped_in_a_row(torch.tensor([1.0, 12.0, 11.0])) == 11
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [nightly("fp32"), "bf16"])
 def test_weights_that_one_step_ruined_displace_no_others(
     policy: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

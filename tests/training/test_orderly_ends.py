@@ -164,6 +164,7 @@ def _stopped_jobs(folder: Path) -> None:
     assert not (folder / "run-2").exists()
 
 
+@pytest.mark.nightly
 def test_jobs_that_gain_no_step_are_not_restarted_endlessly(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _stopped_jobs(tmp_path)

@@ -333,6 +333,7 @@ def test_a_run_prints_the_choice(tmp_path: Any) -> None:
     assert built.config.strategy == "auto"
 
 
+@pytest.mark.nightly
 def test_explain_makes_the_choice_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     monkeypatch.setattr(cgroups.psutil, "virtual_memory", lambda: Available(10**12))

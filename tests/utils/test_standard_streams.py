@@ -32,6 +32,7 @@ def test_output_does_not_reach_a_file_in_the_place_of_a_closed_stream(
     assert (done.stderr == "") == ("2>&-" in closed)
 
 
+@pytest.mark.nightly
 def test_a_run_without_output_streams(tmp_path: Path) -> None:
     words = [*TINY, f"--data.path={corpus(tmp_path / 'data')}", "--run-dir=run", "--steps=1"]
     command = [sys.executable, "-m", "distmp.train", *words]

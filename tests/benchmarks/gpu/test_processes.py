@@ -81,6 +81,7 @@ def test_ranks_in_sessions_of_their_own_end_with_a_job(folder: Path) -> None:
     assert run_driver(folder, "fail", 60) == "3\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ranks_in_sessions_of_their_own_end_at_the_limit(folder: Path) -> None:
     assert run_driver(folder, "wait", 10) == "None\n"

@@ -70,6 +70,7 @@ def test_policies_are_compared_over_seeds(
     assert len(found["fp8"]["over_seeds"]["accuracy"]["values"]) == 3
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
     options = ["--policies", "fp32", "bf16-autocast", "--sharding.accumulate=sharded"]

@@ -30,6 +30,7 @@ from distmp.training.setup import prepare
 from distmp.utils.live_bytes import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL_SUMS
 from distmp.utils.units import bytes_text
 from tests.commands.explain.runs import CPU, SMALL, policy, run
+from tests.marks import nightly
 from tests.ranks import run_ranks
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -109,7 +110,7 @@ WIRES = [
 ]
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", [nightly(False), True])
 @pytest.mark.parametrize(("name", "wire"), WIRES)
 def test_the_table_names_the_collectives_of_the_device(
     name: str, wire: str, native: bool, monkeypatch: pytest.MonkeyPatch
@@ -196,10 +197,10 @@ def test_memory_of_one_rank(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "ranks", "share"),
     [
-        ({"strategy": "single"}, 1, 1),
+        nightly({"strategy": "single"}, 1, 1),
         ({"strategy": "ddp"}, 4, 1),
-        ({"strategy": "ddp", "shard_optimizer": True}, 4, 4),
-        ({"strategy": "fsdp"}, 4, 4),
+        nightly({"strategy": "ddp", "shard_optimizer": True}, 4, 4),
+        nightly({"strategy": "fsdp"}, 4, 4),
     ],
 )
 def test_an_average_takes_4_bytes_per_parameter(
@@ -283,6 +284,7 @@ def test_the_start_never_holds_the_model() -> None:
     assert whole.start_memory_bytes > 4 * found.parameters
 
 
+@pytest.mark.nightly
 def test_70b_on_4096_ranks() -> None:
     """With the width of 70 B parameters, whose 80 equal blocks would only take more time."""
     sizes = {"size": "70b", "dimension": None, "heads": None, "hidden": None, "layers": 2}

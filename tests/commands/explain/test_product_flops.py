@@ -56,6 +56,7 @@ def test_narrow_products_are_counted_exactly(text: str, expected: dict[str, floa
     assert {*found} - {*narrow} == {"bf16"}
 
 
+@pytest.mark.nightly
 def test_wide_products_are_the_head_and_attention() -> None:
     vocabulary = 257
     head = 3 * 2 * TOKENS * DIMENSION * vocabulary
@@ -64,6 +65,7 @@ def test_wide_products_are_the_head_and_attention() -> None:
     assert predicted("fp8").flops["bf16"] == pytest.approx(head + attention, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_products_of_many_microbatches_are_those_of_a_few() -> None:
     assert predicted("bf16", 64).flops == {"bf16": 8 * predicted("bf16").flops["bf16"]}
 
@@ -111,6 +113,7 @@ def explanation() -> Explanation:
     return explain(config, 2, 2)
 
 
+@pytest.mark.nightly
 def test_a_real_step_matches_the_policy(explanation: Explanation) -> None:
     assert explanation.differences == []
     groups = {

@@ -149,6 +149,7 @@ def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
     assert checkpoints(run) == ["step-000004", "step-000014"]
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_two_rollbacks_past_the_best_checkpoint_keep_the_one_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
