@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from distmp.config import RunConfig, load
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import leave
-from distmp.launcher.preflight.check import join_checked
-from distmp.launcher.preflight.store import PreflightError
+from distmp.errors import ConfigError
+from distmp.launcher.preflight import join_checked
+from distmp.training import failures
 from distmp.training.train import end_process, run_as_rank
 
 
@@ -20,8 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_preflight(config: RunConfig, environment: RankEnvironment) -> int:
     if environment.world_size == 1:
-        raise PreflightError("preflight: needs two or more ranks; `distmp doctor` checks a machine")
-    _, report = join_checked(config, environment)
+        raise ConfigError("WORLD_SIZE", 1, "use two or more; `distmp doctor` checks a machine")
+    watch = partial(failures.watch_preflight, environment)
+    _, report = join_checked(config, environment, watch)
     if environment.rank == 0:
         for line in (report.summary, *report.warnings):
             sys.stdout.write(f"preflight: {line}\n")

@@ -136,4 +136,5 @@ def for_this_start(timeout_seconds: float | None = None) -> Store:
 
 def for_current_attempt(timeout_seconds: float = STORE_SECONDS) -> Store:
     """Return a new connection with the keys of the current attempt, see `for_attempt`."""
-    return for_attempt(connect(timeout_seconds), attempt())
+    number = attempt()  # fails soon if the store cannot be reached
+    return for_attempt(connect(timeout_seconds), number)

@@ -31,19 +31,25 @@ from distmp.training.out_of_memory import advice
 
 # Time in which the launcher has to end a rank; it needs well under a second.
 GRACE_SECONDS = 15.0
+# Time without progress after which a rank hangs in the preflight. Ranks that start NCCL or compile
+# kernels need up to a minute.
+PREFLIGHT_SECONDS = 120.0
 # Time that a rank that lost its connection to another rank waits for the message of that rank.
 MESSAGE_SECONDS = 2.0
 
 _watchdog: Watchdog | None = None
 
 
-def watch(environment: RankEnvironment, seconds: float, first_seconds: float) -> None:
+def watch(
+    environment: RankEnvironment, seconds: float, first_seconds: float, part: str = "peers"
+) -> None:
     """Start watching this rank and the others. Every rank has to call it.
 
     Args:
         environment: Rank and number of ranks.
         seconds: Seconds without progress after which a rank counts as hanging; 0: never.
         first_seconds: The same until the first step has ended.
+        part: Name of the part of the job, which separates its messages from those of others.
     """
     global _watchdog
     stop_watching()
@@ -53,7 +59,7 @@ def watch(environment: RankEnvironment, seconds: float, first_seconds: float) ->
         store = rendezvous_store.for_current_attempt(REJOIN_SECONDS)
         address = rendezvous_store.address()
     peers = Peers(
-        rendezvous_store.PrefixStore("peers", store), environment.rank, environment.world_size
+        rendezvous_store.PrefixStore(part, store), environment.rank, environment.world_size
     )
     never = float("inf")
     _watchdog = Watchdog(
@@ -64,6 +70,11 @@ def watch(environment: RankEnvironment, seconds: float, first_seconds: float) ->
         store_address=address,
     )
     _watchdog.start()
+
+
+def watch_preflight(environment: RankEnvironment) -> None:
+    """Watch the ranks during the preflight, which has a shorter limit than a run."""
+    watch(environment, PREFLIGHT_SECONDS, PREFLIGHT_SECONDS, "preflight peers")
 
 
 def before_exit(action: Callable[[], object]) -> None:

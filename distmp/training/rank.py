@@ -21,7 +21,7 @@ from distmp.distributed.stopping import (
 )
 from distmp.distributed.world import World, join, leave
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
-from distmp.launcher.preflight.check import is_enabled, join_checked
+from distmp.launcher.preflight import is_enabled, join_checked
 from distmp.telemetry import Console, RankLog
 from distmp.training import failures
 from distmp.training.callbacks import Callback
@@ -95,7 +95,8 @@ def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> 
     if not is_enabled(config, environment):
         # From here on, so that a rank that stops while the ranks connect is noticed.
         return join(environment, timeout_seconds=timeout_seconds, on_store=watch)
-    world, report = join_checked(config, environment)
+    watch_preflight = partial(failures.watch_preflight, environment)
+    world, report = join_checked(config, environment, watch_preflight)
     watch()
     for line in (report.summary, *report.warnings):
         console.message(f"preflight: {line}")

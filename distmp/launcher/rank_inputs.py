@@ -1,8 +1,9 @@
-"""The inputs that determine the result of a run: settings, code and data, as text to compare."""
+"""The inputs that determine the result of a run, as text that ranks compare."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import sys
@@ -18,59 +19,71 @@ from distmp.errors import ConfigError
 from distmp.masking import masked
 from distmp.models.huggingface_files import locate
 from distmp.utils import settings
+from distmp.utils.environment_info import relevant, versions
 from distmp.utils.file_samples import sampled_digests
 from distmp.utils.settings.flat import flat
 
 # Kinds of inputs.
-SETTINGS, CODE, DATA = "settings", "code", "data"
+VERSIONS, SETTINGS, ENVIRONMENT = "versions", "settings", "environment"
+CODE, DATA = "code", "data"
+# Prefixes of variables that may differ between ranks.
+_PER_RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "CUDA_VISIBLE_DEVICES",
+    "PET_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "DISTMP_STORE",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 # Suffixes of files that Python runs.
 _CODE_SUFFIXES = (".py", ".so")
-# A folder of images may have millions of files.
+# A directory of images may have millions of files.
 _MOST_FILES = 10_000
-_IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)[\w.]*:[A-Za-z_][\w.]*")
+_IMPORT_PATH = re.compile(r'"([A-Za-z_]\w*)[\w.]*:[A-Za-z_][\w.]*"')
 
 
 def inputs(config: RunConfig, *, with_files: bool) -> dict[str, dict[str, Any]]:
-    """Return the values of all settings, and the digests of the files of code and data.
+    """Return versions, settings and variables by name, and samples of the files of code and data.
 
     Args:
         config: The configuration of the run.
         with_files: Whether to read files; one rank of each machine is enough.
     """
     values = flat(masked(settings.to_mapping(config)))
-    if not with_files:
-        return {SETTINGS: values}
-    return {
+    found: dict[str, dict[str, Any]] = {
+        VERSIONS: {f"version of {name}": version for name, version in versions().items()},
         SETTINGS: values,
-        CODE: sampled_digests(dict(_code(values))),
-        DATA: sampled_digests(dict(_data(config))),
+        ENVIRONMENT: {
+            name: value
+            for name, value in relevant(os.environ).items()
+            if not name.startswith(_PER_RANK_VARIABLES)
+        },
     }
+    if with_files:
+        found[CODE] = sampled_digests(dict(_code(values)))
+        found[DATA] = sampled_digests(dict(_data(config)))
+    return found
 
 
 def _code(values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
     """Yield the files of distmp, and of the packages and modules that settings name."""
-    for name in sorted({"distmp", *_packages(list(values.values()))}):
+    named = _IMPORT_PATH.findall(json.dumps(values, default=str))
+    for name in sorted({"distmp", *named}):
         # As in `load_object`, which also searches the working directory.
         spec = PathFinder.find_spec(name, [str(Path.cwd()), *sys.path])
         if spec is None:
             continue
-        for folder in map(Path, spec.submodule_search_locations or ()):
-            for path in _below(folder):
+        for directory in map(Path, spec.submodule_search_locations or ()):
+            for path in _below(directory):
                 if path.suffix in _CODE_SUFFIXES:
-                    yield str(path.relative_to(folder.parent)), path
+                    yield str(path.relative_to(directory.parent)), path
         if spec.origin is not None and not spec.submodule_search_locations:
             yield Path(spec.origin).name, Path(spec.origin)
-
-
-def _packages(value: object) -> Iterator[str]:
-    """Yield the top-level packages of all import paths `module:attribute` in a value."""
-    if isinstance(value, str) and (match := _IMPORT_PATH.fullmatch(value)):
-        yield match[1]
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _packages(item)
-    elif isinstance(value, dict):
-        yield from _packages([*value.values()])
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -92,11 +105,11 @@ def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 def _text(data: DataConfig, location: str | None) -> Iterator[tuple[str, Path]]:
     try:
-        folder, files = text_files(data, location)
+        directory, files = text_files(data, location)
     except ConfigError:
         return  # reported when the data is loaded; where it works, its files are missing here
     for file in files:
-        yield f"{location or 'standard library'}/{file.name}", folder / file.name
+        yield f"{location or 'standard library'}/{file.name}", directory / file.name
 
 
 def _files(location: str, path: Path) -> Iterator[tuple[str, Path]]:
@@ -107,12 +120,12 @@ def _files(location: str, path: Path) -> Iterator[tuple[str, Path]]:
             yield f"{location}/{file.relative_to(path)}", file
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder in the same order on every machine, up to a limit."""
-    return itertools.islice(_walk(folder), _MOST_FILES)
+def _below(directory: Path) -> Iterator[Path]:
+    """Yield the files below a directory in the same order on every machine, up to a limit."""
+    return itertools.islice(_walk(directory), _MOST_FILES)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
+def _walk(directory: Path) -> Iterator[Path]:
+    for parent, directories, names in os.walk(directory):
+        directories[:] = sorted(name for name in directories if name != "__pycache__")
         yield from (Path(parent, name) for name in sorted(names))

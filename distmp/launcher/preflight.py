@@ -1,0 +1,266 @@
+"""Preflight: check before training that ranks are consistent, connected and equally fast.
+
+Ranks first compare versions, settings, code and data through the launcher's store. They then
+multiply matrices, create the process group as for training, and exchange data, to report slow
+ranks. The watchdog reports a rank that blocks the others.
+
+    torchrun ... -m distmp.commands.preflight --config FILE      # only the preflight
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distmp.checkpoint.location import locate
+from distmp.config import RunConfig
+from distmp.distributed import rendezvous_store
+from distmp.distributed.progress import current_phase
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rendezvous_store import PrefixStore, Store
+from distmp.distributed.world import World, join, local_device
+from distmp.errors import LISTED, SetupError, rank_names, ranks_by_value
+from distmp.launcher.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
+from distmp.launcher.rank_speed import (
+    RankSpeed,
+    measure_links,
+    measure_product,
+    slow_links,
+    slow_ranks,
+    stride,
+)
+from distmp.utils.settings.flat import digest
+from distmp.utils.units import bytes_text
+
+# A network file system may show a new file late.
+_APPEARS_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+
+
+class PreflightReport(NamedTuple):
+    """The result of a successful preflight.
+
+    Attributes:
+        summary: The measured speeds in one line.
+        warnings: One line per slow rank or differing variable, with ranks and machines.
+    """
+
+    summary: str
+    warnings: list[str]
+
+
+class _Ranks(NamedTuple):
+    """The ranks before a process group exists.
+
+    Attributes:
+        store: A store that only the preflight of this start uses.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return the values of all ranks; `name` must not have been used before."""
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        self.store.set(keys[self.rank], json.dumps(value))
+        self.store.wait(keys)
+        return [json.loads(text) for text in self.store.multi_get(keys)]
+
+
+def is_enabled(config: RunConfig, environment: RankEnvironment) -> bool:
+    """Whether a run starts with a preflight; "auto" runs it on more than one machine."""
+    if config.preflight == "auto":
+        return environment.world_size > environment.local_world_size
+    return config.preflight == "always" and environment.world_size > 1
+
+
+def join_checked(
+    config: RunConfig,
+    environment: RankEnvironment,
+    watch: Callable[[], object],
+) -> tuple[World, PreflightReport]:
+    """Create the process group like `join`, with a preflight; every rank must call it.
+
+    It takes a few seconds without problems.
+
+    Args:
+        config: The configuration of the run.
+        environment: Rank and world size of this process.
+        watch: Starts a watchdog of the preflight; called when all ranks have started.
+
+    Returns:
+        The process group and the report, which is the same on every rank.
+
+    Raises:
+        AttemptError: If this rank does not reach the store, or some ranks did not start.
+        SetupError: On every rank, if versions, settings, code or data differ, or if machines do not
+            share the directory of the checkpoints; names ranks, and settings or files.
+    """
+    started = time.monotonic()
+    timeout_seconds = 60 * config.timeout_minutes
+    store = PrefixStore("preflight", rendezvous_store.for_this_start(timeout_seconds))
+    watch()
+    current_phase.enter("preflight: comparing settings, code and data", transfers=True)
+    ranks = _Ranks(store, environment.rank, environment.world_size)
+    warnings, hosts = _compare(ranks, config, environment)
+    current_phase.enter("preflight: multiplying matrices")
+    product = measure_product(local_device(environment.local_rank))
+    # Before NCCL starts: a rank that compiles kernels here does not keep others in native code.
+    ranks.gather("product", product)
+    current_phase.enter("preflight: connecting to the other ranks")
+    world = join(environment, timeout_seconds=timeout_seconds)
+    current_phase.enter("preflight: exchanging data with its neighbors")
+    link, all_reduce, complete = measure_links(
+        world, stride(world.ranks.gather(environment.local_world_size))
+    )
+    speeds = world.ranks.gather(RankSpeed(product, link, all_reduce, complete))
+    names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+    warnings += [*slow_ranks(speeds, names), *slow_links(speeds, world.device.type)]
+    return world, PreflightReport(_summary(speeds, hosts, time.monotonic() - started), warnings)
+
+
+def _summary(speeds: Sequence[RankSpeed], hosts: Sequence[str], seconds: float) -> str:
+    machines = len({*hosts})
+    products = [1000 * speed.product for speed in speeds]
+    links = [speed.link for speed in speeds if speed.link]
+    parts = [
+        f"{len(speeds)} ranks on {machines} host{'s' if machines > 1 else ''}, consistent",
+        f"matrix product {min(products):.3g} to {max(products):.3g} ms",
+        f"all-reduce {bytes_text(min(speed.all_reduce for speed in speeds))}/s",
+    ]
+    if links:
+        parts.append(f"links {bytes_text(min(links))}/s to {bytes_text(max(links))}/s")
+    return f"{'; '.join(parts)}; {seconds:.1f} s"
+
+
+def _compare(
+    ranks: _Ranks, config: RunConfig, environment: RankEnvironment
+) -> tuple[list[str], list[str]]:
+    """Compare ranks; return warnings, and the name of the machine of each rank.
+
+    Raises:
+        SetupError: On every rank, if they differ or do not share the directory of the checkpoints.
+    """
+    own = inputs(config, with_files=environment.local_rank == 0)
+    hosts = ranks.gather("host", socket.gethostname())
+    problems: list[str] = []
+    warnings: list[str] = []
+    for kind, values in _differing(ranks, own):
+        found = _differences(values, hosts)
+        if kind == ENVIRONMENT:
+            warnings += found
+        elif kind in (CODE, DATA):
+            problems.append(_differing_files(kind, found))
+        else:
+            problems += found
+    if without := _ranks_without_directory(ranks, config):
+        problems.append(_not_shared(config, without, hosts))
+    if problems:
+        raise SetupError({0: "preflight: " + "; ".join(problems)}, exit_code=2)
+    return warnings, hosts
+
+
+def _differing(
+    ranks: _Ranks, own: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, dict[int, Mapping[str, Any]]]]:
+    """Yield the kinds of inputs that differ, with the values of each rank that has them.
+
+    Digests are compared first. For each digest, one rank publishes its values.
+    """
+    digests = ranks.gather("digests", {kind: digest(values) for kind, values in own.items()})
+    for kind in digests[0]:
+        with_kind = {rank: every[kind] for rank, every in enumerate(digests) if kind in every}
+        groups = [*ranks_by_value(with_kind).values()]
+        if len(groups) > 1:
+            publishes = ranks.rank in [group[0] for group in groups]
+            published = ranks.gather(kind, own[kind] if publishes else None)
+            yield kind, {rank: published[group[0]] for group in groups for rank in group}
+
+
+def _differences(values: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+    """Return a line for each name whose value is not the same on all ranks."""
+    lines = []
+    for name in dict.fromkeys(name for own in values.values() for name in own):
+        by_value = ranks_by_value({rank: _text(own.get(name)) for rank, own in values.items()})
+        if len(by_value) > 1:
+            parts = [f"{value} on {_on_hosts(ranks, hosts)}" for value, ranks in by_value.items()]
+            lines.append(f"{name} differs: {', '.join(parts)}")
+    return lines
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "unset"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _on_hosts(ranks: Collection[int], hosts: Sequence[str]) -> str:
+    return f"{rank_names(ranks)} ({', '.join(sorted({hosts[rank] for rank in ranks}))})"
+
+
+def _differing_files(kind: str, lines: Sequence[str]) -> str:
+    more = f" and {len(lines) - LISTED:,} more files" if len(lines) > LISTED else ""
+    return (
+        f"the files of the {kind} differ: {'; '.join(lines[:LISTED])}{more}. Copy the same files "
+        "to all machines, or use shared storage"
+    )
+
+
+def _ranks_without_directory(ranks: _Ranks, config: RunConfig) -> list[int]:
+    """Return the ranks that do not see a file that rank 0 writes beside the checkpoints.
+
+    Every rank writes its part of a checkpoint, so all machines need the same directory. The other
+    files of a run are written and read by one rank each.
+    """
+    with ExitStack() as until_seen:
+        name = None
+        directory = _checkpoint_directory(config)
+        # The run reports a directory that cannot be written when it creates its own.
+        with suppress(OSError):
+            if ranks.rank == 0 and directory is not None:
+                name = until_seen.enter_context(
+                    tempfile.NamedTemporaryFile(dir=directory, prefix=".distmp-preflight-")
+                ).name
+        name = ranks.gather("file", name)[0]
+        seen = ranks.gather("seen", name is None or _appears(Path(name)))
+    return [rank for rank in range(ranks.world_size) if not seen[rank]]
+
+
+def _checkpoint_directory(config: RunConfig) -> Path | None:
+    """Return the nearest existing directory above the checkpoints; None for an object store."""
+    path: object = Path(config.run_dir)
+    if config.checkpoint.path is not None:
+        path = locate("checkpoint.path", config.checkpoint.path)
+    if not isinstance(path, Path):
+        return None
+    path = path.absolute()
+    return next((parent for parent in (path, *path.parents) if parent.is_dir()), None)
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + _APPEARS_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _not_shared(config: RunConfig, ranks: Collection[int], hosts: Sequence[str]) -> str:
+    setting = "run_dir" if config.checkpoint.path is None else "checkpoint.path"
+    value = config.checkpoint.path or config.run_dir
+    return (
+        f"{setting} = {value!r} is not the same directory on all machines: "
+        f"{_on_hosts(ranks, hosts)} cannot see what rank 0 ({hosts[0]}) writes there, so no "
+        "checkpoint could be written; set run_dir or checkpoint.path to a directory on shared "
+        "storage, or checkpoint.path to a URL such as s3://bucket/directory"
+    )
