@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from benchmarks.gpus import gpus
 from benchmarks.peak import peak
-from distmp.commands.doctor.machine_info import gpus
 
 RESULTS = Path(__file__).parent / "results"
 # Environment variables that `python -m benchmarks` sets with --record and --smoke.

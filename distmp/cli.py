@@ -32,7 +32,7 @@ _SUBCOMMANDS = {
         "write an HTML page about one run, or two side by side",
     ),
     "presets": ("distmp.commands.presets", "list the configurations that come with distmp"),
-    "doctor": ("distmp.commands.doctor.command", "check whether this machine is ready to train"),
+    "doctor": ("distmp.commands.doctor", "check whether this machine is ready to train"),
     "launch": ("distmp.launcher.command", "start the ranks of a run, on one machine or many"),
 }
 # Subcommands that a scheduler starts, stops and restarts.

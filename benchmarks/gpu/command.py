@@ -12,7 +12,7 @@ from benchmarks.gpu import processes
 from benchmarks.gpu.jobs import Machine, run_slice
 from benchmarks.gpu.results import PASSED, Result, Summary
 from benchmarks.gpu.slices import LARGE, LARGE_BYTES, Slice, slices
-from distmp.commands.doctor.machine_info import gpus
+from benchmarks.gpus import gpus
 
 
 def execute(arguments: argparse.Namespace) -> int:

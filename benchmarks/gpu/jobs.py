@@ -21,7 +21,7 @@ from benchmarks.gpu import packages, processes
 from benchmarks.gpu.outcomes import Outcomes, cause_in
 from benchmarks.gpu.results import FAILED, PASSED, RUNNING, Result, Summary
 from benchmarks.gpu.slices import SLICE_SECONDS, Job, Slice
-from distmp.commands.doctor.machine_info import gpus
+from benchmarks.gpus import gpus
 
 # The driver may free the memory of a process some time after its end.
 _FREED_SECONDS = 5.0

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.gpus import Gpu
 from torch import nn
 
 from benchmarks import peak, report
 from benchmarks.peak import count, datasheet, kind_of, model_flops, share, transformer_flops
-from distmp.commands.doctor.machine_info import Gpu
 from distmp.models.settings import SIZES
 from distmp.precision import policy
 
@@ -75,7 +75,7 @@ def test_unknown_peaks_are_measured(
 
 
 def test_a_result_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Gpu("NVIDIA H200", None, None, None, None, "580.1")
+    driver = Gpu("NVIDIA H200", "580.1")
     monkeypatch.setattr(report, "gpus", lambda: (driver,))
     monkeypatch.setattr(report, "peak", lambda device: {"bandwidth": 4e12})
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")

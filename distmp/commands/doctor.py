@@ -1,0 +1,382 @@
+"""`distmp doctor`: check whether this machine is ready to train, and what `auto` selects."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from distmp.config import RunConfig, load_as
+from distmp.launcher.messages import assignment
+from distmp.launcher.network import interfaces
+from distmp.utils.cgroups import granted_cores
+from distmp.utils.environment_info import versions
+from distmp.utils.units import bytes_text
+
+_OLDEST = {"python": (3, 10), "torch": (2, 10)}
+_LITTLE_SHM_BYTES = 1 << 30
+_LITTLE_DISK_BYTES = 10 << 30
+_NO_DISK_BYTES = 1 << 30
+_LITTLE_TEMPORARY_BYTES = 100 << 20
+# The default limit of Linux; a rank keeps fewer than a hundred files open.
+_FEW_FILES = 1024
+_BUSY_GPU_SHARE = 0.1
+_COMMAND_SECONDS = 10.0
+_WRITTEN_BYTES = 1 << 20
+
+# Variables that slow runs down, often left over from debugging.
+_SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "makes the host wait for every kernel",
+    "NCCL_IB_DISABLE": "disables InfiniBand in NCCL",
+    "NCCL_P2P_DISABLE": "makes GPUs of one machine communicate through host memory",
+    "NCCL_SHM_DISABLE": "makes ranks of one machine communicate through the network",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "disables the caching allocator",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
+    "TORCH_COMPILE_DEBUG": "writes logs of everything that is compiled",
+}
+# Without error handling, a rank whose peer is gone waits without a limit.
+_NO_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OFF = ("", "0", "false", "no", "off")
+
+_GPU_QUERY = (
+    "name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,"
+    "clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_thermal_slowdown"
+)
+
+
+class CheckResult(NamedTuple):
+    """The result of a check.
+
+    Attributes:
+        status: PASS; WARN if runs may be slow or unstable; FAIL if runs cannot work.
+        message: The observation.
+        remedy: What to do; empty for PASS.
+    """
+
+    status: Literal["PASS", "WARN", "FAIL"]
+    message: str
+    remedy: str = ""
+
+
+load = functools.partial(
+    load_as,
+    RunConfig,
+    prog="distmp doctor",
+    description="Check whether this machine is ready to train, and what auto selects on it.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check this machine and print the results.
+
+    Returns:
+        1 if a check failed, else 0.
+
+    Raises:
+        ConfigError: If a setting is invalid.
+    """
+    config = load(sys.argv[1:] if argv is None else argv)
+    results = run_checks(config)
+    sys.stdout.write(_report(results) + "\n")
+    return int(any(result.status == "FAIL" for _, result in results))
+
+
+def run_checks(config: RunConfig) -> list[tuple[str, CheckResult]]:
+    """Return the problems of every check by name, or its PASS if there are none."""
+    results = []
+    for name, check in CHECKS.items():
+        outcomes = list(check(config))
+        problems = [result for result in outcomes if result.status != "PASS"]
+        results += [(name, result) for result in problems or outcomes]
+    return results
+
+
+def _report(results: Sequence[tuple[str, CheckResult]]) -> str:
+    """Return a line for each result, and one for its remedy if any."""
+    width = max(len(name) for name, _ in results)
+    lines = []
+    for name, result in results:
+        lines.append(f"{result.status}  {name:{width}}  {result.message}")
+        if result.remedy:
+            lines.append(f"      {'':{width}}  -> {result.remedy}")
+    return "\n".join(lines)
+
+
+def _versions(config: RunConfig) -> Iterator[CheckResult]:
+    installed = versions()
+    message = ", ".join(f"{name} {version or 'none'}" for name, version in installed.items())
+    for name, oldest in _OLDEST.items():
+        if tuple(map(int, (installed[name] or "0.0").split(".")[:2])) < oldest:
+            required = ".".join(map(str, oldest))
+            yield CheckResult("FAIL", message, f"distmp needs {name} {required} or later")
+    yield CheckResult("PASS", message)
+
+
+def _cuda(config: RunConfig) -> Iterator[CheckResult]:
+    import torch
+
+    if not _gpu_rows() and not torch.cuda.is_available():
+        yield CheckResult("PASS", "no GPU; runs use the CPU")
+        return
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        yield CheckResult(
+            "FAIL",
+            f"torch {torch.__version__} cannot use the GPUs: {error}",
+            "install a torch for a CUDA version that the driver supports, or a newer driver; check "
+            "CUDA_VISIBLE_DEVICES, and whether this container has access to GPUs",
+        )
+    else:
+        message = f"{torch.cuda.device_count()} devices; torch for CUDA {torch.version.cuda}"
+        yield CheckResult("PASS", message)
+
+
+def _gpus(config: RunConfig) -> Iterator[CheckResult]:
+    rows = _gpu_rows()
+    for index, (model, memory, used, errors, *slowdowns) in enumerate(rows):
+        name = f"GPU {index}, {model}"
+        if errors.isdecimal() and int(errors):
+            yield CheckResult(
+                "FAIL",
+                f"{name}: {errors} memory errors that were not corrected",
+                "drain the machine and reset the GPU; replace it if they come back",
+            )
+        if "Active" in slowdowns:
+            yield CheckResult(
+                "WARN",
+                f"{name}: throttled because of temperature or power",
+                "check `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and the cooling",
+            )
+        if used.isdecimal() and int(used) > _BUSY_GPU_SHARE * int(memory):
+            message = f"{name}: {used} MiB of its memory is in use"
+            yield CheckResult("WARN", message, "see `nvidia-smi` for the processes that use it")
+    yield CheckResult("PASS", ", ".join(row[0] for row in rows) or "none")
+
+
+def _choices(config: RunConfig) -> Iterator[CheckResult]:
+    import torch
+
+    from distmp.distributed.world import World, local_device
+    from distmp.launcher.local import default_ranks
+    from distmp.parallel import resolve_strategy
+    from distmp.precision import resolve
+
+    policy, why = resolve(config.precision.policy, local_device(0))
+    ranks, reason = (1, "as configured") if config.strategy == "single" else default_ranks()
+    strategy = resolve_strategy(config.strategy, World(0, ranks, torch.device("cpu"), None))
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} ({reason})"
+    yield CheckResult("PASS", f"policy {policy.name} ({why}); strategy {strategy} on {where}")
+
+
+def _threads(config: RunConfig) -> Iterator[CheckResult]:
+    text, cores = os.environ.get("OMP_NUM_THREADS"), granted_cores()
+    available = f"{cores} core{'s' if cores > 1 else ''} available"
+    if text is None:
+        yield CheckResult("PASS", f"{available}; `distmp launch` sets OMP_NUM_THREADS")
+    elif not text.isdecimal() or int(text) > cores:
+        yield CheckResult(
+            "WARN",
+            f"OMP_NUM_THREADS={text}, with {available}",
+            "set it to cores per rank, or unset it and use `distmp launch`",
+        )
+    else:
+        yield CheckResult("PASS", f"OMP_NUM_THREADS={text}, with {available}")
+
+
+def _shared_memory(config: RunConfig) -> Iterator[CheckResult]:
+    users = ["data workers"] if config.data.workers else []
+    users += ["NCCL"] if len(_gpu_rows()) > 1 else []
+    mount = "`docker run --shm-size=16g`; in Kubernetes an emptyDir with medium: Memory"
+    if not users:
+        yield CheckResult("PASS", "not needed without data workers and with up to one GPU")
+    elif not os.path.isdir("/dev/shm"):
+        used = f"through which {' and '.join(users)} exchange data"
+        yield CheckResult("FAIL", f"/dev/shm is missing, {used}", f"mount a tmpfs there: {mount}")
+    else:
+        size, _, free = shutil.disk_usage("/dev/shm")
+        message = f"/dev/shm has {bytes_text(free)} free of {bytes_text(size)}"
+        if free < _LITTLE_SHM_BYTES:
+            remedy = f"{mount}; remove files of ended processes (`ls -l /dev/shm`)"
+            yield CheckResult("WARN", f"{message}; {' and '.join(users)} may fill it", remedy)
+        yield CheckResult("PASS", message)
+
+
+def _limits(config: RunConfig) -> Iterator[CheckResult]:
+    files, locked = (
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+    )
+    if files != resource.RLIM_INFINITY and files < _FEW_FILES:
+        yield CheckResult(
+            "WARN", f"at most {files} open files", "`ulimit -n 65536` before the launch"
+        )
+    if locked != resource.RLIM_INFINITY and (devices := _rdma_devices()):
+        yield CheckResult(
+            "FAIL",
+            f"at most {bytes_text(locked)} of locked memory, but {', '.join(devices)} has to lock "
+            "its buffers",
+            "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1`",
+        )
+    yield CheckResult("PASS", "open files and locked memory suffice")
+
+
+def _disk(config: RunConfig) -> Iterator[CheckResult]:
+    remedy = "free space for checkpoints, or use another run_dir"
+    yield from _directory(Path(config.run_dir), _LITTLE_DISK_BYTES, _NO_DISK_BYTES, remedy)
+
+
+def _temporary_files(config: RunConfig) -> Iterator[CheckResult]:
+    remedy = "free space there, or set TMPDIR to a directory that can be written"
+    path = Path(os.environ.get("TMPDIR") or "/tmp")
+    yield from _directory(path, _LITTLE_TEMPORARY_BYTES, 0, remedy)
+
+
+def _directory(path: Path, little: int, none: int, remedy: str) -> Iterator[CheckResult]:
+    """Write a file to the nearest existing directory; check the free space."""
+    path = path.absolute()
+    # A path below a file, and one that this user may not see, exist only for `lexists`.
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".distmp-doctor-") as file:
+            file.write(os.urandom(_WRITTEN_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        yield CheckResult("FAIL", f"{path}: cannot be written ({error.strerror})", remedy)
+        return
+    message = f"{path}: {bytes_text(free)} free"
+    if free < little:
+        yield CheckResult("FAIL" if free < none else "WARN", message, remedy)
+    yield CheckResult("PASS", f"{message}, writing a file succeeded")
+
+
+def _clock(config: RunConfig) -> Iterator[CheckResult]:
+    state = _output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
+    if state == "no":
+        yield CheckResult(
+            "WARN",
+            "the clock is not synchronized by a time service",
+            "enable a time service (chrony, systemd-timesyncd); else the logs of machines differ",
+        )
+    elif state:
+        yield CheckResult("PASS", "synchronized by a time service")
+    else:
+        yield CheckResult("PASS", "unknown whether it is synchronized")
+
+
+def _hostname(config: RunConfig) -> Iterator[CheckResult]:
+    hostname = socket.gethostname()
+    own = {address for addresses in interfaces().values() for address in addresses}
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None)})
+    except OSError:
+        yield CheckResult(
+            "WARN",
+            f"{hostname} does not resolve",
+            "add it to /etc/hosts; gloo and torchrun resolve their own name",
+        )
+        return
+    message = f"{hostname} is {', '.join(found)}"
+    if own.isdisjoint(found) and not all(ip_address(address).is_loopback for address in found):
+        yield CheckResult(
+            "WARN",
+            f"{message}, which no interface has",
+            "fix /etc/hosts or DNS; with several machines set GLOO_SOCKET_IFNAME",
+        )
+    yield CheckResult("PASS", message)
+
+
+def _network(config: RunConfig) -> Iterator[CheckResult]:
+    names = [*interfaces()]
+    selects = {"GLOO_SOCKET_IFNAME": _gloo_finds_all, "NCCL_SOCKET_IFNAME": _nccl_finds_one}
+    for variable, finds in selects.items():
+        value = os.environ.get(variable, "")
+        if value and not finds(value, names):
+            yield CheckResult(
+                "FAIL",
+                f"{assignment(variable, value)} selects an interface that is not up; interfaces: {', '.join(names)}",
+                "set it to an interface that is up, or unset it",
+            )
+    yield CheckResult("PASS", f"interfaces: {', '.join(names) or 'none'}")
+
+
+def _gloo_finds_all(value: str, names: Sequence[str]) -> bool:
+    return {*filter(None, value.split(","))} <= {*names}
+
+
+def _nccl_finds_one(value: str, names: Sequence[str]) -> bool:
+    """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` excludes."""
+    listed = value.lstrip("^=").split(",")
+    if value.startswith("="):
+        return not {*listed}.isdisjoint(names)
+    return any(name.startswith(tuple(listed)) != value.startswith("^") for name in names)
+
+
+def _environment(config: RunConfig) -> Iterator[CheckResult]:
+    variables = os.environ
+    for name, effect in _SLOW.items():
+        if variables.get(name, "").lower() not in _OFF:
+            yield CheckResult("WARN", f"{name}={variables[name]} {effect}", f"unset {name}")
+    for name in _NO_ERROR_HANDLING:
+        if variables.get(name) == "0":
+            message = f"{name}=0: ranks wait without a limit when one dies"
+            yield CheckResult("FAIL", message, f"unset {name}")
+    if ranks := [name for name in _RANK_VARIABLES if name in variables]:
+        yield CheckResult(
+            "WARN",
+            f"{', '.join(ranks)} is set: a process started here becomes a rank of a run",
+            "unset it, unless this process is a rank",
+        )
+    network = [name for name in sorted(variables) if name.startswith(("NCCL_", "GLOO_"))]
+    yield CheckResult("PASS", f"network variables: {', '.join(network) or 'none'}")
+
+
+# The checks by name, in the order of the output.
+CHECKS: dict[str, Callable[[RunConfig], Iterator[CheckResult]]] = {
+    "versions": _versions,
+    "CUDA": _cuda,
+    "GPUs": _gpus,
+    "choices": _choices,
+    "threads": _threads,
+    "shared memory": _shared_memory,
+    "limits": _limits,
+    "disk": _disk,
+    "temporary files": _temporary_files,
+    "clock": _clock,
+    "hostname": _hostname,
+    "network": _network,
+    "environment": _environment,
+}
+
+
+def _gpu_rows() -> list[list[str]]:
+    """Return what nvidia-smi reports for each GPU; empty without any."""
+    table = _output("nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits")
+    return [*csv.reader(table.splitlines(), skipinitialspace=True)]
+
+
+def _rdma_devices() -> list[str]:
+    """Return the names of InfiniBand and RoCE devices."""
+    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+
+
+def _output(*command: str) -> str:
+    """Return the output of a program; empty if it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

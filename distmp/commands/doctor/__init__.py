@@ -1,1 +1,0 @@
-"""Whether this machine is fit to train: machine are gathered first, then judged one by one."""
