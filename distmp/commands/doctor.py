@@ -301,16 +301,17 @@ def _hostname(config: RunConfig) -> Iterator[CheckResult]:
 
 def _network(config: RunConfig) -> Iterator[CheckResult]:
     names = [*interfaces()]
+    listed = f"interfaces: {', '.join(names) or 'none'}"
     selects = {"GLOO_SOCKET_IFNAME": _gloo_finds_all, "NCCL_SOCKET_IFNAME": _nccl_finds_one}
     for variable, finds in selects.items():
         value = os.environ.get(variable, "")
         if value and not finds(value, names):
             yield CheckResult(
                 "FAIL",
-                f"{assignment(variable, value)} selects an interface that is not up; interfaces: {', '.join(names)}",
+                f"{assignment(variable, value)} selects an interface that is not up; {listed}",
                 "set it to an interface that is up, or unset it",
             )
-    yield CheckResult("PASS", f"interfaces: {', '.join(names) or 'none'}")
+    yield CheckResult("PASS", listed)
 
 
 def _gloo_finds_all(value: str, names: Sequence[str]) -> bool:

@@ -1,66 +1,13 @@
+"""CPU and memory limits of control groups."""
+
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
-import psutil
 import pytest
 
-from distmp.commands.doctor import machine_info as machine
-from distmp.commands.doctor.machine_info import Gpu, gather, parse_gpus, parse_offset
-from distmp.config import RunConfig
 from distmp.utils import cgroups
 from distmp.utils.cgroups import core_quota, free_host_bytes, granted_cores, memory_limit
-
-
-def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    monkeypatch.setenv("TORCH_HUB_TOKEN", "hush")
-    found = gather(RunConfig(run_dir=str(tmp_path / "runs" / "new")))
-    assert found.hostname == socket.gethostname()
-    assert found.cores == os.cpu_count()
-    assert found.usable_cores == len(os.sched_getaffinity(0))
-    assert "127.0.0.1" in [address for own in found.interfaces.values() for address in own]
-    assert 0 < found.available_bytes <= psutil.virtual_memory().total
-    assert found.folder.path == str(tmp_path)
-    assert found.folder.problem is None
-    assert found.temporary.problem is None
-    assert found.environment["NCCL_DEBUG"] == "WARN"
-    assert "hush" not in str(found)
-    # No file or folder was left behind.
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_refuses_files(tmp_path: Path) -> None:
-    # Root can write everywhere except in /proc.
-    assert machine._try_folder(Path("/proc/runs")).problem is not None
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        found = machine._try_folder(path)
-        assert (found.path, found.problem) == (str(tmp_path / "file"), "Not a directory")
-
-
-def test_output_of_nvidia_smi() -> None:
-    table = (
-        "NVIDIA H200, 143771, 4, 0, Not Active, Not Active, 580.65.06\n"
-        "NVIDIA H200, 143771, 100000, 7, Not Active, Active, 580.65.06\n"
-        "NVIDIA GeForce RTX 3090, 24576, 10, [N/A], [Not Supported], [Not Supported], 535.1\n"
-    )
-    mib = 1 << 20
-    assert parse_gpus(table) == (
-        Gpu("NVIDIA H200", 143771 * mib, 4 * mib, 0, False, "580.65.06"),
-        Gpu("NVIDIA H200", 143771 * mib, 100000 * mib, 7, True, "580.65.06"),
-        Gpu("NVIDIA GeForce RTX 3090", 24576 * mib, 10 * mib, None, None, "535.1"),
-    )
-    assert parse_gpus("") == ()
-
-
-def test_output_of_chrony() -> None:
-    tracking = "Stratum         : 3\nSystem time     : 0.500000123 seconds slow of NTP time\n"
-    assert parse_offset(tracking) == -0.500000123
-    assert parse_offset(tracking.replace("slow", "fast")) == 0.500000123
-    assert parse_offset("") is None
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from distmp.commands import doctor
+from distmp.commands.doctor import CHECKS, main
+from distmp.errors import ConfigError
+from distmp.utils.environment_info import versions
+
+Patch = pytest.MonkeyPatch
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def healthy(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A healthy machine with one GPU, independent of the one that runs the test."""
+    for name in os.environ:
+        if name.startswith(("NCCL_", "GLOO_", "TORCH", "CUDA_", "OMP_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(doctor, "granted_cores", lambda: 8)
+    monkeypatch.setattr(doctor, "interfaces", lambda: {"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_to("10.0.0.1"))
+    monkeypatch.setattr(shutil, "disk_usage", free(500 * GIB))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(doctor, "_rdma_devices", lambda: ["mlx5_0"])
+    gpu(tmp_path)
+    program(tmp_path, "timedatectl", "yes")
+
+
+def program(folder: Path, name: str, output: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{output}'\n")
+    path.chmod(0o755)
+
+
+def gpu(folder: Path, used: str = "4", errors: str = "0", slowdown: str = "Not Active") -> None:
+    row = f"NVIDIA H200, 143771, {used}, {errors}, Not Active, {slowdown}"
+    program(folder, "nvidia-smi", row)
+
+
+def resolve_to(address: str) -> Callable[..., object]:
+    return lambda *_: [(0, 0, 0, "", (address, 0))]
+
+
+def free(size: int) -> Callable[..., object]:
+    usage = type(shutil.disk_usage("/"))
+    return lambda _: usage(600 * GIB, 0, size)
+
+
+def no_address(*_: object) -> None:
+    raise socket.gaierror
+
+
+def no_cuda() -> None:
+    raise RuntimeError("The NVIDIA driver on your system is too old")
+
+
+# What breaks the machine, check, status, and text of message or remedy.
+PROBLEMS: dict[str, tuple[Callable[[Path, Patch], object], str, str]] = {
+    "old torch": (
+        lambda _, patch: patch.setattr(
+            doctor, "versions", lambda: {**versions(), "torch": "2.9.1+cu128"}
+        ),
+        "FAIL  versions",
+        "needs torch 2.10",
+    ),
+    "unusable GPUs": (
+        lambda _, patch: patch.setattr(torch.cuda, "init", no_cuda),
+        "FAIL  CUDA",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    "broken memory": (
+        lambda path, _: gpu(path, errors="3"),
+        "FAIL  GPUs",
+        "GPU 0, NVIDIA H200: 3 memory errors",
+    ),
+    "hot GPU": (lambda path, _: gpu(path, slowdown="Active"), "WARN  GPUs", "throttled"),
+    "GPU in use": (lambda path, _: gpu(path, used="20000"), "WARN  GPUs", "20000 MiB"),
+    "too many threads": (
+        lambda _, patch: patch.setenv("OMP_NUM_THREADS", "64"),
+        "WARN  threads",
+        "8 cores available",
+    ),
+    "few files": (
+        lambda _, patch: patch.setattr(
+            resource, "getrlimit", lambda kind: (256 if kind == resource.RLIMIT_NOFILE else -1, -1)
+        ),
+        "WARN  limits",
+        "ulimit -n",
+    ),
+    "no locked memory for InfiniBand": (
+        lambda _, patch: patch.setattr(resource, "getrlimit", lambda _: (64 << 10, -1)),
+        "FAIL  limits",
+        "mlx5_0 has to lock",
+    ),
+    "full disk": (
+        lambda _, patch: patch.setattr(shutil, "disk_usage", free(GIB // 2)),
+        "FAIL  disk",
+        "512 MiB free",
+    ),
+    "nearly full disk": (
+        lambda _, patch: patch.setattr(shutil, "disk_usage", free(5 * GIB)),
+        "WARN  disk",
+        "5.0 GiB free",
+    ),
+    "read-only TMPDIR": (
+        lambda _, patch: patch.setenv("TMPDIR", "/proc"),
+        "FAIL  temporary files",
+        "/proc: cannot be written",
+    ),
+    "clock": (lambda path, _: program(path, "timedatectl", "no"), "WARN  clock", "chrony"),
+    "unknown hostname": (
+        lambda _, patch: patch.setattr(socket, "getaddrinfo", no_address),
+        "WARN  hostname",
+        "does not resolve",
+    ),
+    "hostname of another machine": (
+        lambda _, patch: patch.setattr(socket, "getaddrinfo", resolve_to("10.9.9.9")),
+        "WARN  hostname",
+        "no interface",
+    ),
+    "gloo on a missing interface": (
+        lambda _, patch: patch.setenv("GLOO_SOCKET_IFNAME", "eth0,ib0"),
+        "FAIL  network",
+        "interfaces: lo, eth0",
+    ),
+    "NCCL on a missing interface": (
+        lambda _, patch: patch.setenv("NCCL_SOCKET_IFNAME", "=eth"),
+        "FAIL  network",
+        "NCCL_SOCKET_IFNAME='=eth'",
+    ),
+    "NCCL without any interface": (
+        lambda _, patch: patch.setenv("NCCL_SOCKET_IFNAME", "^lo,eth"),
+        "FAIL  network",
+        "NCCL_SOCKET_IFNAME",
+    ),
+    "debugging": (
+        lambda _, patch: patch.setenv("CUDA_LAUNCH_BLOCKING", "1"),
+        "WARN  environment",
+        "unset CUDA_LAUNCH_BLOCKING",
+    ),
+    "no error handling": (
+        lambda _, patch: patch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        "FAIL  environment",
+        "wait without a limit",
+    ),
+    "variables of an old rank": (
+        lambda _, patch: patch.setenv("RANK", "0"),
+        "WARN  environment",
+        "RANK is set",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_a_problem_has_a_message_and_a_remedy(
+    case: str, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_machine, check, text = PROBLEMS[case]
+    break_machine(tmp_path, monkeypatch)
+    code = main([f"--run-dir={tmp_path}", "--strategy=single"])
+    lines = capsys.readouterr().out.splitlines()
+    (number,) = [n for n, line in enumerate(lines) if line.startswith(("WARN", "FAIL"))]
+    assert lines[number].startswith(check)
+    assert text in lines[number] + lines[number + 1]
+    assert " -> " in lines[number + 1]
+    assert code == check.startswith("FAIL")
+
+
+def test_a_full_shared_memory_is_reported_to_those_who_use_it(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"/dev/shm": 64 << 20}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: free(sizes.get(str(path), 500 * GIB))(path)
+    )
+    for workers, status in ((0, "PASS"), (2, "WARN")):
+        assert main([f"--run-dir={tmp_path}", f"--data.workers={workers}"]) == 0
+        assert f"{status}  shared memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NCCL_SOCKET_IFNAME": "^docker", "NCCL_DEBUG": "WARN"},
+        {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth"},
+        {"OMP_NUM_THREADS": "2", "CUDA_LAUNCH_BLOCKING": "0"},
+    ],
+)
+def test_a_healthy_machine_passes_everything(
+    variables: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: Patch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = sorted(tmp_path.iterdir())
+    arguments = [f"--run-dir={tmp_path / 'runs' / 'new'}", "--precision.policy=bf16"]
+    assert main([*arguments, "--strategy=single"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("\n") == output.count("PASS  ") == len(CHECKS)
+    assert "policy bf16 (configured" in output
+    assert "strategy single on 1 rank (as configured)" in output
+    # No file or directory was left behind.
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_invalid_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match="strategy"):
+        main(["--strategy=dpp"])
