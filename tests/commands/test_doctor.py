@@ -17,6 +17,7 @@ from distmp.utils.environment_info import versions
 
 Patch = pytest.MonkeyPatch
 GIB = 1 << 30
+USAGE = type(shutil.disk_usage("/"))
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +54,7 @@ def resolve_to(address: str) -> Callable[..., object]:
 
 
 def free(size: int) -> Callable[..., object]:
-    usage = type(shutil.disk_usage("/"))
-    return lambda _: usage(600 * GIB, 0, size)
+    return lambda _: USAGE(600 * GIB, 0, size)
 
 
 def no_address(*_: object) -> None:

@@ -6,12 +6,14 @@ import inspect
 import re
 
 from benchmarks.figures import ROOT
-from distmp.commands.doctor.checks import CHECKS
+from distmp.commands.doctor import CHECKS
+from distmp.distributed.limits import ARRIVAL_SECONDS
 from distmp.distributed.own_time import STEPS
-from distmp.launcher.preflight import check, comparison, speed
-from distmp.launcher.preflight import store as meeting
+from distmp.distributed.rendezvous_store import CONNECT_SECONDS
+from distmp.launcher import preflight, rank_speed
 from distmp.telemetry import stragglers
 from distmp.telemetry.settings import LogConfig
+from distmp.training.failures import PREFLIGHT_SECONDS
 from distmp.utils import environment_info as circumstances
 from distmp.utils.file_samples import TOTAL_BYTES
 
@@ -27,14 +29,14 @@ def test_the_checks_are_those_of_the_doctor() -> None:
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
-    assert f"after {check.LIMIT_SECONDS:g} seconds without progress of any rank" in ALL_WELL
-    assert f"counts for {meeting.BUSY_LIMITS * check.LIMIT_SECONDS:g} seconds" in ALL_WELL
+    assert f"after {PREFLIGHT_SECONDS:g} seconds without progress of any rank" in ALL_WELL
+    assert f"within {ARRIVAL_SECONDS:g} seconds" in ALL_WELL
     assert f"{TOTAL_BYTES >> 20} MiB on each machine" in ALL_WELL
-    largest = {device: f"{size >> 20} MiB" for device, size in speed.LARGEST_BYTES.items()}
+    largest = {device: f"{size >> 20} MiB" for device, size in rank_speed.LARGEST_BYTES.items()}
     assert f"({largest['cpu']}; {largest['cuda']} for GPUs)" in ALL_WELL
-    assert f"says so after {meeting.STORE_SECONDS:g} seconds" in ALL_WELL
-    assert f"product takes {speed.SLOW_PRODUCT} x the median" in ALL_WELL
-    assert f"better link is {speed.SLOW_LINK:g} x slower" in ALL_WELL
+    assert f"says so after {CONNECT_SECONDS:g} seconds" in ALL_WELL
+    assert f"product takes {rank_speed.SLOW_PRODUCT} x the median" in ALL_WELL
+    assert f"better link is {rank_speed.SLOW_LINK:g} x slower" in ALL_WELL
     assert f"`log.ranks_every` steps ({LogConfig().ranks_every})" in RUNNING
     assert f"takes {stragglers.SLOW} x the median of the others twice in a row" in " ".join(
         RUNNING.split()
@@ -56,4 +58,4 @@ def test_the_messages_are_those_of_the_code() -> None:
         detector.update(step, [0.229, seconds])
     (block,) = re.findall(r"```text\n(.*?)```", RUNNING, flags=re.DOTALL)
     assert told == block.splitlines()
-    assert "{name} differs: " in inspect.getsource(comparison)
+    assert "{name} differs: " in inspect.getsource(preflight)
