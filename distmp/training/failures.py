@@ -142,14 +142,15 @@ def _report_once(
 
 
 def _is_first(environment: RankEnvironment, error: Exception, ending: Ending) -> bool:
+    # A SetupError is the same on all ranks: rank 0 reports it.
+    if isinstance(error, SetupError) and environment.rank:
+        return False
     if _watchdog is not None:
         with contextlib.suppress(dist.DistError):
             return _watchdog.peers.end(ending)
         return True
     # Before ranks are connected, each checks the common configuration independently: the first rank
-    # of each machine reports its errors. A SetupError is the same on all ranks: rank 0 reports it.
-    if isinstance(error, SetupError):
-        return environment.rank == 0
+    # of each machine reports its errors.
     return environment.local_rank == 0 or not isinstance(error, DistmpError)
 
 
