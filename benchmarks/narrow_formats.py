@@ -10,40 +10,46 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.continued_runs import REFERENCE, final_losses, parser, save_result
+from benchmarks.continued_runs import REFERENCE, TRAININGS, final_losses, parser, save_result
 from benchmarks.report import machine
 from benchmarks.tables.formats import narrow_formats
 
-NVFP4 = ("--precision.policy", "nvfp4")
-ALL_BLOCKS = ("--precision.policy", "nvfp4,hp=head")
 
-
-def wide_forward(part: float) -> tuple[str, str]:
+def with_switch(size: str, policy: str, part: float) -> tuple[str, ...]:
     """Return the arguments for forward products in bf16 after a part of the run."""
-    return "--precision.phases", f"{{after_fraction: {part}, forward: bf16}}"
+    training = TRAININGS[size]
+    tokens = round(part * training.steps) * training.samples * training.length
+    phase = f"{{until_tokens: {tokens}, policy: '{policy}'}}"
+    return "--precision.policy", f"{policy},forward=bf16", "--precision.phases", phase
+
+
+def always_bf16(policy: str) -> tuple[str, ...]:
+    """Return the arguments for a reference that counts tokens for the runs that continue it."""
+    return "--precision.policy", policy, "--precision.phases", "{until_tokens: .inf, policy: bf16}"
 
 
 # Arguments of the run by the name of the candidate, for each size of the model.
 CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
     "22m": {
-        REFERENCE: ("--precision.policy", "bf16"),
+        REFERENCE: always_bf16("nvfp4"),
         "fp8": ("--precision.policy", "fp8"),
         "fp8-rowwise": ("--precision.policy", "fp8-rowwise"),
         "mxfp8": ("--precision.policy", "mxfp8"),
-        "nvfp4": NVFP4,
-        "nvfp4, switch at 80%": (*NVFP4, *wide_forward(0.8)),
+        "nvfp4": ("--precision.policy", "nvfp4"),
+        "nvfp4, switch at 80%": with_switch("22m", "nvfp4", 0.8),
     },
     "1m": {
-        REFERENCE: ("--precision.policy", "bf16"),
-        "nvfp4,hp=head": ALL_BLOCKS,
-        "nvfp4,hp=head, switch at 80%": (*ALL_BLOCKS, *wide_forward(0.8)),
-        "nvfp4,hp=head, switch at 65%": (*ALL_BLOCKS, *wide_forward(0.65)),
+        REFERENCE: always_bf16("nvfp4,hp=head"),
+        "nvfp4,hp=head": ("--precision.policy", "nvfp4,hp=head"),
+        "nvfp4,hp=head, switch at 80%": with_switch("1m", "nvfp4,hp=head", 0.8),
+        "nvfp4,hp=head, switch at 65%": with_switch("1m", "nvfp4,hp=head", 0.65),
     },
 }
 
 
 def main() -> int:
     arguments = parser(__doc__).parse_args()
+    arguments.folder /= "narrow-formats"  # its reference runs are of its own
     candidates = CANDIDATES[arguments.size]
     result = {"machine": machine("cpu"), **final_losses(candidates, arguments)}
     print(narrow_formats(result))

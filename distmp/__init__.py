@@ -20,7 +20,6 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Fp32GradBuckets",
-    "GuardConfig",
     "LossScaleConfig",
     "OverflowReport",
     "PrecisionPhase",
@@ -41,9 +40,8 @@ if TYPE_CHECKING:
     from distmp.distributed.world import init
     from distmp.engine import Engine
     from distmp.engine.config import EngineConfig
-    from distmp.engine.format_settings import GuardConfig, PrecisionPhase
     from distmp.engine.outcome import StepNumbers, StepOutcome
-    from distmp.engine.settings import DivergenceConfig
+    from distmp.engine.settings import DivergenceConfig, PrecisionPhase
     from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
     from distmp.parallel.global_mean import global_mean
     from distmp.precision import PrecisionPolicy, policy, resolve
@@ -56,13 +54,12 @@ else:
         "distmp.engine": ("Engine",),
         "distmp.engine.config": ("EngineConfig",),
         "distmp.errors": ("CheckpointError", "ConfigError", "DistmpError", "TrainingError"),
-        "distmp.engine.format_settings": ("GuardConfig", "PrecisionPhase"),
         "distmp.engine.outcome": ("StepNumbers", "StepOutcome"),
         "distmp.parallel.global_mean": ("global_mean",),
         "distmp.precision": ("PrecisionPolicy", "policy", "resolve"),
         "distmp.scaling": ("DistributedGradScaler", "LossScaleConfig"),
         "distmp.diagnosis.attribution": ("OverflowReport",),
-        "distmp.engine.settings": ("DivergenceConfig",),
+        "distmp.engine.settings": ("DivergenceConfig", "PrecisionPhase"),
     }
 
     _public_name = lazy_names(__name__, _PUBLIC_NAMES)

@@ -14,8 +14,12 @@ from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.file_formats import check_token_paths
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
-from distmp.engine.format_settings import GuardConfig, PrecisionPhase, in_steps, parse_phases
-from distmp.engine.settings import DivergenceConfig, EmaConfig, RankConsistencyConfig
+from distmp.engine.settings import (
+    DivergenceConfig,
+    EmaConfig,
+    RankConsistencyConfig,
+    parse_phases,
+)
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
 from distmp.models import contracts
@@ -166,17 +170,10 @@ class PrecisionConfig:
 
     phases: tuple[dict[str, Any], ...] = field(
         default=(),
-        metadata=consequential("products change their formats at other steps from here on"),
+        metadata=consequential("matmuls change their formats at other tokens from here on"),
     )
-    """Formats of narrow products from some point of the run on: '{after_fraction: 0.9, forward:
-    bf16}'. Each has after_steps, after_tokens or after_fraction, and any of forward, grad and
-    wgrad; what it leaves out is as in the policy."""
-
-    guard: GuardConfig = field(
-        default_factory=GuardConfig,
-        metadata=consequential("products are widened for other reasons from here on"),
-    )
-    """When narrow products are computed in bf16 for some steps."""
+    """Policies in place of `precision.policy` until numbers of tokens, such as '{until_tokens: 1e9,
+    policy: bf16}', in this order. They differ only in forward, grad and wgrad."""
 
     def __post_init__(self) -> None:
         parse_phases(self.phases)
@@ -189,16 +186,16 @@ class PrecisionConfig:
         """Check the policy, which imports torch.
 
         Raises:
-            ConfigError: If it is unknown, or does not fit the rules of the loss scale, the phases
-                or the guard.
+            ConfigError: If it is unknown, or does not fit the rules of the loss scale or the
+                phases.
         """
         if self.policy != "auto":
-            from distmp.engine.format_schedule import check_policy
+            from distmp.engine.precision_phases import phase_formats
             from distmp.precision import policy
 
             chosen = policy(self.policy)
             loss_scale_rules(chosen.loss_scale, self.loss_scale)
-            check_policy(chosen, parse_phases(self.phases), self.guard)
+            phase_formats(chosen, parse_phases(self.phases))
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -435,9 +432,6 @@ class RunConfig:
                 f"must be less than steps = {self.steps}, or null for 5% of them",
             )
         self.profile.check(self.steps)
-        _ = self.precision_phases  # refuses phases that do not fit the number of steps
-        if self.precision.guard.is_active:
-            self.precision.guard.check(self.divergence)
 
     def check_names(self) -> None:
         """Look up what settings name: files of token ids, functions, the policy, and others.
@@ -525,18 +519,12 @@ class RunConfig:
             reproducible=self.reproducible,
             on_nonfinite=self.precision.on_nonfinite,
             divergence=self.divergence,
-            precision_phases=self.precision_phases,
-            precision_guard=self.precision.guard if self.precision.guard.is_active else None,
+            precision_phases=parse_phases(self.precision.phases),
         )
 
-    @property
-    def precision_phases(self) -> tuple[PrecisionPhase, ...]:
-        """The phases of the formats of narrow products, each with its first step."""
-        return in_steps(parse_phases(self.precision.phases), self.steps)
-
     def with_fixed_formats(self: Config) -> Config:
-        """Return the configuration without phases and guard, for commands that compare formats."""
-        return replace(self, precision=replace(self.precision, phases=(), guard=GuardConfig()))
+        """Return the configuration without phases, for commands that compare formats."""
+        return replace(self, precision=replace(self.precision, phases=()))
 
     def parallel(self, microbatches: int | None) -> ParallelConfig:
         """Return the settings of a strategy, for steps of `microbatches` microbatches."""

@@ -210,4 +210,4 @@ def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
 
 def test_a_list_in_brackets_is_refused_with_a_hint() -> None:
     with pytest.raises(ConfigError, match="give the items without brackets, separated by spaces"):
-        load(["--precision.policy=fp8", "--precision.phases", "[{after_steps: 2}]"])
+        load(["--precision.policy=fp8", "--precision.phases", "[{until_tokens: 2, policy: bf16}]"])

@@ -33,7 +33,7 @@ def test_names_of_secrets(name: str) -> None:
     "name",
     [
         *("token_dtype", "num_key_value_heads", "tokenizer", "KeyError", "bypass", "path", "lr"),
-        "precision.phases.after_tokens",
+        "precision.phases.until_tokens",
     ],
 )
 def test_other_names(name: str) -> None:

@@ -6,13 +6,7 @@ import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
-from distmp.engine.format_settings import (
-    GuardConfig,
-    PrecisionPhase,
-    check_order,
-    refuse_fractions,
-)
-from distmp.engine.settings import DivergenceConfig
+from distmp.engine.settings import DivergenceConfig, PrecisionPhase, check_order
 from distmp.errors import ConfigError, check_argument_names
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
 from distmp.precision import PolicyLike
@@ -124,11 +118,7 @@ class EngineConfig:
     None uses the global weight of the first step."""
 
     precision_phases: tuple[PrecisionPhase, ...] = ()
-    """Formats of narrow products from some step or number of tokens on, in the order of the
-    phases."""
-
-    precision_guard: GuardConfig | None = None
-    """When narrow products are computed in bf16 for some steps; None: never."""
+    """Policies until numbers of tokens, in the order in which they end; `policy` follows."""
 
     first_step_checks: bool = True
     """Check the first step for likely mistakes: ids above the vocabulary, a loss that is a mean,
@@ -146,10 +136,7 @@ class EngineConfig:
             raise ConfigError(
                 "nominal_weight", self.nominal_weight, "use a finite number above 0, or None"
             )
-        refuse_fractions(self.precision_phases)
         check_order(self.precision_phases)
-        if self.precision_guard is not None:
-            self.precision_guard.check(self.divergence)
 
     @property
     def accumulation(self) -> AccumulationSettings:
@@ -177,7 +164,6 @@ class EngineSettings(TypedDict, total=False):
     divergence: DivergenceConfig | None
     nominal_weight: float | None
     precision_phases: tuple[PrecisionPhase, ...]
-    precision_guard: GuardConfig | None
     first_step_checks: bool
 
 

@@ -42,13 +42,13 @@ from distmp.engine.evaluation import (
     evaluation_mode,
     recorded_outputs,
 )
-from distmp.engine.format_schedule import build_schedule, check_policy
 from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
 from distmp.engine.model import build_model, return_logits
 from distmp.engine.narrow_checks import CallCheck
 from distmp.engine.narrow_products import NarrowProducts
 from distmp.engine.nominal_weight import agree_on_nominal_weight, round_up_to_power_of_two
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
+from distmp.engine.precision_phases import build_schedule, phase_formats
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
 from distmp.engine.state import EngineState, TensorSpec
@@ -226,7 +226,7 @@ class Engine:
         model, values, seed = build_model(model, self.world, initialize=initialize)
         check_loss_function(loss)
         self.policy, self.policy_reason = resolve(config.policy, self.device)
-        check_policy(self.policy, config.precision_phases, config.precision_guard)
+        phase_formats(self.policy, config.precision_phases)  # refuses other policies
         self.strategy = resolve_strategy(config.strategy, self.world)
         self.config = config = replace(
             config,
@@ -253,7 +253,13 @@ class Engine:
             warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
         layers = self._strategy.narrow_layers
-        formats = build_schedule(layers, config, self.policy, quiet=self.world.rank != 0)
+        formats = build_schedule(
+            layers,
+            self.policy,
+            config.precision_phases,
+            compiled=bool(config.parallel and config.parallel.compile != "none"),
+            quiet=self.world.rank != 0,
+        )
         self.narrow_products = NarrowProducts(layers, self.world, formats)
         if layers is not None and self.world.rank == 0:
             log_formats(layers, self.policy, self.device)
@@ -435,7 +441,7 @@ class Engine:
             decision.overflow | (decision.dropped > 0), decision.empty
         )
         self.divergence.remember(decision)
-        self.narrow_products.end_step(of_products, decision, spike_check.spike)
+        self.narrow_products.end_step(of_products, decision)
         exhausted = exhausted & decision.overflow
         outcome = self._outcome(decision, spike_check, differ, rate, scale, exhausted)
         outcome.microbatch_problem = source.problem
@@ -710,9 +716,7 @@ class Engine:
         if completed is None:
             return
         self._check_ranks_agree(completed)
-        widened = completed.formats is not None and completed.formats.widened > 0
-        # A layer that the guard has widened has no statistics, although it is called.
-        if not widened and (warning := self._call_check.warning(completed.narrow_statistics)):
+        if warning := self._call_check.warning(completed.narrow_statistics):
             self._warn(warning, stacklevel=4)
         if self._learning_rates.lacks_metric(self._max_applied):
             self._warn(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distmp.distributed.world import World
-from distmp.engine.format_schedule import FormatSchedule, StepFormats
+from distmp.engine.precision_phases import PhaseSchedule
 from distmp.errors import ConfigError
 from distmp.quantization import NarrowLayers, ProductFormats
 from distmp.scaling import StepDecision
@@ -53,20 +53,21 @@ class NarrowProducts:
         layers: The layers with narrow products; None under wide policies.
         step: Number of steps taken since the start of training.
         statistics: Those of the last step; None before, and without narrow products.
-        formats: The formats of the last step, if they may change during the run.
+        schedule: Sets the formats of each step; None under wide policies.
+        formats: The policy of `precision.phases` in the last step; None without phases.
         layer_formats: The formats of each layer in the last step, by name.
     """
 
     def __init__(
-        self, layers: NarrowLayers | None, world: World, schedule: FormatSchedule | None = None
+        self, layers: NarrowLayers | None, world: World, schedule: PhaseSchedule | None = None
     ) -> None:
         self.layers = layers
         self.step = 0
         self.statistics: NarrowStatistics | None = None
-        self.formats: StepFormats | None = None
+        self.formats: str | None = None
         self.layer_formats: dict[str, ProductFormats] = {}
         self._world = world
-        self._schedule = schedule
+        self.schedule = schedule
         self._forwards = _forwards(layers)
 
     def check_unchanged(self) -> None:
@@ -91,8 +92,8 @@ class NarrowProducts:
         if self.layers is not None:
             self.layers.begin_step()
             self.layer_formats = self.layers.formats
-        if self._schedule is not None and self._schedule.changes_formats:
-            self.formats = self._schedule.begin_step(self.step)
+        if self.schedule is not None:
+            self.formats = self.schedule.begin_step(self.step)
 
     def begin_microbatch(self, index: int, count: int) -> None:
         """Derive random numbers from the position of the microbatch in the global batch.
@@ -108,27 +109,26 @@ class NarrowProducts:
         """Return the numbers to sum over ranks, FP64 1-dim; None without narrow products."""
         return None if self.layers is None else self.layers.counts[..., 1:].flatten()
 
-    def end_step(self, sums: Tensor, decision: StepDecision, spike: Tensor) -> None:
+    def end_step(self, sums: Tensor, decision: StepDecision) -> None:
         """Keep the statistics of the step, and set the formats of the next one.
 
         Args:
             sums: The sums of `terms` over ranks.
             decision: The decision on this step.
-            spike: Whether loss or norm are above their limits, 0-dim bool.
         """
         self.step += 1
         if self.layers is not None:
             counts = self.layers.counts
             sums = sums.view_as(counts[..., 1:])
             self.statistics = NarrowStatistics([*self.layers.modules], sums, counts[..., 0])
-        if self._schedule is not None:
-            self._schedule.end_step(self.step, sums, decision, spike)
+        if self.schedule is not None:
+            self.schedule.end_step(decision)
 
     def continue_from(self, step: int) -> None:
         """Continue after so many steps, from the state that was loaded."""
         self.step = step
-        if self._schedule is not None:
-            self._schedule.continue_from(step)
+        if self.schedule is not None:
+            self.schedule.continue_from_state()
 
 
 def _forwards(layers: NarrowLayers | None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine.format_schedule import StepFormats
 from distmp.engine.narrow_products import NarrowStatistics
 from distmp.errors import attribute
 from distmp.utils.host_copy import HostCopy
@@ -98,7 +97,7 @@ class StepOutcome:
         microbatch_problem: How the iterable of microbatches of this rank differed from the
             announced number; None if it did not.
         narrow_statistics: Statistics of narrow products; None under policies without any.
-        formats: The formats of narrow products, if they may change during the run.
+        formats: The policy of `precision.phases` in this step; None without phases.
 
     Example:
         >>> outcome = StepOutcome({name: torch.tensor(1.0) for name in StepNumbers._fields})
@@ -109,7 +108,7 @@ class StepOutcome:
     overflow_report: OverflowReport | None = None
     microbatch_problem: str | None = None
     narrow_statistics: NarrowStatistics | None = None
-    formats: StepFormats | None = None
+    formats: str | None = None
 
     if not TYPE_CHECKING:  # mypy would accept any name
 

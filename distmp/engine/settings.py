@@ -1,13 +1,17 @@
-"""Settings of the checks between steps: sections `divergence` and `rank_consistency`."""
+"""Settings of what happens between steps: `divergence`, `rank_consistency`, `precision.phases`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Literal
 
 from distmp.errors import ConfigError
 from distmp.utils.annotations import check_types
+
+PHASES = "precision.phases"
 
 
 @dataclass(frozen=True)
@@ -113,3 +117,61 @@ class EmaConfig:
             )
         if self.warmup and self.decay == 0:
             raise ConfigError("ema.warmup", True, "has no effect without ema.decay")
+
+
+@dataclass(frozen=True)
+class PrecisionPhase:
+    """The policy until a number of tokens; see `precision.phases`.
+
+    Raises:
+        ConfigError: For a value of the wrong type or out of range.
+
+    Example:
+        >>> PrecisionPhase(until_tokens=1e9, policy="bf16").policy
+        'bf16'
+    """
+
+    until_tokens: float
+    """Tokens (or samples) that the loss counts over all ranks before the phase ends; inf: it does
+    not end."""
+
+    policy: str
+    """The policy, which differs from that of the run only in forward, grad and wgrad."""
+
+    def __post_init__(self) -> None:
+        check_types(self, PHASES)
+        if not self.until_tokens > 0:
+            raise ConfigError(
+                f"{PHASES}.until_tokens", self.until_tokens, "use a number above 0, or .inf"
+            )
+
+
+def parse_phases(entries: Sequence[Mapping[str, Any]]) -> tuple[PrecisionPhase, ...]:
+    """Return the entries of the setting `precision.phases`.
+
+    Raises:
+        ConfigError: For an unknown or missing name, a wrong value, or a wrong order.
+    """
+    for entry in entries:
+        if {*entry} != {field.name for field in fields(PrecisionPhase)}:
+            example = "{until_tokens: 1e9, policy: bf16}"
+            raise ConfigError(PHASES, entry, f"use until_tokens and policy, such as {example}")
+    phases = tuple(PrecisionPhase(**entry) for entry in entries)
+    check_order(phases)
+    return phases
+
+
+def check_order(phases: Sequence[PrecisionPhase]) -> None:
+    """Check that phases end one after the other.
+
+    Raises:
+        ConfigError: If one ends no later than the one above it.
+    """
+    for above, phase in pairwise(phases):
+        if phase.until_tokens <= above.until_tokens:
+            raise ConfigError(
+                f"{PHASES}.until_tokens",
+                phase.until_tokens,
+                f"is not above {above.until_tokens:g}, that of the phase above it; list phases in "
+                "the order in which they end",
+            )

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distmp.engine.format_schedule import FormatSchedule
+from distmp.engine.precision_phases import PhaseSchedule
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
 from distmp.optim import LearningRates
@@ -41,7 +41,7 @@ UNUSED = "unused/"
 # Prefix of the names of what a schedule needs besides the number of updates.
 SCHEDULE = "schedule/"
 
-# Prefix of the names of the state of formats that change during a run.
+# Prefix of the name of the number of tokens that `precision.phases` needs.
 NARROW = "narrow/"
 
 # Prefixes of names that states of older versions lack; their initial values are kept.
@@ -64,7 +64,7 @@ class EngineState:
             last update. Updated in place.
         learning_rates: The learning rates.
         seed: Determines the random numbers of every step.
-        formats: Changes the formats of narrow products; None without any.
+        formats: Counts tokens for `precision.phases`; None without low-precision matmuls.
         skips_on_device: Whether the optimizer skips on the device.
         quiet: Do not log warnings; True on all ranks but rank 0.
 
@@ -82,7 +82,7 @@ class EngineState:
         counts: Tensor,
         learning_rates: LearningRates,
         seed: int,
-        formats: FormatSchedule | None = None,
+        formats: PhaseSchedule | None = None,
         *,
         skips_on_device: bool,
         quiet: bool,
@@ -197,9 +197,10 @@ class EngineState:
             )
         kept |= self._rates_to_keep(live, stored)
         if self._formats is not None:
-            names = [name for name in lacking if name.startswith(NARROW)]
-            self._formats.reset([name.removeprefix(NARROW) for name in names])
-            kept |= {*names}
+            names = {name for name in lacking if name.startswith(NARROW)}
+            if names:
+                self._formats.reset()
+            kept |= names
         return {name: tensor for name, tensor in live.items() if name not in kept}
 
     def _to_convert(self, stored: Mapping[str, TensorSpec]) -> tuple[dict[str, Tensor], set[str]]:

@@ -67,9 +67,7 @@ class StepRecord:
         validation_metrics: Metrics of the validation after this step, by name; None without one.
         layer_grad_norms: Norm of the gradient of each layer before clipping, by name, if it was
             measured.
-        formats: The formats of narrow products, if `precision.phases` or `precision.guard` may
-            change them: the number of the `phase` (0: none has begun), the number of `widened`
-            products, and `changes` with this step, as text.
+        formats: The policy of `precision.phases` in this step; None without phases.
         narrow_operands: How well the operands of narrow products fit their formats, in the steps
             of `log.every`: by "input", "weight", "grad", "wgrad_input" and "wgrad_grad" the shares
             "saturated" (or not finite) and "underflowed" (rounded to zero) over all ranks, the
@@ -98,7 +96,7 @@ class StepRecord:
     rank_seconds: list[float] | None = None
     validation_metrics: dict[str, float] | None = None
     layer_grad_norms: dict[str, float] | None = None
-    formats: dict[str, Any] | None = None
+    formats: str | None = None
     narrow_operands: dict[str, Any] | None = None
 
 
@@ -311,6 +309,7 @@ _CONVERTER_OF_TYPE: dict[str, Callable[[Any], Any]] = {
     "float": float,  # reads "NaN", "Infinity" and "-Infinity" too
     "bool": _boolean,
     "str": _text,
+    "str | None": lambda value: None if value is None else _text(value),
     "float | None": _optional_float,
     "dict[str, Any] | None": _optional_mapping,
     "dict[str, float] | None": _optional_numbers,

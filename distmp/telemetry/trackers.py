@@ -135,8 +135,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted.
 
     The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
-    `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`. The phase of formats and the
-    number of widened products are `formats/phase` and `formats/widened`, and a share of narrow
+    `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`. A share of narrow
     operands is `narrow_operands/OPERAND/NAME`.
     """
     values = dataclasses.asdict(record)
@@ -146,8 +145,6 @@ def scalars(record: StepRecord) -> dict[str, float]:
         values[f"validation_{name}"] = value
     for name, value in (record.layer_grad_norms or {}).items():
         values[f"layer_grad_norms/{name}"] = value
-    for name, value in (record.formats or {}).items():
-        values[f"formats/{name}"] = value
     for operand, statistics in (record.narrow_operands or {}).items():
         for name in ("saturated", "underflowed", "largest"):
             values[f"narrow_operands/{operand}/{name}"] = statistics[name]

@@ -14,7 +14,6 @@ from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World
-from distmp.engine.format_schedule import describe_unreached
 from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry import Console, StepTimer
 from distmp.training import rollback
@@ -100,8 +99,8 @@ class Trainer:
             finished = self._is_finished()
             for callback in self._each("on_train_end"):
                 callback.on_train_end(self, finished=finished)
-            formats = self.engine.narrow_products.formats
-            missed = describe_unreached(self.engine.config.precision_phases, formats)
+            schedule = self.engine.narrow_products.schedule
+            missed = schedule and schedule.unreached()
             if finished and missed:
                 self.console.message(missed)
             if finished and self._finished_early is not None:

@@ -48,8 +48,7 @@ def test_the_command_writes_a_policy_that_a_run_takes(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The formats are compared in every step, also with those of a run that changes them.
-    changing = ["--precision.phases", "{after_steps: 1, forward: bf16}"]
-    changing += ["--precision.policy=fp8", "--precision.guard.saturated=0.1"]
+    changing = ["--precision.phases", "{until_tokens: 1, policy: bf16}", "--precision.policy=fp8"]
     files = ["--picture=calibration.png", "--policy-file=policy.txt"]
     options = [*changing, *files, "--formats", "mxfp8,fp8", "--json"]
     assert cli.main(["calibrate", *arguments, *options]) == 0

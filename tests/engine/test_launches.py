@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distmp.commands.explain.fake_ranks import FakeCollectives
-from distmp.engine.format_settings import GuardConfig, PrecisionPhase
-from distmp.engine.settings import DivergenceConfig
+from distmp.engine.settings import PrecisionPhase
 from tests.engine import launches
 from tests.engine.launches import CASES, LAYERS, STRATEGIES, Counts, steady_steps
 from tests.ranks import ranks
@@ -85,11 +84,9 @@ def test_formats_that_change_take_no_other_wait() -> None:
         1,
         strategy="ddp",
         policy="fp8",
-        precision_guard=GuardConfig(saturated=0.1, on_spike=True),
-        precision_phases=(PrecisionPhase(after_tokens=1e9, forward="bf16"),),
-        divergence=DivergenceConfig(),
+        precision_phases=(PrecisionPhase(1e9, "fp8,forward=bf16"),),
     )
-    # The numbers of the step before, and its sums.
+    # The numbers of the step before, and its number of tokens.
     assert dict(counts.waits) == {"event.synchronize": 2}
     assert (counts.reads, counts.pageable_copies) == (0, 0)
 

@@ -27,6 +27,7 @@ _STRATEGY_OF_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "float": st.floats(),
     "bool": st.booleans(),
     "str": st.text(),
+    "str | None": st.none() | st.text(),
     "float | None": st.none() | st.floats(),
     "list[float] | None": st.none() | st.lists(st.floats(), max_size=3),
     "dict[str, float] | None": st.none() | st.dictionaries(st.text(), st.floats(), max_size=3),
@@ -74,7 +75,6 @@ def test_round_trip(records: list[StepRecord]) -> None:
             item,
             overflow=_named(item.overflow),
             divergence=_named(item.divergence),
-            formats=_named(item.formats),
             narrow_operands=_named(item.narrow_operands),
         )
         for item in records

@@ -108,14 +108,9 @@ def trace_steps(
 
 
 def _described(layers: NarrowLayers, config: RunConfig) -> str:
-    settings = {
-        "precision.phases": bool(config.precision.phases),
-        "precision.guard": config.precision.guard.is_active,
-    }
-    changing = " and ".join(name for name, is_set in settings.items() if is_set)
-    if not changing:
+    if not config.precision.phases:
         return layers.describe()
-    return f"{layers.describe()}; the formats are those of the policy, and {changing} change them"
+    return f"{layers.describe()}; the formats are those after the last of precision.phases"
 
 
 def _average(engine: Engine) -> list[Tensor]:

@@ -149,8 +149,7 @@ def _changed_formats(run: Run, index: int, runs: Sequence[Run]) -> list[Chart]:
     records = changed(run.records)
     if not records:
         return []
-    count = sum(len((record.formats or {})["changes"]) for record in records)
-    label = f"{count:,} change{'s' if count > 1 else ''} of formats"
+    label = f"{len(records):,} change{'s' if len(records) > 1 else ''} of formats"
     marks = _line(label if len(runs) == 1 else f"{run.name}, {label}", records, _nothing)
     return [marks | {"run": index, "kind": "marks", "mark": "formats changed"}]
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from distmp.commands.report.elements import table
 from distmp.commands.report.run import Run
 from distmp.telemetry.records import StepRecord
-
-# Maximum number of listed changes; the records have all of them.
-MAX_CHANGES = 200
 
 # What the operands of the records are.
 OPERANDS = {
@@ -39,8 +37,8 @@ def section(run: Run) -> str:
 
 
 def changed(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the records of the steps in which formats changed."""
-    return [record for record in records if record.formats and record.formats["changes"]]
+    """Return the records of the steps in which `precision.phases` changed the policy."""
+    return [step for last, step in pairwise(records) if step.formats != last.formats]
 
 
 def share_text(share: float) -> str:
@@ -76,17 +74,8 @@ def _over_steps(statistics: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _changes(records: Sequence[StepRecord]) -> str:
-    """Return a table of what `precision.phases` and `precision.guard` changed."""
-    rows = [
-        (f"{record.step:,}", *change.partition(": ")[::2])
-        for record in changed(records)
-        for change in (record.formats or {})["changes"]
-    ]
-    if not rows:
-        return ""
-    more = len(rows) - MAX_CHANGES
-    rest = f"<p>and {more:,} more, in steps.jsonl</p>" if more > 0 else ""
-    return table(["step", "changed by", "change"], rows[:MAX_CHANGES]) + rest
+    rows = [(f"{record.step:,}", record.formats or "none") for record in changed(records)]
+    return table(["step", "policy of precision.phases from here on"], rows) if rows else ""
 
 
 def _wide(layers: dict[str, str]) -> str:

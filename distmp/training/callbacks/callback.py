@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine.format_schedule import StepFormats
 from distmp.engine.narrow_products import NarrowStatistics
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.training.spikes import SpikeAction
@@ -53,7 +52,7 @@ class StepResult:
         rank_seconds: Compute seconds per step of each rank; None in steps without a comparison.
         layer_grad_norms: Norm of the gradient of each layer by name, before clipping; None in steps
             without a measurement.
-        formats: The formats of narrow products; None if they never change.
+        formats: The policy of `precision.phases` in this step; None without phases.
         narrow_statistics: Statistics of narrow products; None under policies without any.
     """
 
@@ -67,7 +66,7 @@ class StepResult:
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: list[float] | None = None
     layer_grad_norms: dict[str, float] | None = None
-    formats: StepFormats | None = None
+    formats: str | None = None
     narrow_statistics: NarrowStatistics | None = None
 
     @property

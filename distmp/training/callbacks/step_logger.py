@@ -146,6 +146,6 @@ def _record(
         unit=unit,
         rank_seconds=result.rank_seconds,
         layer_grad_norms=result.layer_grad_norms,
-        formats=None if result.formats is None else result.formats._asdict(),
+        formats=result.formats,
         narrow_operands=narrow_operands,
     )

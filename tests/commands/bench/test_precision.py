@@ -51,8 +51,7 @@ def test_policies_are_compared_over_seeds(
     size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--validation.samples=4"]
     data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3", "--steps=5"]
     # They change the formats of the narrow policy only.
-    changing = ["--precision.phases", "{after_steps: 3, forward: bf16}", "--precision.policy=fp8"]
-    changing += ["--precision.guard.saturated=0.1"]
+    changing = ["--precision.phases", "{until_tokens: 1, policy: bf16}", "--precision.policy=fp8"]
     options = ["--policies", "bf16,fp8", "--seeds=2", "--json", "true"]
     assert bench(*size, *data, *changing, *options) == 0
     found = json.loads(capsys.readouterr().out)["policies"]

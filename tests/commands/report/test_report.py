@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from distmp.cli import main
-from distmp.engine.format_schedule import StepFormats
 from distmp.telemetry.records import RecordWriter, StepRecord
 from tests.telemetry.samples import record
 
@@ -207,31 +206,26 @@ def test_ranks_rollbacks_and_the_environment_are_shown(tmp_path: Path) -> None:
 
 
 def test_changes_of_formats_are_listed_and_marked(tmp_path: Path) -> None:
-    wide = (
-        "precision.phases: from step 2 on, the formats are forward=bf16, grad=bf16, wgrad=bf16",
-        "precision.guard: from step 2 to 3 at least, bf16 replaces the formats of head (grad), "
-        "because of a spike",
-    )
     operand = {"saturated": 0.0, "underflowed": 0.25, "largest": 1.0}
     operands = {"grad": operand | {"most_saturated": None, "most_underflowed": None}}
     records = [
-        record(step, formats=StepFormats(0, 0, changes)._asdict(), narrow_operands=measured)
-        for step, changes, measured in ((1, (), operands), (2, wide, None), (3, (), operands))
+        record(step, formats=policy, narrow_operands=measured)
+        for step, policy, measured in (
+            (1, "fp8", operands),
+            (2, "bf16", None),
+            (3, "fp8", operands),
+        )
     ]
     narrow = {"formats": ["e4m3"], "backend": "emulated", "narrow": ["head"], "wide": {}}
     starts = json.dumps({"starts": [{"narrow_products": narrow}]})
     folder = write_run(tmp_path / "run", records)
     (folder / "manifest.json").write_text(starts)
     page = report(folder)
-    texts = page.texts[page.texts.index("changed by") - 1 :]
-    assert texts[:9] == [
-        *("step", "changed by", "change"),
-        *("2", *wide[0].split(": ")),
-        *("2", *wide[1].split(": ")),
-    ]
+    texts = page.texts[page.texts.index("policy of precision.phases from here on") :]
+    assert texts[1:5] == ["2", "bf16", "3", "fp8"]
     line, marks = page.charts()["Underflowed operands of narrow products"]["series"]
     assert (line["x"], line["y"], line["number"]) == ([1, 3], [25, 25], 2)
-    assert (marks["x"], marks["y"], marks["mark"]) == ([2], [None], "formats changed")
+    assert (marks["x"], marks["y"], marks["mark"]) == ([2, 3], [None, None], "formats changed")
     assert marks["label"] == "2 changes of formats"
     # Nothing to list, and nothing to mark.
     other = write_run(tmp_path / "other", [replace(one, formats=None) for one in records])

@@ -1,0 +1,199 @@
+"""Changes the policy of matmuls between steps, as the list `precision.phases` says."""
+
+# Note [When policies change]
+#
+# The host chooses the formats of a step when it launches the step, and must not wait for the device
+# then. The number of tokens is on the device. The host reads that of step t after it has launched
+# step t + 1, when step t has usually ended, and it counts from step t + 2 on. This delay is fixed:
+# a CPU, which never waits, has it too, so that devices and ranks change formats at the same step.
+#
+# A state after step t + 1 holds the numbers after steps t and t + 1, so that a run that resumes
+# continues with the same formats.
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from distmp.engine.settings import PHASES, PrecisionPhase
+from distmp.errors import CheckpointError, ConfigError
+from distmp.precision.notation import policy as policy_of
+from distmp.precision.policy import PrecisionPolicy
+from distmp.quantization import NarrowLayers, ProductFormats
+from distmp.quantization.layers import product_formats
+from distmp.scaling import StepDecision
+from distmp.utils.host_copy import HostCopy
+
+logger = logging.getLogger("distmp")
+
+# Versions of a compiled block that torch may compile. By default, a block that needs a ninth
+# version runs uncompiled, and rounds differently.
+RECOMPILE_LIMIT = 128
+
+
+class PhaseSchedule:
+    """Counts tokens and sets the formats of each step.
+
+    Args:
+        layers: The layers with low-precision matmuls.
+        policy: The policy after the last phase.
+        phases: The phases; without any, tokens are counted for a run that resumes with phases.
+        quiet: Do not log changes; True on all ranks but rank 0.
+    """
+
+    def __init__(
+        self,
+        layers: NarrowLayers,
+        policy: PrecisionPolicy,
+        phases: Sequence[PrecisionPhase],
+        *,
+        quiet: bool,
+    ) -> None:
+        self._layers = layers
+        self._phases = phases
+        self._names = [*(phase.policy for phase in phases), policy.name]
+        self._formats = [*phase_formats(policy, phases), product_formats(policy)]
+        # Tokens of all steps but the last one, and of all steps.
+        self._tokens = torch.zeros(2, dtype=torch.float64, device=layers.counts.device)
+        self._quiet = quiet
+        self._phase = 0
+        # Phase of the last step; -1 before the first one.
+        self._last = -1
+        # The number of tokens after the last step.
+        self._copy: HostCopy | None = None
+        self.continue_from_state()
+
+    def begin_step(self, step: int) -> str | None:
+        """Return the policy whose formats a step has, and log a change; None without phases.
+
+        Args:
+            step: Number of steps before this one.
+        """
+        if self._phase != self._last and not self._quiet:
+            message = "%s: policy %s from step %d on"
+            logger.warning(message, PHASES, self._names[self._phase], step + 1)
+        self._last = self._phase
+        return self._names[self._phase] if self._phases else None
+
+    def end_step(self, decision: StepDecision) -> None:
+        """Count the tokens of a step, and set the formats of the next one."""
+        self._tokens[0] = self._tokens[1]
+        self._tokens[1] += decision.weight.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
+        if self._copy is not None:
+            before, self._copy = self._copy, HostCopy(self._tokens[1:].clone())
+            self._set_formats(before.read()[0])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the live state."""
+        return {"tokens": self._tokens}
+
+    def reset(self) -> None:
+        """Continue from a state without a number of tokens.
+
+        Raises:
+            CheckpointError: If there are phases.
+        """
+        if self._phases:
+            self._refuse_state()
+        # A later state must not pass for a complete count.
+        self._tokens.fill_(math.nan)
+
+    def continue_from_state(self) -> None:
+        """Set the formats of the next step, from the live state.
+
+        Raises:
+            CheckpointError: If there are phases, and tokens were not counted from the start.
+        """
+        if not self._phases:
+            return
+        before, tokens = self._tokens.tolist()
+        if math.isnan(tokens):
+            self._refuse_state()
+        self._copy = HostCopy(self._tokens[1:].clone())
+        self._set_formats(before)
+
+    def unreached(self) -> str | None:
+        """Return which policy the run did not reach, as text; None if there is none."""
+        for phase in self._phases[max(self._last, 0) :]:
+            if math.isfinite(phase.until_tokens):
+                return (
+                    f"{PHASES}: the run ended before {phase.until_tokens:g} tokens, with policy "
+                    f"{phase.policy}"
+                )
+        return None
+
+    def _set_formats(self, tokens: float) -> None:
+        self._phase = sum(phase.until_tokens <= tokens for phase in self._phases)
+        self._layers.set_formats(dict.fromkeys(self._layers.modules, self._formats[self._phase]))
+
+    def _refuse_state(self) -> None:
+        raise CheckpointError(
+            f"{PHASES}: the checkpoint lacks the number of tokens, which only policies with "
+            "low-precision matmuls count; remove the phases, or use them from the start of the run"
+        )
+
+
+def phase_formats(
+    policy: PrecisionPolicy, phases: Sequence[PrecisionPhase]
+) -> list[ProductFormats]:
+    """Return the formats of each phase.
+
+    Args:
+        policy: The policy after the last phase.
+        phases: The phases.
+
+    Raises:
+        ConfigError: If a policy differs in more than the formats of matmuls.
+    """
+    if phases and not policy.is_narrow:
+        raise ConfigError(
+            PHASES,
+            phases[0].policy,
+            f"{policy.name}, the policy of the run, has no low-precision matmuls to change; use "
+            "fp8, fp8-rowwise, mxfp8 or nvfp4, and bf16 in a phase (with until_tokens: .inf, it "
+            "does not end)",
+        )
+    return [_formats_of(phase, policy) for phase in phases]
+
+
+def _formats_of(phase: PrecisionPhase, policy: PrecisionPolicy) -> ProductFormats:
+    try:
+        found = policy_of(phase.policy)
+    except ConfigError as error:
+        problem = str(error).partition(": ")[2]
+        raise ConfigError(f"{PHASES}.policy", phase.policy, problem) from None
+    same_matmuls = (found.scaling, found.hp) == (policy.scaling, policy.hp) or not found.is_narrow
+    if replace(found.wide, name=policy.name) != policy.wide or not same_matmuls:
+        raise ConfigError(
+            f"{PHASES}.policy",
+            phase.policy,
+            f"differs from {policy.name}, the policy of the run, in more than forward, grad and "
+            f"wgrad; use a text such as '{policy.name},forward=bf16', or bf16 with the other keys "
+            "of the policy",
+        )
+    return replace(product_formats(found), scaling=policy.scaling)
+
+
+def build_schedule(
+    layers: NarrowLayers | None,
+    policy: PrecisionPolicy,
+    phases: Sequence[PrecisionPhase],
+    *,
+    compiled: bool,
+    quiet: bool,
+) -> PhaseSchedule | None:
+    """Return the schedule of an engine; None without low-precision matmuls."""
+    if layers is None:
+        return None
+    if phases and compiled:
+        # Importing it takes a second, which only compiled models have to pay.
+        import torch._dynamo
+
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    return PhaseSchedule(layers, policy, phases, quiet=quiet)
