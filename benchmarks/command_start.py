@@ -23,7 +23,7 @@ COMMANDS = {
     "`distmp launch`, wrong name of a setting": ["launch", "--", "--optim.learning-rte", "3"],
     "`distmp presets`": ["presets"],
     "`distmp explain --help`": ["explain", "--help"],
-    "`distmp bench precision --help`": ["bench", "precision", "--help"],
+    "`distmp calibrate --help`": ["calibrate", "--help"],
     "`distmp export --help`": ["export", "--help"],
     "`distmp report --help`": ["report", "--help"],
 }

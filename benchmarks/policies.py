@@ -1,6 +1,6 @@
 """Compare the precision policies on this device: `python -m benchmarks.policies`.
 
-Runs `distmp bench precision` on a transformer trained on the bytes of Python's library: time,
+Runs `distmp calibrate` on a transformer trained on the bytes of Python's library: time,
 memory and losses under every policy, with the same weights and batches, on one rank; and with
 `--device cuda` the share of the GPU's peak.
 """
@@ -15,9 +15,8 @@ from benchmarks.device import parse, parser
 from benchmarks.peak import kind_of, transformer_flops
 from benchmarks.report import machine, save
 from benchmarks.tables import precision
-from distmp.commands.bench.measure import compare
-from distmp.commands.bench.precision import load
-from distmp.commands.bench.settings import BenchPrecisionConfig
+from distmp.commands.calibrate.command import CalibrationConfig, load
+from distmp.commands.calibrate.policies import compare
 from distmp.data.token_metadata import VOCABULARY_SIZE
 from distmp.distributed.world import World
 from distmp.precision import policy
@@ -57,7 +56,7 @@ def _arguments() -> argparse.Namespace:
     return parse(options, size=SIZES)
 
 
-def _config(arguments: argparse.Namespace) -> BenchPrecisionConfig:
+def _config(arguments: argparse.Namespace) -> CalibrationConfig:
     device = arguments.device.type
     samples = SAMPLES[device]
     return load(
@@ -66,7 +65,8 @@ def _config(arguments: argparse.Namespace) -> BenchPrecisionConfig:
             f"--data.sequence-length={LENGTHS[device]}",
             f"--batch.microbatch-size={samples}",
             f"--batch.global-batch-size={MICROBATCHES * samples}",
-            f"--bench-steps={arguments.steps}",
+            f"--calibrate-steps={arguments.steps}",
+            "--policies=fp32,tf32,bf16,bf16-autocast,fp16,fp16-autocast",
             "--optim.lr=3e-4",
             "--schedule.warmup-steps=10",
         ]

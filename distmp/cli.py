@@ -19,14 +19,16 @@ from distmp.utils.standard_streams import open_closed
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
 _SUBCOMMANDS = {
     "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
-    "calibrate": ("distmp.commands.calibrate", "measure gradients against the range of float16"),
+    "calibrate": (
+        "distmp.commands.calibrate.command",
+        "compare precision policies on your run, with loss scale and errors of formats",
+    ),
     "explain": (
         "distmp.commands.explain.command",
         "print types, communication and memory of a run before it starts",
     ),
     "data": ("distmp.commands.tokenize", "turn text into token files: data tokenize"),
     "export": ("distmp.commands.export", "export the weights of a checkpoint to other formats"),
-    "bench": ("distmp.commands.bench.command", "compare the precision policies on your run"),
     "report": (
         "distmp.commands.report.command",
         "write an HTML page about one run, or two side by side",

@@ -99,7 +99,7 @@ def _resolve_cuda(device: torch.device) -> Resolution:
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
     if capability >= FP8_CAPABILITY:
         # Fewer bits than 16 change the training, so they are never chosen automatically.
-        faster = "fp8 may be faster: distmp calibrate --formats fp8"
+        faster = "fp8 may be faster: distmp calibrate --policies bf16,fp8"
         return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively; {faster}")
     if capability >= BF16_CAPABILITY:
         return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively")

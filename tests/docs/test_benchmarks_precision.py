@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import ROOT
-from distmp.commands import calibrate
-from distmp.commands.bench import precision
-from distmp.commands.bench.comparison import DEVIATIONS
-from distmp.commands.narrow_formats.choice import MOST_LAYERS
-from distmp.commands.narrow_formats.settings import FORMATS, MAX_ERROR
-from distmp.diagnosis.weight_gradients import MOST_ELEMENTS
+from distmp.commands.calibrate.choice import MOST_LAYERS
+from distmp.commands.calibrate.command import FORMATS, MAX_ERROR, load
+from distmp.commands.calibrate.comparison import DEVIATIONS
 
 PAGE = (ROOT / "docs" / "benchmarks-precision.md").read_text()
 TEXT = " ".join(PAGE.split())
@@ -22,13 +19,11 @@ TEXT = " ".join(PAGE.split())
 
 def test_the_commands_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    found = re.findall(r"^\.venv/bin/distmp (bench precision|calibrate) (.*)$", PAGE, re.MULTILINE)
-    loaders = {"bench precision": precision.load, "calibrate": calibrate.load}
-    assert [name for name, _ in found] == ["bench precision", "bench precision", "calibrate"]
-    for name, options in found:
-        loaders[name](shlex.split(options))
+    found = re.findall(r"^\.venv/bin/distmp calibrate (.*)$", PAGE, re.MULTILINE)
+    assert len(found) == 2
+    for options in found:
+        load(shlex.split(options))
 
 
 def test_the_rules_are_those_of_the_code() -> None:
@@ -36,6 +31,5 @@ def test_the_rules_are_those_of_the_code() -> None:
     assert "at most 2 standard deviations" in TEXT
     assert MOST_LAYERS == 0.5
     assert "more than half of the layers" in TEXT
-    assert f"(in at most {MOST_ELEMENTS:,} evenly spaced elements" in TEXT
     assert f"The default, {MAX_ERROR:g}," in TEXT
     assert f"({', '.join(FORMATS)}, then bfloat16)" in TEXT

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from distmp.commands.bench.comparison import PolicyResult
-from distmp.commands.bench.measure import measure
-from distmp.commands.bench.precision import load
+from distmp.commands.calibrate.command import load
+from distmp.commands.calibrate.comparison import PolicyResult
+from distmp.commands.calibrate.policies import measure
 from distmp.distributed.world import World
 from distmp.parallel import fsdp
 from tests.ranks import ranks

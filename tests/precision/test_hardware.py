@@ -23,9 +23,9 @@ NVFP4 = "4-bit products with scales of blocks"
         ((7, 5), "fp16", "only emulates bfloat16"),
         ((8, 0), "bf16", "computes bfloat16 natively"),
         ((8, 6), "bf16", "computes bfloat16 natively"),
-        ((8, 9), "bf16", "natively; fp8 may be faster: distmp calibrate --formats fp8"),
-        ((9, 0), "bf16", "natively; fp8 may be faster: distmp calibrate --formats fp8"),
-        ((12, 0), "bf16", "natively; fp8 may be faster: distmp calibrate --formats fp8"),
+        ((8, 9), "bf16", "natively; fp8 may be faster: distmp calibrate --policies bf16,fp8"),
+        ((9, 0), "bf16", "natively; fp8 may be faster: distmp calibrate --policies bf16,fp8"),
+        ((12, 0), "bf16", "natively; fp8 may be faster: distmp calibrate --policies bf16,fp8"),
     ],
 )
 def test_auto_on_cuda(

@@ -1,17 +1,32 @@
-"""Tables of a calibration: how float16 would represent a model's gradients."""
+"""Counts the gradients of a few steps by their magnitude, and recommends a loss scale."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
 
-from distmp.diagnosis.gradient_recorder import KINDS, Histograms
+import torch
+
+from distmp.config import RunConfig
+from distmp.diagnosis.gradient_recorder import KINDS, GradientRecorder, Histograms
 from distmp.diagnosis.histogram import ExponentHistogram
+from distmp.distributed.world import World
+from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling import LossScaleConfig
+from distmp.training.setup import (
+    Progress,
+    build_engine,
+    find_checkpoint,
+    prepare,
+    restore,
+    start_from_weights,
+    training_batches,
+)
+from distmp.training.strategy_choice import choose_strategy
 
 # Exponents of the loss scales in the table, besides the recommended one.
 SCALE_EXPONENTS = (0, 3, 8, 12, 16, 20, 24)
@@ -53,6 +68,51 @@ class Calibration(NamedTuple):
     def of_kind(self, kind: str) -> ExponentHistogram:
         """Return the histogram of all gradients of one kind: parameters or activations."""
         return _sum(self.histograms[kind].values())
+
+
+def measure(config: RunConfig, world: World, steps: int) -> Calibration:
+    """Train for some steps and count gradients; every rank must call it.
+
+    Writes no files and keeps no state of the training.
+
+    Raises:
+        SetupError: On every rank, if a rank cannot use the configuration.
+    """
+    parts = world.ranks.all_or_none(lambda: prepare(config, world))
+    checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
+    config, _ = choose_strategy(config, parts, world)
+    measured_in, reason = _policy(config.precision.policy, world.device)
+    engine = world.ranks.all_or_none(
+        lambda: build_engine(
+            config,
+            parts,
+            world,
+            policy=measured_in,
+            attribution=False,
+            load=checkpoint is not None,
+        )
+    )
+    progress = Progress()
+    if checkpoint is None:
+        start_from_weights(parts, engine)
+    else:
+        progress = world.ranks.all_or_none(lambda: restore(engine, checkpoint))
+    batches = training_batches(config, parts, world, progress)
+    with closing(batches), GradientRecorder(engine.module, world.device) as recorder:
+        for _ in range(steps):
+            engine.step(next(batches))
+        histograms = recorder.histograms(world.group)
+    description = f"{measured_in.name} ({reason})"
+    return Calibration(steps, world.world_size, description, histograms)
+
+
+def _policy(configured: PolicyLike, device: torch.device) -> Resolution:
+    """Return a policy for the measurement without loss scaling or overflows."""
+    resolved, _ = resolve(configured, device)
+    if resolved.loss_scale is None:
+        return Resolution(resolved, "as configured; it has the exponent range of float32")
+    reason = f"in place of {resolved.name}, whose range would hide values outside of it"
+    return Resolution(policy("fp32"), reason)
 
 
 def report(calibration: Calibration, rules: LossScaleConfig) -> Iterator[str]:
@@ -137,13 +197,13 @@ def _advice(total: ExponentHistogram, scale: float, rules: LossScaleConfig) -> I
         )
 
 
-def as_json(calibration: Calibration) -> str:
-    """Return all measurements as one JSON object."""
+def as_json(calibration: Calibration) -> dict[str, Any]:
+    """Return all measurements as JSON values."""
     groups = {
         kind: {name: _as_mapping(counts) for name, counts in of_kind.items()}
         for kind, of_kind in calibration.histograms.items()
     }
-    content = {
+    return {
         "steps": calibration.steps,
         "world_size": calibration.world_size,
         "policy": calibration.policy,
@@ -151,7 +211,6 @@ def as_json(calibration: Calibration) -> str:
         **{kind: _as_mapping(calibration.of_kind(kind)) for kind in KINDS},
         "groups": groups,
     }
-    return json.dumps(content, indent=2)
 
 
 def _as_mapping(histogram: ExponentHistogram) -> dict[str, Any]:

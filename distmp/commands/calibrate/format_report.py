@@ -1,23 +1,22 @@
-"""Tables and JSON of a calibration of narrow formats."""
+"""Tables and JSON of the errors of matmuls in low-precision formats."""
 
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from distmp.commands.calibrate.choice import choose_policy
+from distmp.commands.calibrate.formats import FormatCalibration, FormatResult
 from distmp.commands.explain.types import group_name
-from distmp.commands.narrow_formats.choice import ChosenPolicy
-from distmp.commands.narrow_formats.measure import FormatCalibration, FormatResult
 from distmp.diagnosis.product_errors import PRODUCTS, ProductError
 
 WIDTH = 100
 
 
-def report(found: FormatCalibration, choice: ChosenPolicy, max_error: float) -> str:
-    """Return the tables and the policy, as text."""
+def report(found: FormatCalibration, max_error: float) -> list[str]:
+    """Return the lines of the tables, and the policy."""
     from rich.console import Console
 
     # Not to the terminal, so that the text is the same in a file.
@@ -25,11 +24,12 @@ def report(found: FormatCalibration, choice: ChosenPolicy, max_error: float) -> 
     console.print("\n".join(_heading(found)), markup=False)
     for name, result in found.results.items():
         console.print(_table(name, result, max_error))
-        console.print(_gradients(result, found), markup=False)
     for name, reason in found.refused.items():
         console.print(f"{name} cannot be used: {reason}", markup=False)
     assert isinstance(console.file, io.StringIO)
-    return "\n".join([console.file.getvalue().rstrip(), "", *_advice(choice, max_error)])
+    choice = choose_policy(found, max_error)
+    advice = f"policy for errors up to {max_error:g} ({choice.reason}):"
+    return [console.file.getvalue().rstrip(), "", advice, choice.text]
 
 
 def _heading(found: FormatCalibration) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _table(name: str, result: FormatResult, max_error: float) -> Any:
 
     table = Table(title=name, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
     table.add_column("layers", overflow="fold")
-    for column in ("", *PRODUCTS, "above", "saturated", "underflowed", "cosine", "norm"):
+    for column in ("", *PRODUCTS, "above", "saturated", "underflowed"):
         table.add_column(column, justify="right")
     for group, layers in _groups(result).items():
         table.add_row(*_row(group, layers, result, max_error))
@@ -68,7 +68,6 @@ def _row(
     group: str, layers: Sequence[str], result: FormatResult, max_error: float
 ) -> Iterator[str]:
     errors = [result.products[layer] for layer in layers]
-    gradients = [result.gradients[layer] for layer in layers]
     yield group
     yield str(len(layers))
     for index in range(len(PRODUCTS)):
@@ -82,26 +81,11 @@ def _row(
     every = [product for products in errors for product in products]
     yield _share(max(product.saturated for product in every))
     yield _share(max(product.underflowed for product in every))
-    yield _number(min((one.cosine for one in gradients), default=math.nan))
-    yield _number(max((one.norm for one in gradients), key=lambda norm: abs(math.log(norm or 1))))
 
 
 def _largest(errors: Sequence[float | None]) -> float | None:
     numbers = [error for error in errors if error is not None]
     return max(numbers) if numbers else None
-
-
-def _gradients(result: FormatResult, found: FormatCalibration) -> str:
-    ours, wide = result.gradient, found.wide_gradient
-    return (
-        f"weight gradient of these layers compared with FP32: cosine {ours.cosine:.5f}, norm "
-        f"{ours.norm:.4f}; in {found.wide.name}: cosine {wide.cosine:.5f}, norm {wide.norm:.4f}\n"
-    )
-
-
-def _advice(choice: ChosenPolicy, max_error: float) -> Iterator[str]:
-    yield f"policy for errors up to {max_error:g} ({choice.reason}):"
-    yield choice.text
 
 
 def _number(value: float | None) -> str:
@@ -112,33 +96,22 @@ def _share(value: float) -> str:
     return "0" if value == 0 else "<0.01%" if value < 1e-4 else f"{value:.2%}"
 
 
-def as_json(found: FormatCalibration, choice: ChosenPolicy, max_error: float) -> str:
-    """Return all measurements and the policy as one JSON object."""
-    content = {
+def as_json(found: FormatCalibration, max_error: float) -> dict[str, Any]:
+    """Return all measurements and the policy as JSON values."""
+    choice = choose_policy(found, max_error)
+    return {
         "steps": found.steps,
         "microbatches": found.microbatches,
         "world_size": found.world_size,
-        "wide": {"policy": found.wide.name, "gradient": _finite(found.wide_gradient._asdict())},
         "max_error": max_error,
         "policy": choice.text,
         "reason": choice.reason,
         "above": {layer: _plain(error) for layer, error in choice.above.items()},
-        "formats": {name: _result(result) for name, result in found.results.items()},
-        "refused": found.refused,
-    }
-    return json.dumps(content, indent=2)
-
-
-def _result(result: FormatResult) -> dict[str, Any]:
-    return {
-        "gradient": _finite(result.gradient._asdict()),
-        "layers": {
-            layer: {
-                "products": _products(products),
-                "gradient": _finite(result.gradients[layer]._asdict()),
-            }
-            for layer, products in result.products.items()
+        "errors": {
+            name: {layer: _products(errors) for layer, errors in result.products.items()}
+            for name, result in found.results.items()
         },
+        "refused": found.refused,
     }
 
 

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from distmp.commands.bench.comparison import Comparison, PolicyRefused, PolicyResult, draw, report
+from distmp.commands.calibrate.comparison import Comparison, PolicyRefused, PolicyResult, report
 
 NAN = float("nan")
 
@@ -76,13 +75,11 @@ def test_diverged_reference_is_named() -> None:
     assert comparison(fp32=PolicyRefused("no")).recommendation() == (None, "no policy ran")
 
 
-def test_json_and_picture(tmp_path: Path) -> None:
+def test_json() -> None:
     compared = comparison(fp32=measured(float("inf"), 10, 1), bf16=PolicyRefused("no"))
     text = json.dumps(compared.as_json(), allow_nan=False)
     assert json.loads(text)["policies"]["fp32"]["losses"] == [5.0, 4.0, 3.0, None]
     assert json.loads(text)["policies"]["bf16"] == {"refused": "no"}
-    draw(compared, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Noise between seeds

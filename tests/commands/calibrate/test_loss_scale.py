@@ -1,29 +1,24 @@
-"""The command `distmp calibrate`, its tables and its plot."""
+"""The range of gradients and the loss scale that `distmp calibrate` prints."""
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from distmp import cli
-from distmp.commands import gradient_range
-from distmp.commands.calibrate import CalibrationConfig, load, main
+from distmp.commands.calibrate import loss_scale
+from distmp.commands.calibrate.command import CalibrationConfig, load
+from distmp.commands.calibrate.loss_scale import Calibration, as_json, report
 from distmp.diagnosis.gradient_recorder import KINDS, GradientRecorder, Histograms
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
 from distmp.scaling import LossScaleConfig
 from distmp.telemetry import Console
-from distmp.telemetry.calibration import Calibration, as_json, report
-from distmp.telemetry.gradient_ranges import draw_gradient_ranges
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.torchrun import TINY, corpus, python, run
@@ -36,11 +31,11 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     # A tied head is not a separate module.
     untied = "--model.options={tied_head: false}"
-    return [*TINY, untied, f"--data.path={corpus(tmp_path / 'corpus')}", "--calibrate-steps=2"]
+    return [*TINY, untied, f"--data.path={corpus(tmp_path / 'corpus')}", "--calibrate-steps=4"]
 
 
 def measure(config: CalibrationConfig, world: World) -> Calibration:
-    return gradient_range.measure(config, world, config.calibrate_steps)
+    return loss_scale.measure(config, world, config.calibrate_steps)
 
 
 def exponents(histograms: Histograms) -> dict[str, dict[str, dict[int, int]]]:
@@ -50,57 +45,16 @@ def exponents(histograms: Histograms) -> dict[str, dict[str, dict[int, int]]]:
     }
 
 
-# The command
-
-
-@pytest.mark.nightly
-def test_the_command_prints_tables_and_draws_a_picture(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["calibrate", *arguments, "--picture=a.png"]) == 0
-    captured = capsys.readouterr()
-    lines = captured.out.splitlines()
-    assert captured.err == ""
-    assert lines[0].startswith("2 steps on 1 rank, precision fp32 (as configured")
-    scales = [line.split()[0] for line in lines if line.count("%") + line.count(" 0") >= 6]
-    expected_scales = ["1", "2^3", "2^8", "2^16", "2^24"]
-    assert [scale for scale in scales if scale in expected_scales] == expected_scales
-    groups = [line.split()[0] for line in lines[lines.index("", 5) :] if "2^" in line]
-    expected = "layer embedding blocks.0 blocks.1 norm head total recommended:"
-    assert groups == expected.split()
-    assert sum(line.endswith("  recommended") for line in lines) == 1
-    # No other file is written, and no run directory.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "corpus"]
-
-
-@pytest.mark.parametrize(
-    "many_ranks",
-    [
-        ["--strategy=ddp", "--shard-optimizer"],
-        ["--strategy=fsdp", "--sharding.accumulate=sharded"],
-        ["--strategy=hsdp", "--sharding.shard-size=8"],
-    ],
-)
-def test_configuration_of_many_ranks_is_calibrated_by_one_process(
-    many_ranks: list[str], arguments: list[str]
-) -> None:
-    alone = measure(load([*arguments, "--strategy=single"]), WORLD)
-    found = measure(load([*arguments, *many_ranks]), WORLD)
-    assert exponents(found.histograms) == exponents(alone.histograms)
-
-
-def test_json_has_the_counts(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [path.name for path in Path().iterdir()] == ["corpus"]
-    histograms = measure(load([*arguments]), WORLD).histograms
+def test_json_has_the_counts(arguments: list[str]) -> None:
+    measured = measure(load(arguments), WORLD)
+    found = json.loads(json.dumps(as_json(measured)))
     assert {
         kind: {
             name: {int(exponent): count for exponent, count in content["exponents"].items()}
             for name, content in of_kind.items()
         }
         for kind, of_kind in found["groups"].items()
-    } == exponents(histograms)
+    } == exponents(measured.histograms)
     for kind in KINDS:
         of_groups = [content["values"] for content in found["groups"][kind].values()]
         assert found[kind]["values"] == sum(of_groups) > 0
@@ -113,16 +67,16 @@ def test_json_has_the_counts(arguments: list[str], capsys: pytest.CaptureFixture
 @pytest.mark.nightly
 def test_ranks_count_together_and_print_once(arguments: list[str]) -> None:
     launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    command = [*launcher, "-m", "distmp.commands.calibrate", *arguments, "--json"]
-    done = run(command, Path.cwd())
+    options = [*arguments, "--policies=fp16", "--json"]
+    done = run([*launcher, "-m", "distmp.commands.calibrate.command", *options], Path.cwd())
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout)["gradients"]
     assert found["world_size"] == 2
-    alone = json.loads(as_json(measure(load(arguments), WORLD)))
+    alone = json.loads(json.dumps(as_json(measure(load(arguments), WORLD))))
     # The same samples in the same microbatches, distributed over ranks.
     assert found["parameters"]["values"] == alone["parameters"]["values"]
     assert found["activations"]["values"] == alone["activations"]["values"]
-    # The second step starts from weights that may differ in their last bits.
+    # The later steps start from weights that may differ in their last bits.
     ours, theirs = (content["total"]["exponents"] for content in (found, alone))
     moved = sum(abs(ours.get(e, 0) - theirs.get(e, 0)) for e in ours.keys() | theirs.keys())
     assert moved < 1e-3 * found["total"]["values"]
@@ -132,8 +86,8 @@ def test_ranks_count_together_and_print_once(arguments: list[str]) -> None:
 def test_a_strategy_is_chosen_that_has_the_settings_of_sharding(tmp_path: Path) -> None:
     world = World.current("cpu")
     data = f"--data.path={corpus(tmp_path / str(world.rank))}"
-    options = [*TINY, data, "--sharding.accumulate=sharded", "--calibrate-steps=1"]
-    found = measure(load(options), world)
+    options = [*TINY, data, "--sharding.accumulate=sharded"]
+    found = loss_scale.measure(load(options), world, 1)
     assert found.total.exponents
 
 
@@ -167,29 +121,11 @@ def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
     trainer.engine.step = stepped  # type: ignore[method-assign]
     with trainer.active(StopSignals()):
         trainer.train()
-    resumed = load([*common, "--calibrate-steps=1", "--resume=run/checkpoints/step-000002"])
-    found = measure(resumed, WORLD)
+    resumed = load([*common, "--resume=run/checkpoints/step-000002"])
+    found = loss_scale.measure(resumed, WORLD, 1)
     assert exponents(found.histograms) == exponents(recorder.histograms(None))
-    fresh = measure(load([*common, "--calibrate-steps=1"]), WORLD)
+    fresh = loss_scale.measure(load(common), WORLD, 1)
     assert exponents(found.histograms) != exponents(fresh.histograms)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--calibrate-steps=0", "calibrate_steps = 0: use 1 or more steps"),
-        ("--picture=nowhere/a.png", "picture = 'nowhere/a.png': name a file in a folder"),
-        ("--steps=0", "steps = 0"),
-        ("--calibrate-step=3", "did you mean 'calibrate_steps'?"),
-    ],
-)
-def test_invalid_options_are_refused_by_name(
-    option: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([option]) == 2
-    assert message in capsys.readouterr().err
-    with pytest.raises(ConfigError):
-        load([option])
 
 
 def test_a_training_configuration_is_a_calibration_configuration() -> None:
@@ -252,53 +188,3 @@ def test_non_finite_gradients_are_reported() -> None:
     assert any("3 gradients are infinite or NaN already" in line for line in lines_of(found))
     assert "nothing to recommend" in lines_of(calibration({"a": histogram(0.0)}, {}))[-1]
     assert "nothing to recommend" in lines_of(calibration({}, {}))[-1]
-
-
-# The picture
-
-
-def picture(path: Path) -> np.ndarray[Any, Any]:
-    from matplotlib.image import imread
-
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    return np.asarray(imread(path))[..., :3]
-
-
-def spread(center: int, seed: int = 0) -> ExponentHistogram:
-    generator = torch.Generator().manual_seed(seed)
-    return histogram(*(2.0 ** (center + 4 * torch.randn(1000, generator=generator))).tolist())
-
-
-CASES: dict[str, tuple[Histograms, float | None]] = {
-    "usual": ({kind: {f"blocks.{i}": spread(-15 - i) for i in range(5)} for kind in KINDS}, 1024.0),
-    "many groups": ({kind: {f"blocks.{i}": spread(-15) for i in range(90)} for kind in KINDS}, 2.0),
-    "nothing": ({kind: {} for kind in KINDS}, None),
-    "only zeros": ({kind: {"a": histogram(0.0)} for kind in KINDS}, None),
-    "one kind": ({"parameters": {"a": spread(-3)}, "activations": {}}, 1.0),
-    "extremes": ({kind: {"a": histogram(1e-45, 3e38, math.nan)} for kind in KINDS}, 2.0**-100),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", CASES)
-def test_draws(case: str, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        draw_gradient_ranges(*CASES[case], tmp_path / "picture.png")
-    height, width, _ = picture(tmp_path / "picture.png").shape
-    assert width == 1540
-    assert 500 < height < 1700
-    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
-
-
-@pytest.mark.nightly
-def test_the_bars_are_where_the_gradients_are(tmp_path: Path) -> None:
-    """Gradients that are smaller by 10 exponents move the bars to the left."""
-    columns = []
-    for center in (-10, -20):
-        shown = {kind: {"a": spread(center)} for kind in KINDS}
-        draw_gradient_ranges(shown, 1.0, tmp_path / "picture.png")
-        image = picture(tmp_path / "picture.png")
-        blue = np.abs(image[: len(image) // 2] - np.array([0, 0x72, 0xB2]) / 255).max(axis=2) < 0.02
-        columns.append(np.nonzero(blue[:, : image.shape[1] // 2])[1].mean())
-    assert columns[1] < columns[0] - 50

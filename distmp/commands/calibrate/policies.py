@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from distmp.commands.bench.comparison import Comparison, PolicyRefused, PolicyResult
-from distmp.commands.bench.settings import WARM_UP, BenchPrecisionConfig
+from distmp.commands.calibrate.command import WARM_UP, CalibrationConfig
+from distmp.commands.calibrate.comparison import Comparison, PolicyRefused, PolicyResult
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
 from distmp.engine import Engine
@@ -28,7 +28,7 @@ from distmp.training.setup import (
 from distmp.training.strategy_choice import choose_strategy
 
 
-def compare(config: BenchPrecisionConfig, world: World) -> Comparison:
+def compare(config: CalibrationConfig, world: World) -> Comparison:
     """Train under each policy in turn; every rank must call it. Writes no files.
 
     Raises:
@@ -42,10 +42,10 @@ def compare(config: BenchPrecisionConfig, world: World) -> Comparison:
         # The first use of each dtype loads libraries and kernels, which stay in memory.
         measure(config, world, name, steps=1)
     results = {
-        name: measure(config, world, name, steps=config.bench_steps) for name in config.policies
+        name: measure(config, world, name, steps=config.calibrate_steps) for name in config.policies
     }
     return Comparison(
-        config.bench_steps,
+        config.calibrate_steps,
         world.world_size,
         config.tolerance,
         results,
@@ -54,13 +54,13 @@ def compare(config: BenchPrecisionConfig, world: World) -> Comparison:
 
 
 def _other_seeds(
-    config: BenchPrecisionConfig, world: World, results: dict[str, PolicyResult | PolicyRefused]
+    config: CalibrationConfig, world: World, results: dict[str, PolicyResult | PolicyRefused]
 ) -> dict[str, list[PolicyResult]]:
     """Train each policy that ran again, with other data orders and initial weights."""
     seeds = range(config.seed + 1, config.seed + 1 + config.seeds)
     runs = {
         name: [
-            measure(replace(config, seed=seed), world, name, steps=config.bench_steps)
+            measure(replace(config, seed=seed), world, name, steps=config.calibrate_steps)
             for seed in seeds
         ]
         for name, one in results.items()
@@ -73,15 +73,13 @@ def _other_seeds(
 
 
 def measure(
-    config: BenchPrecisionConfig, world: World, name: str, *, steps: int
+    config: CalibrationConfig, world: World, name: str, *, steps: int
 ) -> PolicyResult | PolicyRefused:
     """Train under one policy; every rank must call it.
 
     Returns:
         Time, memory and losses, or why the run cannot use the policy.
     """
-    if not resolve(name, world.device)[0].is_narrow:
-        config = config.with_fixed_formats()
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
     start = begin_peak(world.device)
     try:
@@ -119,7 +117,7 @@ def measure(
 
 
 def _held_out(
-    config: BenchPrecisionConfig, parts: RunComponents, engine: Engine
+    config: CalibrationConfig, parts: RunComponents, engine: Engine
 ) -> tuple[float | None, dict[str, float]]:
     """Return loss and metrics on held-out samples, the same under every policy and seed."""
     if parts.datasets.validation is None:

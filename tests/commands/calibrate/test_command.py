@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from distmp.cli import main
-from distmp.commands.bench.measure import compare
-from distmp.commands.bench.precision import load
+from distmp.commands.calibrate.command import load
+from distmp.commands.calibrate.policies import compare
 from distmp.distributed.world import World
 from tests.ranks import ranks
 from tests.torchrun import corpus
@@ -19,19 +19,19 @@ RUN = (
     "--batch.microbatch-size=2",
     "--optim.lr=1e-3",
     "--schedule.warmup-steps=0",
-    "--bench-steps=5",
+    "--calibrate-steps=5",
 )
 
 
-def bench(*arguments: str) -> int:
-    return main(["bench", "precision", *RUN, *arguments])
+def calibrate(*arguments: str) -> int:
+    return main(["calibrate", *RUN, *arguments])
 
 
 def test_policies_are_compared_on_the_same_steps(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert bench("--policies", "fp32", "tf32", "bf16-autocast", "--json", "true") == 0
+    assert calibrate("--policies", "fp32", "tf32", "bf16-autocast", "--json", "true") == 0
     found = json.loads(capsys.readouterr().out)
     # TF32 has no effect on a CPU: identical losses, from the same weights and batches.
     policies = found["policies"]
@@ -53,11 +53,11 @@ def test_policies_are_compared_over_seeds(
     # They change the formats of the narrow policy only.
     changing = ["--precision.phases", "{until_tokens: 1, policy: bf16}", "--precision.policy=fp8"]
     options = ["--policies", "bf16,fp8", "--seeds=2", "--json", "true"]
-    assert bench(*size, *data, *changing, *options) == 0
+    assert calibrate(*size, *data, *changing, *options) == 0
     found = json.loads(capsys.readouterr().out)["policies"]
     # A training run with the third seed has the same loss and accuracy.
     run = [*RUN, *size, *data, "--precision.policy=bf16", "--seed=3", "--run-dir=run"]
-    run.remove("--bench-steps=5")
+    run.remove("--calibrate-steps=5")
     run += ["--validation.final-samples=4", "--validation.metrics", "{right: accuracy}"]
     assert main(["train", *run, "--log.console=plain"]) == 0
     last = json.loads(Path("run/steps.jsonl").read_text().splitlines()[-1])
@@ -78,18 +78,43 @@ def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
 
 
 @pytest.mark.parametrize(
+    "strategy",
+    [
+        "--shard-optimizer",
+        pytest.param("--sharding.accumulate=sharded", marks=pytest.mark.nightly),
+        pytest.param("--sharding.shard-size=8", marks=pytest.mark.nightly),
+    ],
+)
+def test_policies_get_a_loss_scale_errors_of_formats_and_a_table(
+    strategy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Settings of many ranks are calibrated by one process, too."""
+    size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2"]
+    data = f"--data.path={corpus(tmp_path / 'corpus')}"
+    assert calibrate(*size, data, strategy, "--policies=bf16,fp16,fp8") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    scales, errors, policies = captured.out.split("5 steps on 1 rank")[1:]
+    assert "recommended: precision.loss_scale.init" in scales
+    assert "error: norm of the difference" in errors
+    assert [line.split()[0] for line in policies.splitlines()[2:5]] == ["bf16", "fp16", "fp8"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["precision", *RUN, "--policies", "fp32", "bf17"], "did you mean"),
-        (["precision", *RUN, "--seeds=1"], "seeds = 1: use 2 or more other seeds"),
-        (["precision", *RUN, "--bench-steps=3"], "use more than 3 steps"),
-        (["precison"], "did you mean 'precision'"),
+        (["--policies", "fp32", "bf17"], "did you mean"),
+        (["--policies=fp9"], "did you mean 'fp8'"),
+        (["--seeds=1"], "seeds = 1: use 2 or more other seeds"),
+        (["--calibrate-steps=3"], "calibrate_steps = 3: use more than 3 steps"),
+        (["--max-error=2"], "max_error = 2.0: use a number between 0 and 1"),
+        (["--calibrate-step=3"], "did you mean 'calibrate_steps'?"),
     ],
 )
 def test_invalid_arguments_are_one_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments]) == 2
+    assert calibrate(*arguments) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -1,15 +1,13 @@
-"""The result of a comparison of policies: a table with a recommendation, JSON, and a plot."""
+"""The result of a comparison of policies: a table with a recommendation, and JSON."""
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.utils.files import replacing
 from distmp.utils.units import bytes_text
 
 # Policies within this factor of the fastest count as equally fast, because of noise.
@@ -262,36 +260,3 @@ def _agreement(compared: Comparison) -> Iterator[str]:
             verdict = "agrees" if compared.agrees(name, what) else "DIFFERS"
             found = compared.diverged(name) or f"{excess:+.4f}, {ratio:.1f} standard deviations"
             yield f"  {name} {verdict}: {found}"
-
-
-def draw(compared: Comparison, path: str | os.PathLike[str]) -> None:
-    """Draw losses, time and memory of all policies into a PNG, which is replaced atomically."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    panels = figure.subplot_mosaic([["loss", "loss"], ["time", "memory"]], height_ratios=[3, 2])
-    names = list(compared.measured)
-    for name, one in compared.measured.items():
-        panels["loss"].plot(range(1, compared.steps + 1), one.losses, label=name, linewidth=1.2)
-    for one in compared.seeds.get(next(iter(compared.measured), ""), ()):
-        steps = range(1, compared.steps + 1)
-        panels["loss"].plot(steps, one.losses, color="0.7", linewidth=0.8, zorder=0)
-    panels["loss"].set(title="Loss", xlabel="step")
-    panels["loss"].legend(fontsize=9, frameon=False)
-    times = [1000 * compared.measured[name].step_seconds for name in names]
-    memory = [compared.measured[name].memory_bytes / 2**20 for name in names]
-    for panel, values, title in (
-        ("time", times, "Time of a step, ms"),
-        ("memory", memory, "Peak memory of a rank, MiB"),
-    ):
-        bars = panels[panel].barh(names, values, color="#56B4E9")
-        panels[panel].bar_label(bars, fmt="%.3g", padding=3)
-        panels[panel].invert_yaxis()
-        panels[panel].margins(x=0.15)
-        panels[panel].set_title(title)
-    for axes in panels.values():
-        axes.spines[["top", "right"]].set_visible(False)
-    with replacing(path) as file:
-        canvas.print_png(file)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from distmp.commands.calibrate.formats import FormatCalibration, FormatResult
 from distmp.commands.explain.types import group_name
-from distmp.commands.narrow_formats.measure import FormatCalibration, FormatResult
 from distmp.diagnosis.product_errors import PRODUCTS, ProductError
 from distmp.precision import PrecisionPolicy, as_text
 

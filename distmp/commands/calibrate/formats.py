@@ -1,27 +1,17 @@
-"""Measures the products and the weight gradients of a run under narrow formats."""
-
-# Note [What is compared]
-#
-# A run takes some steps in bfloat16, so that gradients are those of training. From the same weights
-# it takes one more step on the same batch in FP32, in bfloat16, and under each candidate. The
-# errors of single products are those of the step in bfloat16, with its operands. The gradients show
-# what they add up to: those of each candidate, and of bfloat16, are compared with those in FP32.
+"""Measures the errors of matmuls of a run in low-precision formats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from distmp.commands.gradient_range import for_one_process
 from distmp.config import RunConfig
 from distmp.diagnosis.product_errors import Candidate, ProductError, ProductErrors
-from distmp.diagnosis.weight_gradients import GradientMatch, WeightGradients
 from distmp.distributed.world import World
-from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.parallel.blocks import find_blocks, outermost
 from distmp.precision import PRESETS, PolicyLike, PrecisionPolicy, resolve
@@ -46,14 +36,10 @@ class FormatResult(NamedTuple):
     Attributes:
         policy: The policy with the format in all linear layers that the preset makes narrow.
         products: The errors of forward, grad and wgrad, by layer.
-        gradients: The weight gradient of each layer compared with FP32.
-        gradient: That of all layers together.
     """
 
     policy: PrecisionPolicy
     products: dict[str, list[ProductError]]
-    gradients: dict[str, GradientMatch]
-    gradient: GradientMatch
 
 
 class FormatCalibration(NamedTuple):
@@ -66,7 +52,6 @@ class FormatCalibration(NamedTuple):
         wide: The policy with 16 bits.
         layers: Names of all linear layers.
         results: The measurements by format, the cheapest first.
-        wide_gradient: The weight gradient of all layers in 16 bits compared with FP32.
         refused: Why a format cannot be used for the model, by name.
     """
 
@@ -76,29 +61,10 @@ class FormatCalibration(NamedTuple):
     wide: PrecisionPolicy
     layers: tuple[str, ...]
     results: dict[str, FormatResult]
-    wide_gradient: GradientMatch
     refused: dict[str, str]
 
 
-class _Run(NamedTuple):
-    """A run whose state can be loaded into engines with other policies."""
-
-    config: RunConfig
-    world: World
-
-    def engine(self, policy: PolicyLike, parts: RunComponents | None = None) -> Engine:
-        """Build an engine; every rank has to call it."""
-        parts = parts or self.prepare()
-        return self.world.ranks.all_or_none(
-            lambda: build_engine(self.config, parts, self.world, policy=policy, attribution=False)
-        )
-
-    def prepare(self) -> RunComponents:
-        """Build data and model; every rank has to call it."""
-        return self.world.ranks.all_or_none(lambda: prepare(self.config, self.world))
-
-
-def measure_formats(
+def measure(
     config: RunConfig, world: World, steps: int, formats: Sequence[str]
 ) -> FormatCalibration:
     """Train for some steps and measure formats in the last one; every rank must call it.
@@ -115,33 +81,30 @@ def measure_formats(
         SetupError: On every rank, if a rank cannot use the configuration.
         ConfigError: If none of the formats can be used for the model.
     """
-    if world.group is None:
-        config = for_one_process(config)
     # Compiled layers do not run hooks.
-    config = replace(config.with_fixed_formats(), compile="none")
+    config = replace(config, compile="none")
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
     config, _ = choose_strategy(config, parts, world)
     wide = wide_policy(config.precision.policy, world.device)
     selections, refused = _selections(config, parts, wide, formats)
-    run = _Run(config, world)
-    engine, batches = _trained(run, parts, wide, steps - 1)
-    with closing(batches):
-        batch = next(batches)
-    state = engine.state_dict()
-    layers = _layers(selections)
-    exact = _gradients(run, PRESETS["fp32"], state, batch, [*layers])
-    matches = {
-        name: _gradients(run, policy, state, batch, [*layers]).match(
-            exact, world.group, world.device
-        )
-        for name, (policy, _) in selections.items()
-    }
     candidates = {
         name: Candidate(product_formats(policy), selection.narrow)
         for name, (policy, selection) in selections.items()
     }
-    with ProductErrors(candidates, world.device) as recorder, WeightGradients(layers) as gradients:
-        torch.manual_seed(config.seed)
+    checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
+    engine = world.ranks.all_or_none(
+        lambda: build_engine(config, parts, world, policy=wide, attribution=False)
+    )
+    progress = Progress()
+    if checkpoint is None:
+        start_from_weights(parts, engine)
+    else:
+        progress = world.ranks.all_or_none(lambda: restore(engine, checkpoint))
+    with closing(training_batches(config, parts, world, progress)) as batches:
+        for _ in range(steps - 1):
+            engine.step(next(batches))
+        batch = next(batches)
+    with ProductErrors(candidates, world.device) as recorder:
         engine.step(batch)
     errors = recorder.errors(world.group)
     return FormatCalibration(
@@ -150,11 +113,7 @@ def measure_formats(
         world.world_size,
         wide,
         tuple(_all_linear(selections)),
-        {
-            name: FormatResult(policy, errors[name], *matches[name])
-            for name, (policy, _) in selections.items()
-        },
-        gradients.match(exact, world.group, world.device)[1],
+        {name: FormatResult(policy, errors[name]) for name, (policy, _) in selections.items()},
         refused,
     )
 
@@ -206,46 +165,8 @@ def _selections(
             refused[name] = str(error)
     if not found:
         name, reason = next(iter(refused.items()))
-        raise ConfigError("formats", name, reason)
+        raise ConfigError("policies", name, reason)
     return found, refused
-
-
-def _trained(run: _Run, parts: RunComponents, wide: PrecisionPolicy, steps: int) -> Any:
-    """Return an engine after some steps from the start or a checkpoint, and the batches."""
-    checkpoint = run.world.ranks.all_or_none(lambda: find_checkpoint(run.config))
-    engine = run.engine(wide, parts)
-    progress = Progress()
-    if checkpoint is None:
-        start_from_weights(parts, engine)
-    else:
-        progress = run.world.ranks.all_or_none(lambda: restore(engine, checkpoint))
-    batches = training_batches(run.config, parts, run.world, progress)
-    for _ in range(steps):
-        engine.step(next(batches))
-    return engine, batches
-
-
-def _gradients(
-    run: _Run, policy: PrecisionPolicy, state: Any, batch: Any, names: Sequence[str]
-) -> WeightGradients:
-    """Return the gradients of some layers in a step from `state` under a policy."""
-    parts = run.prepare()
-    modules = dict(parts.model.named_modules())
-    engine = run.engine(policy, parts)
-    engine.load_state_dict(state)
-    with WeightGradients({name: modules[name] for name in names}) as gradients:
-        torch.manual_seed(run.config.seed)
-        engine.step(batch)
-    return gradients
-
-
-def _layers(selections: dict[str, tuple[PrecisionPolicy, Selection]]) -> dict[str, Any]:
-    """Return the layers that any format makes narrow, by name."""
-    return {
-        name: layer
-        for _, selection in selections.values()
-        for name, layer in selection.narrow.items()
-    }
 
 
 def _all_linear(selections: dict[str, tuple[PrecisionPolicy, Selection]]) -> list[str]:

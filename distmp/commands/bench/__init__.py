@@ -1,1 +1,0 @@
-"""`distmp bench`: benchmarks of the user's run."""

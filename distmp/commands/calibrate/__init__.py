@@ -1,0 +1,1 @@
+"""Compares precision policies on a run: loss, time, loss scale, errors of formats."""

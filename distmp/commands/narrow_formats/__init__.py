@@ -1,1 +1,0 @@
-"""`distmp calibrate --formats`: errors of narrow products on a run, and a policy below an error."""
