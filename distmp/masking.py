@@ -21,7 +21,7 @@ _LAST_WORDS = (
 )
 _ENDINGS = ("key", "token")
 # The names of settings that count tokens.
-_COUNTS = ("after_tokens",)
+_COUNTS = ("until_tokens",)
 # In any place. Values that are numbers are hidden too.
 _ANYWHERE = re.compile(r"secret|passw|passphrase|passcode|credential|pwd|(?:^|_)pass(?:_|$)")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

@@ -36,7 +36,7 @@ WITHOUT_TORCH = (
     ["launch", "--dry-run", "--", "--steps", "0"],
     ["launch", "--render", "slurm", "--", "--optim.lr", "abc"],
     ["launch", "--hosts", "a,b", "--", "--checkpoint.evry", "5"],
-    ["bench", "precision", "--help"],
+    ["calibrate", "--help"],
     ["data", "tokenize", "--help"],
 )
 PROGRAM = """

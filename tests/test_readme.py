@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from benchmarks.figures import with_figures
 from distmp.config import RunConfig
 from distmp.precision import PRESETS
-from distmp.utils.settings import from_mapping
+from distmp.utils.settings import from_mapping, read_yaml
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -71,8 +70,11 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_shown_are_settings(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_shown_are_settings(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Whether a logger is installed does not matter here.
     monkeypatch.setattr("distmp.telemetry.trackers.find", lambda name: name)
     for block in blocks("yaml", page.read_text()):
-        from_mapping(RunConfig, yaml.safe_load(block))
+        (tmp_path / "settings.yaml").write_text(block)
+        from_mapping(RunConfig, read_yaml(tmp_path / "settings.yaml"))

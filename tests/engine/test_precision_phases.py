@@ -201,7 +201,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"until_tokens": 0, "policy": "bf16"},
         "precision.phases.until_tokens = 0: use a number above",
     ),
-    ({"until_tokens": "1e9", "policy": "bf16"}, "must be a number, not text"),
+    ({"until_tokens": "1e9", "policy": "bf16"}, "until_tokens = '1e9': must be a number, not text"),
     ({"until_tokens": 5, "policy": "fp9"}, "precision.phases.policy = 'fp9': did you mean 'fp8'"),
     ({"until_tokens": 5, "policy": "bf16,reduce=bf16"}, "in more than forward, grad and wgrad"),
     ({"until_tokens": 5, "policy": "mxfp8"}, "in more than forward, grad and wgrad"),
