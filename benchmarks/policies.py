@@ -15,8 +15,9 @@ from benchmarks.device import parse, parser
 from benchmarks.peak import kind_of, transformer_flops
 from benchmarks.report import machine, save
 from benchmarks.tables import precision
-from distmp.commands.calibrate.command import CalibrationConfig, load
+from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.policies import compare
+from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.data.token_metadata import VOCABULARY_SIZE
 from distmp.distributed.world import World
 from distmp.precision import policy

@@ -55,7 +55,7 @@ def test_other_names(name: str) -> None:
         ("DB_PASS=hush, 'hush", "DB_PASS=***"),
         ("Authorization: Bearer hush", "Authorization: ***"),
         ("invalid header Bearer hushhush", "invalid header Bearer ***"),
-        ("{after_tokens: 1e9, forward: bf16}", "{after_tokens: 1e9, forward: bf16}"),
+        ("{until_tokens: 1e9, policy: bf16}", "{until_tokens: 1e9, policy: bf16}"),
         ("data.source = 'my.token:build'", "data.source = 'my.token:build'"),
         ("cannot connect: password='hu sh'; retry", "cannot connect: password=***; retry"),
         (

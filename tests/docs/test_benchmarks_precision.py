@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.figures import ROOT
 from distmp.commands.calibrate.choice import MOST_LAYERS
-from distmp.commands.calibrate.command import FORMATS, MAX_ERROR, load
+from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.comparison import DEVIATIONS
+from distmp.commands.calibrate.settings import FORMATS, MAX_ERROR
 
 PAGE = (ROOT / "docs" / "benchmarks-precision.md").read_text()
 TEXT = " ".join(PAGE.split())

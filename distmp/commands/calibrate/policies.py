@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from distmp.commands.calibrate.command import WARM_UP, CalibrationConfig
 from distmp.commands.calibrate.comparison import Comparison, PolicyRefused, PolicyResult
+from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
 from distmp.engine import Engine
