@@ -74,7 +74,7 @@ class PhaseSchedule:
         Args:
             step: Number of steps before this one.
         """
-        if self._phase != self._last and not self._quiet:
+        if self._phases and self._phase != self._last and not self._quiet:
             message = "%s: policy %s from step %d on"
             logger.warning(message, PHASES, self._names[self._phase], step + 1)
         self._last = self._phase

@@ -165,6 +165,7 @@ def test_evaluation_and_replay_use_the_formats_of_their_step() -> None:
 def test_changes_are_logged_and_formats_described(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(precision_phases=PHASES[1:])
     with caplog.at_level(logging.WARNING, "distmp"):
+        take(make_engine(), 0)  # without phases nothing is logged
         run(engine)
     assert [record.message for record in caplog.records] == [
         "precision.phases: policy fp8 from step 1 on",
