@@ -1,107 +1,52 @@
-"""The engine: one mixed-precision optimizer step over all ranks, readable from top to bottom."""
+"""The engine: what users call to train a model in mixed precision over all ranks."""
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.data.evaluation import ForwardOnly
-from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
-from distmp.diagnosis.replay import StepInputs, StepReplay
-from distmp.distributed.compare_ranks import (
-    Fingerprint,
-    check_same,
-    describe_model,
-    describe_param_groups,
-    hyperparameters,
-    raise_difference,
-)
-from distmp.distributed.lost_peers import explain_lost_peers
+from distmp.diagnosis.attribution import OverflowReport
+from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.own_time import StepClock
-from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_phase
-from distmp.distributed.stopping import until_stop_requested
-from distmp.distributed.world import world_of_process
-from distmp.engine.batch_errors import explain_batch_errors
+from distmp.distributed.world import World
 from distmp.engine.calls import EngineCalls
+from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
-from distmp.engine.evaluation import (
-    Evaluation,
-    MetricFunction,
-    MetricSums,
-    evaluation_mode,
-    recorded_outputs,
-)
-from distmp.engine.microbatches import WRONG_COUNT, MicrobatchSource, MicrobatchStats, moved
-from distmp.engine.model import build_model, return_logits
-from distmp.engine.narrow_checks import CallCheck
+from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
+from distmp.engine.microbatches import MicrobatchSource
 from distmp.engine.narrow_products import NarrowProducts
-from distmp.engine.nominal_weight import agree_on_nominal_weight, round_up_to_power_of_two
-from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
-from distmp.engine.precision_phases import build_schedule, phase_formats
-from distmp.engine.rounded_copies import warn_about_copies
-from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
+from distmp.engine.observers import AnyGradient, EvaluationMode, FirstStep, StepObserver
+from distmp.engine.outcome import StepOutcome, advice
+from distmp.engine.replays import Replays
+from distmp.engine.setup import LossFunction, set_up
+from distmp.engine.spike_check import DivergenceGuard
 from distmp.engine.state import EngineState, TensorSpec
+from distmp.engine.step import take_step
 from distmp.engine.step_checks import (
     IS_EMPTY,
-    FirstStepChecks,
-    ModeCheck,
     check_evaluated,
     check_gradients_enabled,
-    check_loss,
     check_loss_function,
     check_metric,
     check_not_inference,
     check_outcome,
     check_stop,
     count_microbatches,
-    explain_graph_errors,
 )
-from distmp.engine.step_sums import sum_over_ranks
-from distmp.errors import ConfigError, TrainingError, attribute, rank_names, ranks_by_value
-from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
-from distmp.optim.learning_rates import METRIC_UPDATES
-from distmp.optim.rounding import set_rounding
-from distmp.optim.state import check_state, prepare_for_device_skip
-from distmp.optim.stepped import SteppedTensors
-from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
-from distmp.parallel.materialize import InitialValues
-from distmp.parallel.matrices import place_matrices, place_shards
-from distmp.parallel.module_buffers import ModuleBuffers
-from distmp.parallel.reproducible import (
-    check_power_of_two,
-    make_deterministic,
-    prepare_cublas,
-)
-from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.precision import resolve
-from distmp.precision.builders import autocast_of_dtypes
-from distmp.precision.costs import costs
-from distmp.precision.policy import SIXTEEN_BIT
-from distmp.precision.switches import product_switches
-from distmp.quantization.description import log_formats
-from distmp.scaling import (
-    LossScale,
-    StepDecision,
-    decide_step,
-    loss_scale_rules,
-    unused_rules,
-)
-from distmp.scaling.step_decision import PRESCALE, divisor_fits
-from distmp.utils.deferred import describe_initial_values
+from distmp.engine.step_settings import StepSettings
+from distmp.errors import ConfigError, TrainingError, attribute
+from distmp.optim import OptimizerFactory, ScheduleFactory
+from distmp.optim.state import check_state
+from distmp.parallel import Strategy
+from distmp.parallel.reproducible import check_power_of_two
+from distmp.precision import PrecisionPolicy
+from distmp.scaling import LossScale
 from distmp.utils.flat_shard import global_shape
-from distmp.utils.generators import generators_kept, seed_generators
-from distmp.utils.host_copy import to_device
 from distmp.utils.host_memory import return_freed_memory
 
 if TYPE_CHECKING:
@@ -111,12 +56,6 @@ if TYPE_CHECKING:
 
     from distmp.checkpoint.location import Location
     from distmp.engine.saving import Saves
-
-logger = logging.getLogger("distmp")
-
-# Steps whose microbatches are kept for a replay. The outcome of a step is usually read after the
-# next step was started.
-STEPS_KEPT = 2
 
 T = TypeVar("T")
 
@@ -138,8 +77,6 @@ _INSTEAD_OF = {
     "lr": "use engine.optimizer.param_groups[0]['lr']",
     "global_step": "use int(engine.step_counts[:2].sum()), or the `step` that engine.load returns",
 }
-
-LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
 
 class Engine:
@@ -168,23 +105,7 @@ class Engine:
     engine initializes it.
 
     Attributes:
-        config: The settings, with "auto" resolved.
-        world: Rank, number of ranks, device and process group of this process.
-        device: The device that this rank trains on.
-        module: The prepared model; call it for inference.
         optimizer: The optimizer that the argument `optimizer` built.
-        policy: The precision policy.
-        policy_reason: Why this policy was selected.
-        strategy: Name of the strategy.
-        strategy_reason: What the strategy has selected and why; may be empty.
-        max_norm: Clip the norm of the global gradient to this; None disables clipping. May be set
-            between steps.
-        nominal_weight: The constant that keeps gradients at the magnitude of a mean; None before
-            the first step.
-        loss_scale: The loss scale.
-        divergence: Compares loss and norm of each step with those of the steps before it.
-        clock: Measures the time that this rank computes in a step, while it is active.
-        narrow_products: The linear layers with narrow products, and their statistics.
         loads: Number of checkpoints that were loaded, by `load` or by a trainer.
         holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
@@ -218,141 +139,78 @@ class Engine:
         **settings: Unpack[EngineSettings],
     ) -> None:
         check_not_inference("building an engine")
-        config = with_settings(config, settings)
-        if config.reproducible:
-            prepare_cublas(device)  # before joining the ranks, which initializes CUDA
-        self.world = world_of_process(device)
-        self.device = self.world.device
-        model, values, seed = build_model(model, self.world, initialize=initialize)
         check_loss_function(loss)
-        self.policy, self.policy_reason = resolve(config.policy, self.device)
-        phase_formats(self.policy, config.precision_phases)  # refuses other policies
-        self.strategy = resolve_strategy(config.strategy, self.world)
-        self.config = config = replace(
-            config,
-            policy=self.policy,
-            strategy=self.strategy,
-            parallel=config.parallel or ParallelConfig(),
+        config = with_settings(config, settings)
+        self._setup = setup = set_up(
+            model, loss, optimizer, schedule, config, device, initialize=initialize
         )
-        self._warn_about_policy()
-        if self.policy.output_dtype in SIXTEEN_BIT:
-            return_logits(model)
-        self.max_norm = config.max_norm
-        self.nominal_weight = (
-            None
-            if config.nominal_weight is None
-            else round_up_to_power_of_two(config.nominal_weight)
-        )
-        self._loss = loss
-        if config.reproducible:
-            make_deterministic(self.device)
-        self._strategy = self._build_strategy(model, values, initialize=initialize)
-        self.strategy_reason = self._strategy.reason
-        self.module = self._strategy.module
-        if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
-            warn_about_copies(self.module, self.policy)
-        self.clock = StepClock(self.device)
-        layers = self._strategy.narrow_layers
-        formats = build_schedule(
-            layers,
-            self.policy,
-            config.precision_phases,
-            compiled=bool(config.parallel and config.parallel.compile != "none"),
-            quiet=self.world.rank != 0,
-        )
-        self.narrow_products = NarrowProducts(layers, self.world, formats)
-        if layers is not None and self.world.rank == 0:
-            log_formats(layers, self.policy, self.device)
-        self._buffers = ModuleBuffers(
-            self._strategy.model, self.world.group, reproducible=config.reproducible
-        )
-        self._calls = EngineCalls(self.world, self._strategy.model)
-        self._set_up_optimizer(optimizer, schedule)
-        self.loss_scale = LossScale(
-            loss_scale_rules(self.policy.loss_scale, config.loss_scale), self.device
-        )
-        self.divergence = DivergenceGuard(config.divergence, self.device)
-        # Updates applied, steps skipped, steps skipped since the last update.
-        self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
-        # Upper bound of the updates applied, known to the host without waiting for the device.
-        self._max_applied = 0
-        self._state = EngineState(
-            self._strategy,
-            self.optimizer,
-            self._names,
-            self.loss_scale,
-            self.divergence,
-            self._counts,
-            self._learning_rates,
-            seed,
-            formats,
-            skips_on_device=self._skips_on_device,
-            quiet=self.world.rank != 0,
-        )
-        checks = config.first_step_checks
-        self._first_step_checks = FirstStepChecks(self.world, self.module) if checks else None
-        self._modes = ModeCheck(self.model)
-        self._warns_of_mode = checks
-        if checks:
-            self._strategy.watch_copies()
-        self._call_check = CallCheck(self.narrow_products.layers if checks else None)
-        self._has_gradients = False
-        # Whether the caller has called `check`.
-        self._is_checked = False
-        self._previous: StepOutcome | None = None
+        self._state = state = EngineState(setup)
+        self.optimizer = setup.updates.optimizer
+        self._calls = EngineCalls(setup.world, setup.strategy.model)
+        modes = EvaluationMode(self.model)
+        self._step_settings = StepSettings(setup, state, self._calls, modes)
+        self._replays = Replays(setup, state, self._calls)
+        self._completed = CompletedSteps(setup, self._step_settings, modes, self._replays.explain)
+        self._observers: list[StepObserver] = [AnyGradient(setup)]
+        if config.first_step_checks:
+            self._observers.append(FirstStep(setup.world, self.module))
+            setup.strategy.watch_copies()
         self._saves: Saves | None = None
         self.loads = 0
         self.holds_average = False
-        self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
         return_freed_memory()
 
-    def _build_strategy(
-        self, model: nn.Module, values: InitialValues, *, initialize: bool
-    ) -> Strategy:
-        """Check that all ranks have the same set-up, and distribute the model."""
-        with explain_lost_peers(self.world.group):
-            described = self.config.describe() | describe_model(model)
-            if initialize and self.strategy in SHARDED_STRATEGIES:
-                # A rank computes its shards alone; other strategies copy the values of rank 0.
-                described |= describe_initial_values(model)
-            check_same(self.world.group, self.device, described)
-            return build_strategy(
-                self.strategy,
-                model,
-                self.policy,
-                self.world,
-                self.config.accumulation,
-                self.config.parallel,
-                values,
-            )
+    # What was decided at the start
 
-    def _warn_about_policy(self) -> None:
-        if self.world.rank == 0:
-            for cost in costs(self.policy):
-                logger.warning("precision %s reduces accuracy: %s", self.policy.name, cost)
-            if unused := unused_rules(self.policy.loss_scale, self.config.loss_scale):
-                logger.warning("precision %s: %s", self.policy.name, unused)
+    @property
+    def config(self) -> EngineConfig:
+        """The settings, with "auto" resolved."""
+        return self._setup.config
 
-    def _set_up_optimizer(
-        self, optimizer: OptimizerFactory, schedule: ScheduleFactory | None
-    ) -> None:
-        parameters = self._strategy.optimizer_parameters()
-        self._build_optimizer = optimizer
-        self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
-        self._names = {id(tensor): name for name, tensor in parameters}
-        set_rounding(self.optimizer, self.policy)
-        self._place()
-        # The host steps offloaded parameters, and has to wait for the decision.
-        on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
-        self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
-        self._stepped = SteppedTensors(self.optimizer, parameters)
-        self._learning_rates = LearningRates(
-            self.optimizer, schedule, self.device, on_device=self._skips_on_device
-        )
+    @property
+    def world(self) -> World:
+        """Rank, number of ranks, device and process group of this process."""
+        return self._setup.world
 
-    def _place(self) -> None:
-        place_matrices(self.optimizer, self._strategy, self._names, self.device)
-        place_shards(self.optimizer, self._strategy, self._names)
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank trains on."""
+        return self._setup.device
+
+    @property
+    def module(self) -> nn.Module:
+        """The prepared model; call it for inference."""
+        return self._setup.strategy.module
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The precision policy."""
+        return self._setup.policy
+
+    @property
+    def policy_reason(self) -> str:
+        """Why this policy was selected."""
+        return self._setup.policy_reason
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy."""
+        return self._setup.config.strategy
+
+    @property
+    def strategy_reason(self) -> str:
+        """What the strategy has selected and why; may be empty."""
+        return self._setup.strategy.reason
+
+    @property
+    def clock(self) -> StepClock:
+        """Measures the time that this rank computes in a step, while it is active."""
+        return self._setup.clock
+
+    @property
+    def narrow_products(self) -> NarrowProducts:
+        """The linear layers with narrow products, and their statistics."""
+        return self._setup.narrow_products
 
     @property
     def model(self) -> nn.Module:
@@ -360,9 +218,45 @@ class Engine:
         return self._strategy.model
 
     @property
+    def _strategy(self) -> Strategy:
+        return self._setup.strategy
+
+    @property
     def host_waits(self) -> bool:
         """Whether the host waits for the device in every step, so that outcomes are complete."""
-        return self.device.type == "cpu" or not self._skips_on_device
+        return self._setup.host_waits
+
+    # What steps change
+
+    @property
+    def max_norm(self) -> float | None:
+        """Clip the norm of the global gradient to this; None disables clipping. May be set."""
+        return self._state.max_norm
+
+    @max_norm.setter
+    def max_norm(self, value: float | None) -> None:
+        check_max_norm(value)
+        self._state.max_norm = value
+
+    @property
+    def nominal_weight(self) -> float | None:
+        """The constant that keeps gradients at the magnitude of a mean; None before a step."""
+        return self._state.nominal_weight
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale."""
+        return self._state.loss_scale
+
+    @property
+    def divergence(self) -> DivergenceGuard:
+        """Compares loss and norm of each step with those of the steps before it."""
+        return self._state.divergence
+
+    @property
+    def step_counts(self) -> Tensor:
+        """Updates applied, steps skipped, and steps skipped since the last update: int64 [3]."""
+        return self._state.counts
 
     # The step
 
@@ -389,393 +283,47 @@ class Engine:
             LostPeerError: If another rank has ended.
         """
         with self._calls.call("step", waits=False):
-            check_gradients_enabled()
-            number = count_microbatches(microbatches, count)
+            source = self._source(microbatches, count)
             check_stop(stop)
-            check_max_norm(self.max_norm)
-            if self.holds_average:
-                raise TrainingError(
-                    "engine.step inside of average.as_weights() would train the average; call it "
-                    "outside, and after an error inside only after engine.load"
-                )
-            if self.config.reproducible:
-                check_power_of_two(number)
-            self._check_unchanged()
-            source = MicrobatchSource(microbatches, number, keep=self.config.attribution)
-            if not (source.is_sequence or source.advance()):
-                raise ConfigError("microbatches", [], IS_EMPTY)
-            self._check_mode()
-            if self._first_step_checks is not None:
-                outcome = self._check_and_take_first_step(self._first_step_checks, source, stop)
-                self._first_step_checks = None
-            else:
-                outcome = self._take_step(source, stop)
-        self._check_previous_step(outcome)
-        return outcome
-
-    def _check_mode(self) -> None:
-        """Warn once if the model is trained in evaluation mode."""
-        if self._warns_of_mode and (warning := self._modes.warning()):
-            self._warns_of_mode = False
-            self._warn(warning, stacklevel=4)
-
-    def _take_step(self, source: MicrobatchSource, stop: bool) -> StepOutcome:
-        self._calls.counts["engine.step"] += 1
-        current_phase.enter("beginning of the step")
-        rate = self._learning_rates.set(self._counts[0], self._max_applied)
-        scale = self.loss_scale.value
-        self._buffers.begin_step()
-        stats = self._accumulate(source, scale)
-        current_phase.enter(DECISION)
-        self.clock.end()
-        total, differ, of_products = self._sum_over_ranks(stats, source, stop=stop)
-        self.clock.begin()
-        decision = decide_step(total, scale, self.nominal_weight or 1.0, self.max_norm)
-        spike_check = self.divergence.check(decision)
-        decision = decision.skipping(spike_check.skip | differ)
-        current_phase.enter(UPDATE)
-        self._update(decision)
-        self._buffers.end_step(decision.found_inf)
-        self._strategy.end_step(decision.found_inf)
-        exhausted = self.loss_scale.update(
-            decision.overflow | (decision.dropped > 0), decision.empty
-        )
-        self.divergence.remember(decision)
-        self.narrow_products.end_step(of_products, decision)
-        exhausted = exhausted & decision.overflow
-        outcome = self._outcome(decision, spike_check, differ, rate, scale, exhausted)
-        outcome.microbatch_problem = source.problem
-        outcome.narrow_statistics = self.narrow_products.statistics
-        outcome.formats = self.narrow_products.formats
-        if self.config.attribution:
-            inputs = StepInputs(
-                tuple(source.kept),
-                stats.streams,
-                stats.losses,
-                stats.weights,
-                position=(self.narrow_products.step - 1, self.world.rank * source.count),
-                formats=self.narrow_products.layer_formats,
+            observers = [observer for observer in self._observers if not observer.is_done]
+            for observer in observers:
+                observer.before(source)
+            self._calls.counts["engine.step"] += 1
+            outcome, stats = take_step(
+                self._setup, self._state, source, self._step_settings, observers, stop=bool(stop)
             )
-            self._recent.append((outcome, inputs))
+            self._replays.keep(outcome, source, stats)
+            warned = [warning for observer in observers for warning in observer.after()]
+        warned += self._completed.warnings(outcome)
+        if self.world.rank == 0:
+            for warning in warned:  # independent of logging
+                warnings.warn(warning, RuntimeWarning, stacklevel=2)
         return outcome
 
-    def _accumulate(self, source: MicrobatchSource, scale: Tensor) -> MicrobatchStats:
-        """Run forward and backward of the microbatches, and reduce the gradients."""
-        strategy = self._strategy
-        strategy.compare_microbatches(source.count)
-        strategy.begin_step()
-        self.narrow_products.begin_step()
-        stats = MicrobatchStats.empty()
-        drawn = iter(source)
-        stream, first = self._stream("step"), 0
+    def _source(self, microbatches: Iterable[Any], count: int | None) -> MicrobatchSource:
+        """Check what a step would train and on what; return its microbatches."""
+        check_gradients_enabled()
+        number = count_microbatches(microbatches, count)
+        if self.holds_average:
+            raise TrainingError(
+                "engine.step inside of average.as_weights() would train the average; call it "
+                "outside, and after an error inside only after engine.load"
+            )
         if self.config.reproducible:
-            stream, first = self._stream("step", rank=0), self.world.rank * source.count
-        # Once per step, since it takes 0.1 ms, unless the caller's code may draw in between.
-        kept = partial(generators_kept, self.device)
-        kept_once, kept_each = (kept, nullcontext) if source.is_list else (nullcontext, kept)
-        # Once per step: setting and restoring the switches takes as long as 20 small kernels.
-        with product_switches(self.policy), kept_once():
-            for index in range(source.count):
-                if not (source.is_sequence or self._has_next(source)):
-                    break
-                if self.config.reproducible:
-                    self._buffers.begin_microbatch(index)
-                strategy.begin_microbatch(last=index == source.count - 1)
-                if self.narrow_products.layers is not None:
-                    self.narrow_products.begin_microbatch(index, source.count)
-                stats.streams.append(f"{stream} {first + index}")
-                current_phase.enter("forward of microbatch", index + 1)
-                batch = next(drawn)
-                with kept_each():
-                    seed_generators(stats.streams[-1], self.device)
-                    loss, weight = self._forward(batch)
-                    del batch
-                    if index == 0:
-                        factor = self._backward_factor(scale, weight, source.count)
-                    current_phase.enter("backward of microbatch", index + 1)
-                    self._backward(loss, factor)
-                # Copied: torch's mse_loss keeps the memory of all terms of its sum alive.
-                stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
-        source.end()
-        if source.problem is not None and self.world.world_size == 1:
-            raise source.error()
-        current_phase.enter("reduction of the gradients")
-        strategy.finish_gradients()
-        if not self._has_gradients:
-            self._check_gradients(stats)
-        return stats
-
-    def _stream(self, use: str, rank: int | None = None) -> str:
-        """Return the key of this rank's random numbers in a step, see `seed_generators`."""
-        rank = self.world.rank if rank is None else rank
-        return f"{use} {self._state.seed} {self.narrow_products.step} {rank}"
-
-    def _has_next(self, source: MicrobatchSource) -> bool:
-        """Return whether an iterable has another microbatch.
-
-        A rank whose iterable ends early joins the reductions of the others, and the step is
-        skipped.
-
-        Raises:
-            ConfigError: If all ranks have ended here.
-            TrainingError: If the ranks have to run the same number, and some have ended here.
-        """
-        has_next = source.advance()
-        self._strategy.compare_next(has_next)
-        if not has_next:
-            if self.strategy in SHARDED_STRATEGIES or self.config.reproducible:
-                raise source.error()
-            self._strategy.begin_microbatch(last=True)
-            self._strategy.end_microbatch()
-        return has_next
-
-    def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        batch = moved(batch, self.device)
-        with (
-            autocast_of_dtypes(
-                self.policy, self.device, sharded=self.strategy in SHARDED_STRATEGIES
-            ),
-            explain_batch_errors(batch, self.module),
-        ):
-            self._strategy.computing_loss(computing=True)
-            try:
-                loss_sum, weight = check_loss(self._loss(self.module, batch))
-            finally:
-                self._strategy.computing_loss(computing=False)
-        if self._first_step_checks is not None:
-            self._first_step_checks.check(batch, loss_sum, weight)
-        return loss_sum, _scalar(weight, self.device)
-
-    def _backward_factor(self, scale: Tensor, weight: Tensor, microbatches: int) -> Tensor:
-        """Return S / n0; the first step determines n0 from the weight of its first microbatch."""
-        if self.nominal_weight is None:
-            self.nominal_weight = agree_on_nominal_weight(
-                weight, microbatches, self.world, reproducible=self.config.reproducible
-            )
-        return scale / (self.nominal_weight or 1.0)
-
-    def _backward(self, loss: Tensor, factor: Tensor) -> None:
-        loss = loss.float()
-        with explain_graph_errors(), self._strategy.backward_context(loss):
-            # The gradient of `loss * factor`, without the kernels of the product.
-            loss.backward(factor)
-
-    def _sum_over_ranks(
-        self, stats: MicrobatchStats, source: MicrobatchSource, *, stop: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums of the step over ranks, see `distmp.engine.step_sums.sum_over_ranks`."""
-        size = self.world.world_size
-        settings = self._settings_of_step() if size > 1 else ()
-        if source.problem is not None:
-            settings = (self.world.rank, source.problem)  # unlike on any other rank
-        return sum_over_ranks(
-            self._strategy,
-            stats,
-            Fingerprint.of(settings, size),
-            self.narrow_products.terms(),
-            self.world,
-            stop=stop,
-            reproducible=self.config.reproducible,
-        )
-
-    def _settings_of_step(self) -> object:
-        """Return the settings that all ranks have to share in a step; no values of the device."""
-        return (
-            self._calls.number,
-            self._calls.counts,
-            self.max_norm,
-            self.nominal_weight,
-            hyperparameters(self.optimizer),
-            self._learning_rates.planned(self._max_applied),
-            [parameter.requires_grad for parameter in self.model.parameters()],
-            self._modes.evaluating(),
-        )
-
-    def _described_settings_of_step(self) -> dict[str, str]:
-        """Return `_settings_of_step` as text by name, for a comparison between ranks."""
-        return {
-            "engine": str(self._calls.number),
-            "max_norm": repr(self.max_norm),
-            "nominal_weight": repr(self.nominal_weight),
-            **describe_param_groups(self.optimizer),
-            "schedule": repr(self._learning_rates.planned(self._max_applied)),
-            **self._modes.described(),
-            **describe_model(self.model),
-            **{f"calls of {name}": str(count) for name, count in self._calls.counts.items()},
-        }
-
-    def _update(self, decision: StepDecision) -> None:
-        """Step the optimizer, or leave weights and state unchanged, according to the decision."""
-        decision = self._fit_divisor(decision)
-        if self._skips_on_device:
-            self._max_applied += 1
-            # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
-            self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
-            self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
-            self._strategy.prepare_optimizer_grads()
-            self._stepped.step()
-        elif decision.found_inf.item() == 0:
-            self._max_applied += 1
-            for part in self._strategy.gradients():
-                if part.tensors:
-                    divisor = decision.grad_scale.to(part.tensors[0].device)
-                    torch._foreach_div_(part.tensors, divisor)
-            self._strategy.prepare_optimizer_grads()
-            self._stepped.step_in_place()
-        self._strategy.copy_master_to_model()
-
-    def _fit_divisor(self, decision: StepDecision) -> StepDecision:
-        """Multiply gradients by a power of two first if FP32 does not represent their divisor."""
-        if divisor_fits(decision.divisor):
-            return decision
-        for part in self._strategy.gradients():
-            torch._foreach_mul_(part.tensors, PRESCALE)
-        return decision._replace(grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
-
-    def _outcome(
-        self,
-        decision: StepDecision,
-        spike_check: SpikeCheck,
-        differ: Tensor,
-        rate: Tensor,
-        scale: Tensor,
-        exhausted: Tensor,
-    ) -> StepOutcome:
-        skipped = decision.found_inf.to(torch.int64)
-        # In place: `state_dict` returns this tensor, and a checkpoint is loaded into it.
-        self._counts += torch.stack([1 - skipped, skipped, skipped])
-        self._counts[2] *= skipped
-        return StepOutcome(
-            {
-                "loss": decision.loss,
-                "weight": decision.weight,
-                "grad_norm": decision.grad_norm,
-                "learning_rate": rate,
-                "loss_scale": scale,
-                "overflow": decision.overflow,
-                "dropped": decision.dropped,
-                "skipped": skipped,
-                "spike": spike_check.spike,
-                "loss_limit": spike_check.loss_limit,
-                "norm_limit": spike_check.norm_limit,
-                "stop": decision.stop,
-                "applied_total": self._counts[0],
-                "skipped_total": self._counts[1],
-                "skipped_in_a_row": self._counts[2],
-                "scale_exhausted": exhausted,
-            },
-            differ,
-        )
-
-    # Checks around the step
-
-    def _check_unchanged(self) -> None:
-        """Refuse changes of model and optimizer that have no effect; train unfrozen parameters."""
-        self._stepped.check(self.optimizer)
+            check_power_of_two(number)
+        self._setup.updates.check(self.optimizer)
         self._strategy.check_model()
         self.narrow_products.check_unchanged()
         self._train_unfrozen()
-
-    def _check_gradients(self, stats: MicrobatchStats) -> None:
-        """Refuse a loss that does not depend on any trained parameter.
-
-        Raises:
-            ConfigError: If no trained parameter has had a gradient so far.
-        """
-        trained = [tensor for _, tensor in self._strategy.optimizer_parameters()]
-        self._has_gradients = any(
-            tensor.grad is not None for tensor in (*trained, *self.module.parameters())
-        )
-        # A dropped microbatch does not count. Only this check reads the flags: the host waits.
-        if not (self._has_gradients or any(bool(flag) for flag in stats.dropped)):
-            raise ConfigError(
-                "loss",
-                getattr(self._loss, "__name__", type(self._loss).__name__),
-                f"gives none of the {len(trained)} trained parameters a gradient; run the module "
-                "that is passed to it, not another one, and return a loss of its output",
-            )
-
-    def _check_and_take_first_step(
-        self, checks: FirstStepChecks, source: MicrobatchSource, stop: bool
-    ) -> StepOutcome:
-        """Take a step, and check its arguments for likely mistakes."""
-        checks.compare_batches(source.next)
-        with checks.check_ids():
-            outcome = self._take_step(source, stop)
-        for warning in checks.warnings():
-            self._warn(warning, stacklevel=4)
-        return outcome
-
-    def _check_previous_step(self, outcome: StepOutcome) -> None:
-        """Check the latest completed step: on a device that is the step before this one.
-
-        Raises:
-            ConfigError: If ranks took it with different settings.
-        """
-        completed, self._previous = (outcome if self.host_waits else self._previous), outcome
-        if completed is None:
-            return
-        self._check_ranks_agree(completed)
-        if warning := self._call_check.warning(completed.narrow_statistics):
-            self._warn(warning, stacklevel=4)
-        if self._learning_rates.lacks_metric(self._max_applied):
-            self._warn(
-                f"the schedule follows a metric and has had none in {METRIC_UPDATES} updates, so "
-                "the learning rate is constant; call engine.schedule_step(metric) after each "
-                "validation",
-                stacklevel=4,
-            )
-        if not self._is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
-            self._warn_about_skips(completed)
-
-    def _check_ranks_agree(self, outcome: StepOutcome) -> None:
-        """Raise if ranks have different settings, or an iterable does not fit `count`."""
-        if outcome.ranks_differ:
-            self._previous = None  # reported
-            with explain_lost_peers(self.world.group):
-                self._check_sources(outcome)
-                raise_difference(self.world.group, self._described_settings_of_step())
-
-    def _check_sources(self, outcome: StepOutcome) -> None:
-        """Raise if an iterable has another number of microbatches than `count` on any rank."""
-        problems = dict(enumerate(self.world.ranks.gather(outcome.microbatch_problem)))
-        if any(problems.values()):
-            by_rank = "; ".join(
-                f"{problem or 'is complete'} on {rank_names(ranks)}"
-                for problem, ranks in ranks_by_value(problems).items()
-            )
-            raise ConfigError("microbatches", by_rank, WRONG_COUNT)
-
-    def _warn_about_skips(self, outcome: StepOutcome) -> None:
-        """Warn about many skipped steps in a row, for loops that never call `check`."""
-        cause = self.explain(outcome) or advice(outcome.numbers)
-        self._warn(
-            f"{WARN_AFTER_SKIPS} steps in a row were skipped, so nothing is trained: {cause}; call "
-            "engine.check(outcome) after each step to end training if this continues",
-            stacklevel=5,
-        )
-
-    def _warn(self, message: str, stacklevel: int) -> None:
-        """Warn the caller of `step`, independent of logging; on rank 0 only."""
-        if self.world.rank == 0:
-            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+        source = MicrobatchSource(microbatches, number, keep=self.config.attribution)
+        if not (source.is_sequence or source.advance()):
+            raise ConfigError("microbatches", [], IS_EMPTY)
+        return source
 
     def _train_unfrozen(self) -> None:
-        """Add unfrozen parameters to the optimizer, in the groups that its builder makes."""
-        unfrozen = self._strategy.unfrozen()
-        if not unfrozen:
-            return
-        self._calls.wait_for_all(f"which trains {unfrozen[0][0]}")
-        parameters = self._strategy.add_parameters(unfrozen)
-        self._names.update((id(tensor), name) for name, tensor in parameters)
-        addition = self._strategy.build_optimizer(self._build_optimizer, parameters)
-        prepare_for_device_skip(addition)
-        self._learning_rates.add_groups(addition.param_groups)
-        for group in addition.param_groups:
-            self.optimizer.add_param_group(group)
-        self.optimizer.state.update(addition.state)
-        self._place()
-        self._stepped.add(parameters)
+        if unfrozen := self._strategy.unfrozen():
+            self._calls.wait_for_all(f"which trains {unfrozen[0][0]}")
+            self._setup.updates.add(unfrozen)
 
     # After the step
 
@@ -795,12 +343,7 @@ class Engine:
             without overflow, for an older step, and without `attribution`.
         """
         check_outcome(outcome)
-        if outcome.overflow_report is None and outcome.numbers.overflow:
-            for recent, inputs in self._recent:
-                if recent is outcome:
-                    with self._calls.call("explain"):
-                        outcome.overflow_report = self._replay(outcome.numbers, inputs)
-        return outcome.overflow_report
+        return self._replays.explain(outcome)
 
     def check(self, outcome: StepOutcome) -> None:
         """Raise if training cannot continue after this step; every rank has to call it.
@@ -811,8 +354,8 @@ class Engine:
                 lowered further, or after `max_consecutive_skips` skipped steps in a row.
         """
         check_outcome(outcome)
-        self._is_checked = True
-        self._check_ranks_agree(outcome)
+        self._completed.is_checked = True
+        self._completed.check_ranks_agree(outcome)
         numbers = outcome.numbers
         limit = self.config.max_consecutive_skips
         if not (numbers.skipped_in_a_row >= limit or numbers.scale_exhausted):
@@ -848,30 +391,7 @@ class Engine:
         with self._calls.call("schedule_step"):
             value = check_metric(metric)
             check_same(self.world.group, self.device, {"metric": repr(value)})
-            return self._learning_rates.follow(value)
-
-    def _replay(self, numbers: StepNumbers, inputs: StepInputs) -> OverflowReport:
-        context = OverflowContext(
-            scale=numbers.loss_scale,
-            weight=numbers.weight,
-            floor=self.loss_scale.floor,
-            compute_dtype=self.policy.compute_dtype,
-            has_masters=self.policy.has_masters,
-            exact=int(self._counts[0]) == numbers.applied_total,
-        )
-        replay = StepReplay(self._strategy, self._replay_microbatch, inputs, self.world.rank)
-        evidence = replay.evidence(context.scale, context.lowest, context.compute_dtype)
-        all_evidence: list[Any] = [evidence]
-        if self.world.group is not None:
-            all_evidence = [None] * self.world.world_size
-            dist.all_gather_object(all_evidence, evidence, group=self.world.group)
-        return diagnose(all_evidence, context)
-
-    def _replay_microbatch(self, batch: Any, scale: Tensor) -> Tensor:
-        with product_switches(self.policy):
-            loss, _ = self._forward(batch)
-            self._backward(loss, scale / (self.nominal_weight or 1.0))
-        return loss.detach().clone()
+            return self._setup.updates.learning_rates.follow(value)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Any]) -> float:
@@ -911,37 +431,7 @@ class Engine:
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
             check_evaluated(microbatches)
-            compared = microbatches
-            if self.strategy in SHARDED_STRATEGIES and not isinstance(
-                microbatches, until_stop_requested
-            ):
-                compared = self._same_number(microbatches)
-            sums = MetricSums(metrics, self.device)
-            stream = self._stream("evaluation")
-            with (
-                evaluation_mode(self.module),
-                product_switches(self.policy),
-                recorded_outputs(self.module, active=bool(metrics)) as outputs,
-            ):
-                for index, batch in enumerate(current_phase.each(VALIDATION, compared)):
-                    counts = not isinstance(batch, ForwardOnly)
-                    batch = moved(batch if counts else batch.batch, self.device)
-                    with generators_kept(self.device):
-                        seed_generators(f"{stream} {index}", self.device)
-                        loss_sum, weight = self._forward(batch)
-                    if counts:
-                        sums.add(batch, loss_sum, weight, outputs)
-                    outputs.clear()
-            # A stop ends the batches of a run's validation, perhaps before the first one.
-            ended = isinstance(microbatches, until_stop_requested) and microbatches.ended_early
-            return sums.result(self.world.group, may_be_empty=ended)
-
-    def _same_number(self, microbatches: Iterable[T]) -> Iterator[T]:
-        """Yield microbatches; raise an error if other ranks have more or fewer of them."""
-        for batch in microbatches:
-            self._strategy.compare_next(True)
-            yield batch
-        self._strategy.compare_next(False)
+            return evaluate(self._setup, self._state, microbatches, metrics)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:
         """Gather values per sample from all ranks, for a metric; every rank has to call it.
@@ -981,7 +471,7 @@ class Engine:
         optimizer they are of type `FlatShard`. Inside of `WeightAverage.as_weights` the weights are
         the average.
         """
-        return self._state.tensors(self.nominal_weight)
+        return self._state.tensors()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that the optimizer steps: live tensors by parameter name.
@@ -1005,11 +495,6 @@ class Engine:
         """Update the parameters in the compute dtype from `weights`; every rank has to call it."""
         self._strategy.copy_master_to_model()
 
-    @property
-    def step_counts(self) -> Tensor:
-        """Updates applied, steps skipped, and steps skipped since the last update: int64 [3]."""
-        return self._counts
-
     def updated_by_optimizer(self) -> set[str]:
         """Return the names in `state_dict` of tensors that only an optimizer update changes."""
         return self._state.updated_by_optimizer()
@@ -1028,7 +513,7 @@ class Engine:
         if self._saves is not None:
             self._saves.finish()  # it copies the state that changes now
         self._train_unfrozen()
-        return self._state.prepare(stored, self.nominal_weight)
+        return self._state.prepare(stored)
 
     def finish_loading(self, live: Mapping[str, Tensor]) -> None:
         """Continue from values that were loaded into the live tensors.
@@ -1037,9 +522,7 @@ class Engine:
             live: What `prepare_to_load` returned.
         """
         self._calls.counts["engine.load_state_dict"] += 1
-        self.nominal_weight = self._state.finish(live)
-        self._max_applied = int(self._counts[0])
-        self.narrow_products.continue_from(int(self._counts[:2].sum()))
+        self._state.finish(live)
         self.holds_average = False
         self.loads += 1
         return_freed_memory()
@@ -1102,7 +585,7 @@ class Engine:
                 from distmp.engine.saving import Saves  # many engines save nothing
 
                 self._saves = Saves(self.world)
-            self._buffers.broadcast()  # the loss of another engine may have changed them
+            self._setup.buffers.broadcast()  # the loss of another engine may have changed them
             return self._saves.save(folder, self, numbers, keep, wait=wait)
 
     def wait_for_save(self) -> None:
@@ -1154,7 +637,7 @@ class Engine:
             check_same(self.world.group, self.device, described)
             checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
             if checkpoint is None:
-                return {"step": int(self._counts[:2].sum())}
+                return {"step": self._state.steps}
             if optimizer:
                 check_optimizer(self, checkpoint)
             load_checkpoint(self, checkpoint, optimizer=optimizer)
@@ -1229,10 +712,3 @@ class Engine:
             "an engine cannot be copied or pickled; build another one on a separate model, and "
             "load engine.state_dict() into it"
         )
-
-
-def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return `value` as a 0-dim tensor on `device`; the host does not wait for the device."""
-    if isinstance(value, Tensor):
-        return to_device(value.detach(), device)
-    return torch.scalar_tensor(value, dtype=torch.float64, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp.data.evaluation import ForwardOnly
+from distmp.distributed.progress import VALIDATION, current_phase
+from distmp.distributed.stopping import until_stop_requested
+from distmp.engine.microbatches import moved
+from distmp.engine.setup import Setup
+from distmp.engine.state import EngineState
+from distmp.engine.step import forward, random_stream
 from distmp.errors import ConfigError
+from distmp.precision.switches import product_switches
+from distmp.utils.generators import generators_kept, seed_generators
 
 # metric(outputs, batch) -> (sum, weight)
 MetricFunction = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
@@ -95,6 +104,46 @@ class MetricSums:
             "return a tuple of a sum over the microbatch and its weight, each a number or a tensor "
             "with one element",
         )
+
+
+def evaluate(
+    setup: Setup,
+    state: EngineState,
+    microbatches: Iterable[Any],
+    metrics: Mapping[str, MetricFunction],
+) -> Evaluation:
+    """Return the mean loss and the means of metrics, see `Engine.evaluate_metrics`."""
+    compared = microbatches
+    if setup.is_sharded and not isinstance(microbatches, until_stop_requested):
+        compared = _same_number(microbatches, setup)
+    sums = MetricSums(metrics, setup.device)
+    stream = random_stream(setup, state, "evaluation")
+    module = setup.strategy.module
+    with (
+        evaluation_mode(module),
+        product_switches(setup.policy),
+        recorded_outputs(module, active=bool(metrics)) as outputs,
+    ):
+        for index, batch in enumerate(current_phase.each(VALIDATION, compared)):
+            counts = not isinstance(batch, ForwardOnly)
+            batch = moved(batch if counts else batch.batch, setup.device)
+            with generators_kept(setup.device):
+                seed_generators(f"{stream} {index}", setup.device)
+                loss_sum, weight = forward(setup, batch)
+            if counts:
+                sums.add(batch, loss_sum, weight, outputs)
+            outputs.clear()
+    # A stop ends the batches of a run's validation, perhaps before the first one.
+    ended = isinstance(microbatches, until_stop_requested) and microbatches.ended_early
+    return sums.result(setup.world.group, may_be_empty=ended)
+
+
+def _same_number(microbatches: Iterable[Any], setup: Setup) -> Iterator[Any]:
+    """Yield microbatches; raise an error if other ranks have more or fewer of them."""
+    for batch in microbatches:
+        setup.strategy.compare_next(True)
+        yield batch
+    setup.strategy.compare_next(False)
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distmp.engine.precision_phases import PhaseSchedule
+from distmp.engine.nominal_weight import round_up_to_power_of_two
+from distmp.engine.setup import Setup
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
-from distmp.optim import LearningRates
 from distmp.optim.converted import KEYS, ConvertedMoment, convert_moment
 from distmp.optim.state import (
     check_shapes,
@@ -29,8 +29,7 @@ from distmp.optim.state import (
     rates_by_group,
     rates_by_parameter,
 )
-from distmp.parallel import Strategy
-from distmp.scaling import LossScale
+from distmp.scaling import LossScale, loss_scale_rules
 from distmp.utils.flat_shard import global_shape
 
 logger = logging.getLogger("distmp")
@@ -52,79 +51,71 @@ TensorSpec = tuple[torch.Size, torch.dtype]
 
 
 class EngineState:
-    """Saves and loads the state of an engine, as live tensors under flat names.
+    """The numbers that steps change, and the state of an engine as live tensors by flat name.
 
     Args:
-        strategy: The strategy, which holds the parameters.
-        optimizer: The optimizer; its state is saved under the names of the parameters.
-        names: Name of each tensor that the optimizer steps, by its `id`. The engine adds entries.
-        loss_scale: The loss scale.
-        divergence: The spike check.
-        counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
-            last update. Updated in place.
-        learning_rates: The learning rates.
-        seed: Determines the random numbers of every step.
-        formats: Counts tokens for `precision.phases`; None without low-precision matmuls.
-        skips_on_device: Whether the optimizer skips on the device.
-        quiet: Do not log warnings; True on all ranks but rank 0.
+        setup: The model, the strategy and the optimizer.
 
     Attributes:
-        seed: The seed, or that of the state that was loaded.
+        loss_scale: The loss scale.
+        divergence: Compares loss and norm of each step with those of the steps before it.
+        counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
+            last update. Updated in place.
+        nominal_weight: The constant that keeps gradients at the magnitude of a mean; None before
+            the first step.
+        max_norm: Clip the norm of the global gradient to this; None disables clipping. Not saved.
+        seed: Determines the random numbers of every step.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        optimizer: torch.optim.Optimizer,
-        names: Mapping[int, str],
-        loss_scale: LossScale,
-        divergence: DivergenceGuard,
-        counts: Tensor,
-        learning_rates: LearningRates,
-        seed: int,
-        formats: PhaseSchedule | None = None,
-        *,
-        skips_on_device: bool,
-        quiet: bool,
-    ) -> None:
-        self._strategy = strategy
-        self._optimizer = optimizer
-        self._names = names
-        self._loss_scale = loss_scale
-        self._divergence = divergence
-        self._counts = counts
-        self._learning_rates = learning_rates
-        self.seed = seed
-        self._formats = formats
-        self._skips_on_device = skips_on_device
-        self._quiet = quiet
+    def __init__(self, setup: Setup) -> None:
+        config = setup.config
+        self._is_quiet = setup.world.rank != 0
+        self._strategy = setup.strategy
+        self._updates = setup.updates
+        self._products = setup.narrow_products
+        rules = loss_scale_rules(setup.policy.loss_scale, config.loss_scale)
+        self.loss_scale = LossScale(rules, setup.device)
+        self.divergence = DivergenceGuard(config.divergence, setup.device)
+        self.counts = torch.zeros(3, dtype=torch.int64, device=setup.device)
+        self.nominal_weight = config.nominal_weight and round_up_to_power_of_two(
+            config.nominal_weight
+        )
+        self.max_norm = config.max_norm
+        self.seed = setup.first_seed
         # Moments that `prepare` could not load in place.
         self._converted: list[ConvertedMoment] = []
 
-    def tensors(self, nominal_weight: float | None) -> dict[str, Tensor]:
+    @property
+    def steps(self) -> int:
+        """Number of steps taken, skipped ones included; the host waits for the device."""
+        return int(self.counts[:2].sum())
+
+    def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
         state = {f"model/{name}": tensor for name, tensor in self.weights().items()}
         for name, value in self._strategy.frozen_and_buffers().items():
             state[f"model/{name}"] = value.detach()
-        for name, value in named_state(self._optimizer, self._names).items():
+        for name, value in named_state(self._updates.optimizer, self._updates.names).items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
-        for name, value in self._loss_scale.state_dict().items():
+        for name, value in self.loss_scale.state_dict().items():
             state[f"loss_scale/{name}"] = value
-        for name, value in self._divergence.state_dict().items():
+        for name, value in self.divergence.state_dict().items():
             state[f"divergence/{name}"] = value
-        for name, value in self._learning_rates.state_dict().items():
+        for name, value in self._updates.learning_rates.state_dict().items():
             if name == "rates":
-                value = rates_by_parameter(self._optimizer, self._names, value)
+                value = rates_by_parameter(self._updates.optimizer, self._updates.names, value)
             state[f"{SCHEDULE}{name}"] = value
-        if self._formats is not None:
-            for name, value in self._formats.state_dict().items():
+        if self._products.schedule is not None:
+            for name, value in self._products.schedule.state_dict().items():
                 state[f"{NARROW}{name}"] = value
         for name in self._strategy.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
-        state["engine/counts"] = self._counts
+        state["engine/counts"] = self.counts
         state["engine/seed"] = torch.tensor(self.seed)
-        state["engine/nominal_weight"] = torch.tensor(nominal_weight or 0.0, dtype=torch.float64)
+        state["engine/nominal_weight"] = torch.tensor(
+            self.nominal_weight or 0.0, dtype=torch.float64
+        )
         return state
 
     def weights(self) -> dict[str, Tensor]:
@@ -144,17 +135,14 @@ class EngineState:
     def updated_by_optimizer(self) -> set[str]:
         """Return the names of tensors that only an update of the optimizer changes."""
         weights = {f"model/{name}" for name, _ in self._strategy.optimizer_parameters()}
-        state = named_state(self._optimizer, self._names)
+        state = named_state(self._updates.optimizer, self._updates.names)
         return weights | {f"optimizer/{name}" for name in state}
 
-    def prepare(
-        self, stored: Mapping[str, TensorSpec], nominal_weight: float | None
-    ) -> dict[str, Tensor]:
+    def prepare(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Create the optimizer state that a stored state has.
 
         Args:
             stored: Shape and dtype of every stored tensor.
-            nominal_weight: The nominal weight of the engine, as in `tensors`.
 
         Returns:
             The live tensors to fill: all of `tensors`, except those that states of older versions
@@ -170,12 +158,14 @@ class EngineState:
             name: global_shape(self._strategy.as_stored(name, tensor))
             for name, tensor in self._strategy.optimizer_parameters()
         }
-        left_out = create_state(self._optimizer, self._names, optimizer_state, shapes)
-        if self._skips_on_device:
-            prepare_for_device_skip(self._optimizer)
+        left_out = create_state(
+            self._updates.optimizer, self._updates.names, optimizer_state, shapes
+        )
+        if self._updates.skips_on_device:
+            prepare_for_device_skip(self._updates.optimizer)
         self._strategy.unused = [
             *(name.removeprefix(UNUSED) for name in stored if name.startswith(UNUSED)),
-            *never_stepped(self._optimizer, self._names, optimizer_state),
+            *never_stepped(self._updates.optimizer, self._updates.names, optimizer_state),
         ]
         if left_out:
             self._warn(
@@ -187,7 +177,7 @@ class EngineState:
         # Some optimizers create the state of a parameter before its first gradient.
         unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
         temporary, replaced = self._to_convert(optimizer_state)
-        live = self.tensors(nominal_weight)
+        live = self.tensors()
         live = {name: tensor for name, tensor in live.items() if name not in replaced} | temporary
         lacking = [name for name in live if name not in stored]
         kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
@@ -196,10 +186,10 @@ class EngineState:
                 "the state is from an older version: %s starts from its initial value", older
             )
         kept |= self._rates_to_keep(live, stored)
-        if self._formats is not None:
+        if self._products.schedule is not None:
             names = {name for name in lacking if name.startswith(NARROW)}
             if names:
-                self._formats.reset()
+                self._products.schedule.reset()
             kept |= names
         return {name: tensor for name, tensor in live.items() if name not in kept}
 
@@ -215,7 +205,7 @@ class EngineState:
         temporary: dict[str, Tensor] = {}
         replaced: set[str] = set()
         for name, tensor in self._strategy.optimizer_parameters():
-            state = self._optimizer.state.get(tensor, {})
+            state = self._updates.optimizer.state.get(tensor, {})
             dtypes = {key: stored[f"{name}/{key}"][1] for key in KEYS if f"{name}/{key}" in stored}
             weight = self._strategy.as_stored(name, tensor.detach())
             moment = convert_moment(name, state, dtypes, weight)
@@ -265,26 +255,23 @@ class EngineState:
         for name, tensor in live.items():
             tensor.copy_(state[name])
 
-    def finish(self, live: Mapping[str, Tensor]) -> float | None:
+    def finish(self, live: Mapping[str, Tensor]) -> None:
         """Update what is derived from the values that were loaded into the live tensors.
 
         Args:
             live: The result of `prepare`.
-
-        Returns:
-            The nominal weight; None if the state has none.
         """
         for moment in self._converted:
             moment.finish()
         self._converted = []
         prefix = "loss_scale/"
-        self._loss_scale.load_state_dict(
+        self.loss_scale.load_state_dict(
             {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},
-            quiet=self._quiet,
+            quiet=self._is_quiet,
         )
         if any(name.startswith("divergence/") for name in live):
-            self._divergence.load_state_dict(
-                {name: live[f"divergence/{name}"] for name in self._divergence.state_dict()}
+            self.divergence.load_state_dict(
+                {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
             )
         self._load_learning_rates(
             {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
@@ -292,19 +279,23 @@ class EngineState:
         self._strategy.copy_master_to_model()
         if "engine/seed" in live:
             self.seed = int(live["engine/seed"])
-        return float(live["engine/nominal_weight"]) or None
+        self.nominal_weight = float(live["engine/nominal_weight"]) or None
+        self._updates.max_applied = int(self.counts[0])
+        self._products.continue_from(self.steps)
 
     def _load_learning_rates(self, state: dict[str, Tensor]) -> None:
         if "rates" in state:
-            state["rates"] = rates_by_group(self._optimizer, self._names, state["rates"])
+            state["rates"] = rates_by_group(
+                self._updates.optimizer, self._updates.names, state["rates"]
+            )
             if state["rates"].isnan().any():
                 self._warn(
                     "parameter groups %s of this engine have parameters with several learning "
                     "rates in the state: the rates of these groups stay unchanged",
                     [str(index) for index in state["rates"].isnan().nonzero().flatten().tolist()],
                 )
-        self._learning_rates.load_state_dict(state)
+        self._updates.learning_rates.load_state_dict(state)
 
     def _warn(self, message: str, names: list[str]) -> None:
-        if not self._quiet:
+        if not self._is_quiet:
             logger.warning(message, listed(names))

@@ -24,7 +24,9 @@ from distmp.utils.files import check_folder_name
 class RunningEngine(Protocol):
     """The part of `distmp.Engine` that an export reads."""
 
-    world: World
+    @property
+    def world(self) -> World:
+        """The ranks."""
 
     @property
     def model(self) -> nn.Module:

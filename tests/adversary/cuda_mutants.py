@@ -70,7 +70,8 @@ REDUCTION = "distmp/buckets/reduction.py"
 EXCHANGE = "distmp/buckets/exchange.py"
 GRADIENT_BUCKETS = "distmp/buckets/gradients.py"
 PARAMETERS = "distmp/buckets/parameters.py"
-ENGINE = "distmp/engine/engine.py"
+STEP = "distmp/engine/step.py"
+UPDATES = "distmp/engine/updates.py"
 SNAPSHOTS = "distmp/checkpoint/snapshot.py"
 COPIES = "distmp/utils/host_copy.py"
 MODULE_BUFFERS = "distmp/parallel/module_buffers.py"
@@ -327,28 +328,28 @@ MUTANTS = [
     ),
     Mutant(
         "found_inf is read before the update",
-        ENGINE,
-        "if self._skips_on_device:\n            self._max_applied",
-        "if self._skips_on_device and not decision.found_inf:\n            self._max_applied",
+        UPDATES,
+        "if self.skips_on_device:\n            self.max_applied",
+        "if self.skips_on_device and not decision.found_inf:\n            self.max_applied",
         GIVEN,
     ),
     Mutant(
         "the nominal weight is agreed on in every step",
-        ENGINE,
-        "if self.nominal_weight is None:\n            self.nominal_weight",
-        "if self.nominal_weight or True:\n            self.nominal_weight",
+        STEP,
+        "if state.nominal_weight is None:\n        state.nominal_weight",
+        "if state.nominal_weight or True:\n        state.nominal_weight",
         GIVEN,
     ),
     Mutant(
         "a step waits for the device",
-        ENGINE,
+        STEP,
         "current_phase.enter(UPDATE)",
         "torch.cuda.synchronize()",
         GIVEN,
     ),
     Mutant(
         "a weight on the host is copied while the host waits",
-        ENGINE,
+        STEP,
         "return to_device(value.detach(), device)",
         "return value.detach().to(device)",
         GIVEN,

@@ -160,21 +160,21 @@ MUTANTS = [
     ),
     Mutant(
         "an optimizer that is not fused steps although the step is skipped",
-        "distmp/engine/engine.py",
+        "distmp/engine/updates.py",
         "elif decision.found_inf.item() == 0:",
         "else:",
     ),
     Mutant(
         "a fused optimizer does not receive the skip flag",
-        "distmp/engine/engine.py",
+        "distmp/engine/updates.py",
         "self.optimizer.found_inf = decision.found_inf ",
         "self.optimizer.found_inf = torch.zeros_like(decision.found_inf) ",
     ),
     Mutant(
         "skipped steps consume the schedule",
-        "distmp/engine/engine.py",
-        "rate = self._learning_rates.set(self._counts[0], self._max_applied)",
-        "rate = self._learning_rates.set(self._counts[:2].sum(), self._max_applied)",
+        "distmp/engine/step.py",
+        "rate = updates.learning_rates.set(state.counts[0], updates.max_applied)",
+        "rate = updates.learning_rates.set(state.counts[:2].sum(), updates.max_applied)",
     ),
     Mutant(
         "only the first microbatch has a weight",
@@ -208,8 +208,8 @@ MUTANTS = [
     ),
     Mutant(
         "groups of unfrozen parameters are not followed by the schedule",
-        "distmp/engine/engine.py",
-        "self._learning_rates.add_groups(addition.param_groups)",
+        "distmp/engine/updates.py",
+        "self.learning_rates.add_groups(addition.param_groups)",
         "pass",
     ),
     Mutant(
@@ -222,13 +222,13 @@ MUTANTS = [
     Mutant(
         "an optimizer that is changed later is not noticed",
         "distmp/engine/engine.py",
-        "self._stepped.check(self.optimizer)",
+        "self._setup.updates.check(self.optimizer)",
         "pass",
         "misuse",
     ),
     Mutant(
         "a loss that is a mean is not noticed",
-        "distmp/engine/step_checks.py",
+        "distmp/engine/observers.py",
         "elif weight > 1 and is_mean(loss, weight, host_waits=True):",
         "elif False:",
         "misuse",
@@ -249,7 +249,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks may step with different numbers",
-        "distmp/engine/engine.py",
+        "distmp/engine/step.py",
         "decision = decision.skipping(spike_check.skip | differ)",
         "decision, differ = decision.skipping(spike_check.skip), torch.zeros_like(differ)",
         "misuse",
@@ -278,7 +278,7 @@ MUTANTS = [
     Mutant(
         "a step may be called without gradients enabled",
         "distmp/engine/engine.py",
-        "            check_gradients_enabled()\n",
+        "        check_gradients_enabled()\n",
         "",
         "misuse",
     ),

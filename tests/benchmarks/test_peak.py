@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.gpus import Gpu
 from torch import nn
 
 from benchmarks import peak, report
+from benchmarks.gpus import Gpu
 from benchmarks.peak import count, datasheet, kind_of, model_flops, share, transformer_flops
 from distmp.models.settings import SIZES
 from distmp.precision import policy

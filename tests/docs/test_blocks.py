@@ -18,6 +18,7 @@ from distmp.engine import Engine
 from distmp.engine.outcome import StepOutcome
 from tests.ports import reserved_port
 from tests.ranks import run_ranks
+from tests.reference import replace_loss
 from tests.torchrun import python, run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,7 +70,7 @@ def _check_weights() -> list[int]:
     found: list[int] = []
 
     def checked(engine: Engine, microbatches: Any, **options: Any) -> StepOutcome:
-        loss, weights = engine._loss, []
+        loss, weights = engine._setup.loss, []
 
         def noting(module: Any, batch: Any) -> Any:
             loss_sum, weight = loss(module, batch)
@@ -77,9 +78,9 @@ def _check_weights() -> list[int]:
                 weights.append(float(weight))
             return loss_sum, weight
 
-        engine._loss = noting
+        replace_loss(engine, noting)
         outcome = step(engine, microbatches, **options)
-        engine._loss = loss
+        replace_loss(engine, loss)
         total = torch.tensor(sum(weights), dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(total)

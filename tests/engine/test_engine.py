@@ -819,7 +819,7 @@ def test_a_step_keeps_to_its_device(
 ) -> None:
     """Tensors on the device "meta" have no values to read, and cannot be mixed with CPU tensors."""
     # Copies to the host: the outcome, and in the first two steps which parameters were used.
-    monkeypatch.setattr("distmp.engine.engine.StepOutcome", Unread)
+    monkeypatch.setattr("distmp.engine.step.StepOutcome", Unread)
     monkeypatch.setattr("distmp.distributed.world.DEVICE_TYPES", ("meta",))
     monkeypatch.setattr(nn.Parameter, "is_meta", False, raising=False)
     monkeypatch.setattr("distmp.buckets.used.on_host", lambda values: [1] * values.numel())

@@ -19,7 +19,16 @@ from distmp.models.loss import next_token_loss
 from distmp.models.metrics import accuracy, find_metric
 from distmp.models.transformer import Transformer, TransformerConfig
 from tests.ranks import ranks
-from tests.reference import TWO_RANKS, Batch, fused_adamw, loss, make_engine, make_model, samples
+from tests.reference import (
+    TWO_RANKS,
+    Batch,
+    fused_adamw,
+    loss,
+    make_engine,
+    make_model,
+    replace_loss,
+    samples,
+)
 
 STEP = TWO_RANKS[0]
 
@@ -45,7 +54,7 @@ def test_samples_of_any_kind_count_once_if_they_do_not_divide_over_ranks() -> No
 
     for strategy in ("ddp", "fsdp"):
         engine = make_engine(strategy=strategy, policy="fp32")
-        engine._loss = squares
+        replace_loss(engine, squares)
         found = engine.evaluate_metrics(
             loader.once(), {"sum": lambda _, batch: (float(batch[1].sum()), len(batch[1]))}
         )
@@ -72,9 +81,12 @@ def test_metrics_are_means_over_all_ranks_from_one_forward() -> None:
         own = parts[:2] if engine.world.rank == 0 else parts[2:]
         # A repeated microbatch without weight keeps ranks in step, and must not count.
         padding = own[0]._replace(factor=0.0)
-        engine._loss = lambda model, batch: (
-            loss(model, batch)[0],
-            len(batch.labels) if batch.factor else 0,
+        replace_loss(
+            engine,
+            lambda model, batch: (
+                loss(model, batch)[0],
+                len(batch.labels) if batch.factor else 0,
+            ),
         )
         found = engine.evaluate_metrics([*own, padding], {"right": right, "size": magnitude})
         assert len(forwards) == len(own) + 1

@@ -286,7 +286,7 @@ def corrupt(engine: Engine, what: str) -> None:
     name, _, key = what.partition(":")
     if what == "engine/nominal_weight":
         assert engine.nominal_weight is not None
-        engine.nominal_weight *= 2
+        engine._state.nominal_weight *= 2
     elif name == "16-bit":
         flip_a_bit(dict(engine.module.named_parameters())[key])
     else:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from distmp.engine import engine as engine_module
+from distmp.engine import completed_steps
 from distmp.errors import ConfigError
 from distmp.optim import LearningRates, learning_rates
 from tests.optim.test_learning_rates import CPU, count, make_optimizer
@@ -145,7 +145,7 @@ def test_all_ranks_take_the_same_decision() -> None:
 def test_a_schedule_that_never_gets_its_metric_is_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (learning_rates, engine_module):
+    for module in (learning_rates, completed_steps):
         monkeypatch.setattr(module, "METRIC_UPDATES", 2)
     engine = make_engine(schedule=plateau)
     train(engine, 1, [((3, 5),)])

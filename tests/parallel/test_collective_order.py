@@ -23,6 +23,7 @@ from tests.reference import (
     loss,
     make_engine,
     microbatches,
+    replace_loss,
     samples,
     train,
 )
@@ -208,7 +209,7 @@ def twice(model: nn.Module, batch: Batch) -> Any:
 def test_a_steady_run_asks_nothing() -> None:
     for options in (sharded("fsdp"), sharded("fsdp", accumulate="sharded")):
         engine = make_engine(**options)
-        engine._loss = twice
+        replace_loss(engine, twice)
         train(engine, 1, TWO_RANKS)
         engine.evaluate([samples(0, 3)])
         train(engine, 1, TWO_RANKS, first=1)

@@ -37,6 +37,7 @@ from tests.reference import (
     make_model,
     microbatches,
     plain_training,
+    replace_loss,
     samples,
     sgd,
     snapshot,
@@ -224,7 +225,7 @@ def test_an_abandoned_step_leaves_nothing_behind(precision: str, place: str) -> 
 
     stumbling = False
     engine = make_engine(policy=precision, strategy="fsdp")
-    engine._loss = faulty_loss
+    replace_loss(engine, faulty_loss)
     engine.module.blocks[1].register_forward_pre_hook(stumble)
     reference = make_engine(policy=precision, strategy="fsdp")
     for one in (engine, reference):
@@ -279,7 +280,7 @@ def test_a_second_backward_through_freed_parameters_is_one_message() -> None:
         return total + slope.square().sum(), weight
 
     engine = make_engine(strategy="fsdp", policy="fp32", first_step_checks=False)
-    engine._loss = with_penalty
+    replace_loss(engine, with_penalty)
     with pytest.raises(ConfigError, match=r"freed the parameters since then; use strategy = 'ddp'"):
         train(engine, 1, TWO_RANKS)
 

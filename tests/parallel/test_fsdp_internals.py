@@ -33,7 +33,7 @@ def test_unreduced_gradients_are_fp32_and_can_be_discarded() -> None:
         unreduced = []
         for _ in range(2):
             engine._strategy.begin_microbatch(last=False)
-            engine._loss(module, batch)[0].backward()
+            engine._setup.loss(module, batch)[0].backward()
             unreduced.append(
                 sum(g.clone().sum() for g in fsdp_internals.unreduced_gradients(module))
             )

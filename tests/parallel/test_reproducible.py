@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.config import RunConfig
-from distmp.engine import Engine
-from distmp.engine import engine as engine_module
+from distmp.engine import Engine, setup
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, make_deterministic, prepare_cublas
 from distmp.scaling import LossScaleConfig
@@ -203,7 +202,7 @@ def variable_at_join(cublas: pytest.MonkeyPatch, **options: Any) -> str | None:
         found.append(os.environ.get(CUBLAS_VARIABLE))
         raise JoinedError
 
-    cublas.setattr(engine_module, "world_of_process", joining)
+    cublas.setattr(setup, "world_of_process", joining)
     with pytest.raises(JoinedError):
         Engine(make_model(), loss, fused_adamw, **options)
     return found[0]

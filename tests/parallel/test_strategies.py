@@ -34,6 +34,7 @@ from tests.reference import (
     make_model,
     microbatches,
     plain_training,
+    replace_loss,
     snapshot,
     train,
     trained,
@@ -292,7 +293,7 @@ def test_nothing_of_an_abandoned_accumulation_reaches_the_next_step() -> None:
     ):
         engine, reference = (make_engine(policy="bf16", **options) for _ in range(2))
         batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64), float("nan"))
-        before_loss = engine._loss
+        before_loss = engine._setup.loss
 
         def faulty(module: nn.Module, batch: Batch, before_loss: Any = before_loss) -> Any:
             total, weight = before_loss(module, batch)
@@ -300,7 +301,7 @@ def test_nothing_of_an_abandoned_accumulation_reaches_the_next_step() -> None:
                 raise FaultyError
             return total, weight
 
-        engine._loss = faulty
+        replace_loss(engine, faulty)
         for one in (engine, reference):
             train(one, 1, TWO_RANKS)
         with pytest.raises(FaultyError):
@@ -335,14 +336,14 @@ def test_a_parameter_may_be_used_first_in_the_last_microbatch() -> None:
         torch.manual_seed(0)
         model = Changeable()
         engine = make_engine(model=model, policy="bf16", optimizer=fused_sgd, **options)
-        loss, calls = engine._loss, []
+        loss, calls = engine._setup.loss, []
 
         def late(module: nn.Module, batch: Batch, model=model, loss=loss, calls=calls) -> Any:
             model.uses_late = len(calls) % 2 == 1
             calls.append(batch)
             return loss(module, batch)
 
-        engine._loss = late
+        replace_loss(engine, late)
         train(engine, 3, TWO_RANKS)
         states.append(weights(engine))
     for name, value in states[0].items():

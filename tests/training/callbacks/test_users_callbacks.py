@@ -15,7 +15,7 @@ from distmp.data.order import sample_indices
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.setup import Setup
 from distmp.errors import ConfigError
 from distmp.telemetry import Console
 from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult
@@ -159,7 +159,7 @@ def launched_steps(run: Trainer) -> list[tuple[int, str]]:
 def test_every_step_is_seen_once_and_in_order(world_size: int, late: bool, tmp_path: Path) -> None:
     """With a skipped step, a rollback, a stop and a resumed run."""
     if late:  # as on a GPU
-        Engine.host_waits = property(lambda self: False)  # type: ignore[assignment, method-assign]
+        Setup.host_waits = property(lambda self: False)  # type: ignore[assignment, method-assign]
     configuration = f"--callbacks={__name__}:recorder"
     python = Recorder("Python", stop_after=11)
     stopped = trainer(tmp_path, configuration, callbacks=(python,))

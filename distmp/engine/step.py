@@ -1,0 +1,253 @@
+"""One optimizer step over all ranks, readable from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distmp.distributed.compare_ranks import Fingerprint
+from distmp.distributed.progress import DECISION, UPDATE, current_phase
+from distmp.engine.batch_errors import explain_batch_errors
+from distmp.engine.microbatches import MicrobatchSource, MicrobatchStats, moved
+from distmp.engine.nominal_weight import agree_on_nominal_weight
+from distmp.engine.observers import StepObserver
+from distmp.engine.outcome import StepOutcome
+from distmp.engine.setup import Setup
+from distmp.engine.spike_check import SpikeCheck
+from distmp.engine.state import EngineState
+from distmp.engine.step_checks import check_loss, explain_graph_errors
+from distmp.engine.step_settings import StepSettings
+from distmp.engine.step_sums import sum_over_ranks
+from distmp.parallel import Strategy
+from distmp.precision.builders import autocast_of_dtypes
+from distmp.precision.switches import product_switches
+from distmp.scaling import StepDecision, decide_step
+from distmp.utils.generators import generators_kept, seed_generators
+from distmp.utils.host_copy import to_device
+
+
+def take_step(
+    setup: Setup,
+    state: EngineState,
+    source: MicrobatchSource,
+    settings: StepSettings,
+    observers: Sequence[StepObserver],
+    *,
+    stop: bool,
+) -> tuple[StepOutcome, MicrobatchStats]:
+    """Take a step together with all ranks; the host does not wait for the device.
+
+    Args:
+        setup: The model, its strategy and its optimizer.
+        state: The numbers that the step changes.
+        source: The microbatches of this rank.
+        settings: What all ranks must have in common.
+        observers: Look at the step; empty after the first steps.
+        stop: Whether this rank requests to stop.
+
+    Returns:
+        The outcome, and the statistics of this rank's microbatches.
+    """
+    current_phase.enter("beginning of the step")
+    updates, products = setup.updates, setup.narrow_products
+    rate = updates.learning_rates.set(state.counts[0], updates.max_applied)
+    scale = state.loss_scale.value
+    setup.buffers.begin_step()
+    stats = _accumulate(setup, state, source, scale, observers)
+    current_phase.enter(DECISION)
+    setup.clock.end()
+    total, differ, of_products = sum_over_ranks(
+        setup.strategy,
+        stats,
+        Fingerprint.of(settings.of_step(source.problem), setup.world.world_size),
+        products.terms(),
+        setup.world,
+        stop=stop,
+        reproducible=setup.config.reproducible,
+    )
+    setup.clock.begin()
+    decision = decide_step(total, scale, state.nominal_weight or 1.0, state.max_norm)
+    spike_check = state.divergence.check(decision)
+    decision = decision.skipping(spike_check.skip | differ)
+    current_phase.enter(UPDATE)
+    updates.apply(decision)
+    setup.buffers.end_step(decision.found_inf)
+    setup.strategy.end_step(decision.found_inf)
+    exhausted = state.loss_scale.update(decision.overflow | (decision.dropped > 0), decision.empty)
+    state.divergence.remember(decision)
+    products.end_step(of_products, decision)
+    exhausted = exhausted & decision.overflow
+    outcome = _outcome(state.counts, decision, spike_check, differ, rate, scale, exhausted)
+    outcome.microbatch_problem = source.problem
+    outcome.narrow_statistics = products.statistics
+    outcome.formats = products.formats
+    return outcome, stats
+
+
+def _accumulate(
+    setup: Setup,
+    state: EngineState,
+    source: MicrobatchSource,
+    scale: Tensor,
+    observers: Sequence[StepObserver],
+) -> MicrobatchStats:
+    """Run forward and backward of the microbatches, and reduce the gradients."""
+    strategy, products, reproducible = (
+        setup.strategy,
+        setup.narrow_products,
+        setup.config.reproducible,
+    )
+    strategy.compare_microbatches(source.count)
+    strategy.begin_step()
+    products.begin_step()
+    stats = MicrobatchStats.empty()
+    drawn = iter(source)
+    stream, first = random_stream(setup, state, "step"), 0
+    if reproducible:
+        stream = random_stream(setup, state, "step", rank=0)
+        first = setup.world.rank * source.count
+    # Once per step, since it takes 0.1 ms, unless the caller's code may draw in between.
+    kept = partial(generators_kept, setup.device)
+    kept_once, kept_each = (kept, nullcontext) if source.is_list else (nullcontext, kept)
+    # Once per step: setting and restoring the switches takes as long as 20 small kernels.
+    with product_switches(setup.policy), kept_once():
+        for index in range(source.count):
+            if not (source.is_sequence or _has_next(setup, source)):
+                break
+            if reproducible:
+                setup.buffers.begin_microbatch(index)
+            strategy.begin_microbatch(last=index == source.count - 1)
+            if products.layers is not None:
+                products.begin_microbatch(index, source.count)
+            stats.streams.append(f"{stream} {first + index}")
+            current_phase.enter("forward of microbatch", index + 1)
+            batch = next(drawn)
+            with kept_each():
+                seed_generators(stats.streams[-1], setup.device)
+                loss, weight = forward(setup, batch, observers)
+                del batch
+                if index == 0:
+                    factor = _backward_factor(setup, state, scale, weight, source.count)
+                current_phase.enter("backward of microbatch", index + 1)
+                backward(strategy, loss, factor)
+            # Copied: torch's mse_loss keeps the memory of all terms of its sum alive.
+            stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
+    source.end()
+    if source.problem is not None and setup.world.world_size == 1:
+        raise source.error()
+    current_phase.enter("reduction of the gradients")
+    strategy.finish_gradients()
+    for observer in observers:
+        observer.after_gradients(stats)
+    return stats
+
+
+def random_stream(setup: Setup, state: EngineState, use: str, rank: int | None = None) -> str:
+    """Return the key of a rank's random numbers in a step, see `seed_generators`."""
+    rank = setup.world.rank if rank is None else rank
+    return f"{use} {state.seed} {setup.narrow_products.step} {rank}"
+
+
+def _has_next(setup: Setup, source: MicrobatchSource) -> bool:
+    """Return whether an iterable has another microbatch.
+
+    A rank whose iterable ends early joins the reductions of the others, and the step is skipped.
+
+    Raises:
+        ConfigError: If all ranks have ended here.
+        TrainingError: If the ranks have to run the same number, and some have ended here.
+    """
+    has_next = source.advance()
+    setup.strategy.compare_next(has_next)
+    if not has_next:
+        if setup.is_sharded or setup.config.reproducible:
+            raise source.error()
+        setup.strategy.begin_microbatch(last=True)
+        setup.strategy.end_microbatch()
+    return has_next
+
+
+def forward(
+    setup: Setup, batch: Any, observers: Sequence[StepObserver] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return the loss sum and the weight of a microbatch, 0-dim on the device."""
+    batch = moved(batch, setup.device)
+    strategy = setup.strategy
+    with (
+        autocast_of_dtypes(setup.policy, setup.device, sharded=setup.is_sharded),
+        explain_batch_errors(batch, strategy.module),
+    ):
+        strategy.computing_loss(computing=True)
+        try:
+            loss_sum, weight = check_loss(setup.loss(strategy.module, batch))
+        finally:
+            strategy.computing_loss(computing=False)
+    for observer in observers:
+        observer.after_forward(batch, loss_sum, weight)
+    return loss_sum, _scalar(weight, setup.device)
+
+
+def backward(strategy: Strategy, loss: Tensor, factor: Tensor) -> None:
+    """Accumulate the gradients of `loss * factor`, without the kernels of the product."""
+    loss = loss.float()
+    with explain_graph_errors(), strategy.backward_context(loss):
+        loss.backward(factor)
+
+
+def _backward_factor(
+    setup: Setup, state: EngineState, scale: Tensor, weight: Tensor, microbatches: int
+) -> Tensor:
+    """Return S / n0; the first step determines n0 from the weight of its first microbatch."""
+    if state.nominal_weight is None:
+        state.nominal_weight = agree_on_nominal_weight(
+            weight, microbatches, setup.world, reproducible=setup.config.reproducible
+        )
+    return scale / (state.nominal_weight or 1.0)
+
+
+def _outcome(
+    counts: Tensor,
+    decision: StepDecision,
+    spike_check: SpikeCheck,
+    differ: Tensor,
+    rate: Tensor,
+    scale: Tensor,
+    exhausted: Tensor,
+) -> StepOutcome:
+    skipped = decision.found_inf.to(torch.int64)
+    # In place: `state_dict` returns this tensor, and a checkpoint is loaded into it.
+    counts += torch.stack([1 - skipped, skipped, skipped])
+    counts[2] *= skipped
+    return StepOutcome(
+        {
+            "loss": decision.loss,
+            "weight": decision.weight,
+            "grad_norm": decision.grad_norm,
+            "learning_rate": rate,
+            "loss_scale": scale,
+            "overflow": decision.overflow,
+            "dropped": decision.dropped,
+            "skipped": skipped,
+            "spike": spike_check.spike,
+            "loss_limit": spike_check.loss_limit,
+            "norm_limit": spike_check.norm_limit,
+            "stop": decision.stop,
+            "applied_total": counts[0],
+            "skipped_total": counts[1],
+            "skipped_in_a_row": counts[2],
+            "scale_exhausted": exhausted,
+        },
+        differ,
+    )
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return `value` as a 0-dim tensor on `device`; the host does not wait for the device."""
+    if isinstance(value, Tensor):
+        return to_device(value.detach(), device)
+    return torch.scalar_tensor(value, dtype=torch.float64, device=device)

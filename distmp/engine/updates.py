@@ -1,0 +1,120 @@
+"""The optimizer of an engine and its learning rates: built once, and stepped by decision."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
+from distmp.optim.rounding import set_rounding
+from distmp.optim.state import prepare_for_device_skip
+from distmp.optim.stepped import SteppedTensors
+from distmp.parallel import Strategy
+from distmp.parallel.matrices import place_matrices, place_shards
+from distmp.precision import PrecisionPolicy
+from distmp.scaling import StepDecision
+from distmp.scaling.step_decision import PRESCALE, divisor_fits
+
+
+class Updates:
+    """Builds an optimizer on the tensors of a strategy, and applies or skips its updates.
+
+    Args:
+        factory: Builds the optimizer on `[(name, tensor), ...]`.
+        schedule: Builds a scheduler on the optimizer; None keeps the rates.
+        strategy: Holds the tensors to step and their gradients.
+        policy: The precision policy.
+        device: The device that computes the gradients.
+
+    Attributes:
+        optimizer: The optimizer.
+        names: Name of each tensor that the optimizer steps, by its `id`.
+        learning_rates: The learning rates.
+        skips_on_device: Whether the optimizer skips on the device, so that the host need not wait.
+        max_applied: Upper bound of the updates applied, known without waiting for the device.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        schedule: ScheduleFactory | None,
+        strategy: Strategy,
+        policy: PrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        parameters = strategy.optimizer_parameters()
+        self.optimizer = strategy.build_optimizer(factory, parameters)
+        self.names = {id(tensor): name for name, tensor in parameters}
+        self._factory = factory
+        self._strategy = strategy
+        self._device = device
+        set_rounding(self.optimizer, policy)
+        self._place()
+        # The host steps offloaded parameters, and has to wait for the decision.
+        on_host = any(tensor.device.type != device.type for _, tensor in parameters)
+        self.skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
+        self._stepped = SteppedTensors(self.optimizer, parameters)
+        self.learning_rates = LearningRates(
+            self.optimizer, schedule, device, on_device=self.skips_on_device
+        )
+        self.max_applied = 0
+
+    def _place(self) -> None:
+        place_matrices(self.optimizer, self._strategy, self.names, self._device)
+        place_shards(self.optimizer, self._strategy, self.names)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse changes of the optimizer that would have no effect.
+
+        Args:
+            optimizer: The optimizer as the user sees it.
+
+        Raises:
+            ConfigError: If it is another one, or has other tensors.
+        """
+        self._stepped.check(optimizer)
+
+    def add(self, unfrozen: list[tuple[str, nn.Parameter]]) -> None:
+        """Add unfrozen parameters to the optimizer, in the groups that its builder makes.
+
+        Args:
+            unfrozen: What `Strategy.unfrozen` returned.
+        """
+        parameters = self._strategy.add_parameters(unfrozen)
+        self.names.update((id(tensor), name) for name, tensor in parameters)
+        addition = self._strategy.build_optimizer(self._factory, parameters)
+        prepare_for_device_skip(addition)
+        self.learning_rates.add_groups(addition.param_groups)
+        for group in addition.param_groups:
+            self.optimizer.add_param_group(group)
+        self.optimizer.state.update(addition.state)
+        self._place()
+        self._stepped.add(parameters)
+
+    def apply(self, decision: StepDecision) -> None:
+        """Step the optimizer, or leave weights and state unchanged, according to the decision."""
+        decision = self._fit_divisor(decision)
+        if self.skips_on_device:
+            self.max_applied += 1
+            # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
+            self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
+            self._strategy.prepare_optimizer_grads()
+            self._stepped.step()
+        elif decision.found_inf.item() == 0:
+            self.max_applied += 1
+            for part in self._strategy.gradients():
+                if part.tensors:
+                    divisor = decision.grad_scale.to(part.tensors[0].device)
+                    torch._foreach_div_(part.tensors, divisor)
+            self._strategy.prepare_optimizer_grads()
+            self._stepped.step_in_place()
+        self._strategy.copy_master_to_model()
+
+    def _fit_divisor(self, decision: StepDecision) -> StepDecision:
+        """Multiply gradients by a power of two first if FP32 does not represent their divisor."""
+        if divisor_fits(decision.divisor):
+            return decision
+        for part in self._strategy.gradients():
+            torch._foreach_mul_(part.tensors, PRESCALE)
+        return decision._replace(grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
