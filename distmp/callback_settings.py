@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from distmp.errors import ConfigError, nearest
@@ -144,6 +144,15 @@ class EarlyStoppingConfig:
             ConfigError: If there is no such metric, or no validation during training.
         """
         if self.patience == 0:
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if value != field.default:
+                    raise ConfigError(
+                        f"early_stopping.{field.name}",
+                        value,
+                        "has no effect without early_stopping.patience; set it, the number of "
+                        "validations without an improvement after which a run ends",
+                    )
             return
         if every == 0:
             raise ConfigError(

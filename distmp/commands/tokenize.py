@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -295,7 +296,8 @@ def _format(file: Path, format_: str) -> str:
 def _encoded(documents: Any, encoder: Encoder, arguments: Namespace, cache: Path) -> Any:
     from datasets import Features, List, Value
 
-    with _explained(", ".join(arguments.inputs)):
+    # With several processes, datasets replaces os.environ by a copy of it.
+    with _explained(", ".join(arguments.inputs)), mock.patch.object(os, "environ", os.environ):
         return documents.map(
             encoder.documents,
             input_columns=["document"],

@@ -39,6 +39,12 @@ def check_kind(
     kind = type(optimizer)
     value = value or kind.__name__
     refuse_kind(kind, setting, value)
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise ConfigError(
+            setting,
+            value,
+            "has a group without a learning rate; put 'lr' into its defaults, as AdamW does",
+        )
     sharded = any(
         is_traceable_wrapper_subclass(tensor)
         for group in optimizer.param_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +82,8 @@ def build_on_shards(
 def works_on_shards(kind: type[torch.optim.Optimizer]) -> bool:
     """Return whether an optimizer is known to give the same updates on shards of parameters."""
     # Muon exchanges shards; shards consist of whole blocks of AdamW.
-    return issubclass(kind, (*ELEMENTWISE, AdamW, Muon))
+    known = (base for base in (*ELEMENTWISE, AdamW, Muon) if issubclass(kind, base))
+    return any(inspect.unwrap(kind.step) is inspect.unwrap(base.step) for base in known)
 
 
 def _check_elementwise(kind: type[torch.optim.Optimizer], *, quiet: bool) -> None:

@@ -119,8 +119,10 @@ def test_documents_of_a_local_tokenizer(
 
 
 def test_the_output_does_not_depend_on_the_number_of_workers(jsonl: str) -> None:
+    variables = os.environ
     for workers in (1, 3):
         assert tokenize(jsonl, f"--to={workers}", "--tokenizer=bytes", f"--workers={workers}") == 0
+    assert os.environ is variables
     expected = [byte for text in TEXTS if text for byte in [*text.encode(), 256]]
     assert ids_in(Path("1")) == ids_in(Path("3")) == expected
     assert sorted(path.name for path in Path("1").iterdir()) == ["tokens.bin", "tokens.json"]

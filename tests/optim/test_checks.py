@@ -37,10 +37,21 @@ class Generous(torch.optim.SGD):
         super().step(closure)
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
 # The message for each kind.
 REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "needs a closure",
     Closure: "needs a closure",
+    WithoutRate: "without a learning rate",
     torch.optim.SparseAdam: "takes sparse gradients only",
 }
 

@@ -64,20 +64,31 @@ def test_optimizers_that_look_at_whole_matrices_are_refused(name: str) -> None:
         build_on_shards(lambda parameters: kind([p for _, p in parameters]), matrices, SHAPES)
 
 
-def test_an_unknown_optimizer_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    class Own(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {})
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
 
+
+class Normalized(torch.optim.SGD):
+    """Divides each gradient by its norm."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Own, Normalized])
+def test_an_unknown_optimizer_is_used_with_a_warning(
+    kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "distmp"):
-        build_on_shards(Own, shards(), SHAPES)
+        build_on_shards(kind, shards(), SHAPES)
     assert "this is correct only if it updates every element" in caplog.text
 
 
 def test_an_optimizer_of_others_that_is_known_to_look_at_whole_parameters_is_refused() -> None:
     class FusedLAMB(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {})
+            super().__init__(parameters, {"lr": 0.1})
 
     with pytest.raises(ConfigError, match="FusedLAMB needs full parameters"):
         build_on_shards(FusedLAMB, shards(), SHAPES)

@@ -292,6 +292,7 @@ PATIENCE, EVERY = "--early-stopping.patience=2", "--validation.every=5"
             "validation.metrics = 'perplexity': is the exponential of the loss next_token",
         ),
         (["--validation.metrics={p: 3}"], "validation.metrics.p = 3: "),
+        (["--early-stopping.metric=ema_loss"], "early_stopping.metric = 'ema_loss': has no effect"),
     ],
 )
 def test_settings_that_would_never_stop_a_run_are_refused(
