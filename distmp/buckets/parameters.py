@@ -18,7 +18,7 @@ WATCHED_STEPS = 4
 WRITTEN = (
     "was written to (for example by {}), but its value is copied from the optimizer's FP32 master "
     "weight; write to a model before you build the engine, use engine.load_state_dict, or change "
-    "engine.weights() and call engine.publish_weights()"
+    "engine.weights() between steps and call engine.publish_weights()"
 )
 
 
@@ -62,7 +62,7 @@ class _ParameterStorage:
 
 
 class _WatchedCopies:
-    """Finds writes through `.data` to copies of master weights, which leave no other trace.
+    """Finds writes to copies of master weights, also in a forward and through `.data`.
 
     The host reads the result of a comparison when it is complete, so it does not wait.
 
@@ -99,7 +99,9 @@ class _WatchedCopies:
             equal = self._comparisons.pop(0).read()
             for name, is_equal in zip(self._parameters, equal, strict=True):
                 if not is_equal:
-                    raise ConfigError("model", name, WRITTEN.format("param.data.mul_()"))
+                    raise ConfigError(
+                        "model", name, WRITTEN.format("param.data.mul_(), or in forward")
+                    )
 
 
 class _Flat(NamedTuple):
@@ -158,11 +160,14 @@ class FlatParameters:
         """Refuse parameters that were moved or written to, see `_ParameterStorage.check`."""
         for storage in self._storages:
             storage.check()
+
+    def check_copies(self) -> None:
+        """Refuse values of 16-bit copies that were not published, after `watch_copies`."""
         if self._watched is not None:
             self._watched.check()
 
     def watch_copies(self) -> None:
-        """Let `check_storage` find writes through `.data` in the next steps, too."""
+        """Let `check_copies` find writes in a forward or through `.data` in the next steps."""
         copies = {
             name: parameter
             for layout in self._buckets.layouts
@@ -256,6 +261,9 @@ class PureParameters:
         """Refuse parameters that were moved or written to, see `_ParameterStorage.check`."""
         for storage in self._storages:
             storage.check()
+
+    def check_copies(self) -> None:
+        """Do nothing; the optimizer steps these values."""
 
     def round_gradients(self) -> None:
         """Round the gradients in the buckets to the dtype of the weights, for the optimizer."""

@@ -75,6 +75,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from distmp.buckets.parameters import WATCHED_STEPS
 from distmp.distributed.collectives import all_gather
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
@@ -124,6 +125,12 @@ from distmp.utils.dtypes import dtype_name
 
 # Forward passes in which a replaced parameter is refused; the check costs host time.
 _WATCHED_FORWARDS = 16
+
+WRITTEN_IN_FORWARD = (
+    "was written to in forward (for example by an embedding with max_norm), where FSDP gathers a "
+    "copy, so the new value would be lost; hold it in a buffer, or change engine.weights() between "
+    "steps"
+)
 
 
 class FullySharded(ShardedStrategy):
@@ -203,6 +210,8 @@ class FullySharded(ShardedStrategy):
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
             self.reason = f"{self._replicas} copies on {shards} ranks each; {self.reason}"
+        # Steps in which writes to gathered parameters are looked for.
+        self._watched_steps = 0
         # Whether FSDP may hold gradients or parameters of an unfinished step.
         self._unfinished = False
         self._last_microbatch = True
@@ -271,6 +280,13 @@ class FullySharded(ShardedStrategy):
         if self._order is not None:
             self._order.end()
         self._unfinished = False
+        if self._watched_steps:
+            self._watched_steps -= 1
+            if name := fsdp_internals.written_parameter(self.module):
+                raise ConfigError("model", parameter_name(name), WRITTEN_IN_FORWARD)
+
+    def watch_copies(self) -> None:
+        self._watched_steps = WATCHED_STEPS
 
     def gradients(self) -> list[GradientPart]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

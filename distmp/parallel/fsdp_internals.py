@@ -334,6 +334,19 @@ def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter._unsharded_param
 
 
+def written_parameter(model: nn.Module) -> str | None:
+    """Return the name of a gathered parameter that was written to; None if there is none.
+
+    FSDP2 fills gathered parameters without counting a version, so each write is the model's.
+    """
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if type(gathered) is nn.Parameter and gathered._version:
+                return str(parameter._param_fqn)
+    return None
+
+
 def _groups(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP2's parameter groups, each of which is gathered and reduced as one unit."""
     seen: set[int] = set()

@@ -212,6 +212,7 @@ class Replicated(Strategy):
     def finish_gradients(self) -> None:
         for part in self._parts:
             part.buckets.finish()
+            part.parameters.check_copies()
 
     def gradients(self) -> list[GradientPart]:
         if self._parts[0].buckets.sharded:

@@ -88,7 +88,7 @@ class Strategy(ABC):
         """
 
     def watch_copies(self) -> None:  # noqa: B027 - optional
-        """Let `check_model` find writes through `.data` in the first steps, too."""
+        """Refuse writes of the model to copies of its weights in the first steps, too."""
 
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.utils import _pytree as pytree
 
 from distmp.errors import ConfigError
 from distmp.precision.policy import SIXTEEN_BIT
@@ -38,18 +39,48 @@ class Fp32Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in self._names:
+        name = getattr(func, "__name__", "").removeprefix("special_")
+        if name not in self._names:
             return func(*args, **kwargs)
-        found: list[torch.dtype] = []
+        dtypes: list[torch.dtype] = []
+        copies: list[Tensor] = []
 
-        def widened(tensor: Tensor) -> Tensor:
+        def in_fp32(tensor: Tensor) -> Tensor:
             if tensor.dtype not in SIXTEEN_BIT:
                 return tensor
-            found.append(tensor.dtype)
-            return tensor.float()
+            dtypes.append(tensor.dtype)
+            copies.append(tensor.float())
+            return copies[-1]
 
-        result = func(*map_tensors(widened, args), **map_tensors(widened, kwargs))
-        return map_tensors(lambda part: _rounded(part, found[0]), result) if found else result
+        result = func(*map_tensors(in_fp32, args), **map_tensors(in_fp32, kwargs))
+        if not copies:
+            return result
+        if not torch.compiler.is_compiling():  # compiled code has no storages to look at
+            _refuse_shared(name, copies, result)
+        return map_tensors(lambda part: _rounded(part, dtypes[0]), result)
+
+
+def _refuse_shared(name: str, copies: list[Tensor], result: Any) -> None:
+    """Refuse a function that writes to its arguments, or returns a view of them.
+
+    Raises:
+        ConfigError: If so: the caller's tensors would not change.
+    """
+    written = any(not copy.is_inference() and copy._version for copy in copies)
+    held = {copy.untyped_storage()._cdata: copy for copy in copies}
+    is_view = any(
+        held.get(part.untyped_storage()._cdata, part) is not part
+        for part in pytree.tree_leaves(result)
+        if isinstance(part, Tensor)
+    )
+    if written or is_view:
+        does = "writes to its argument" if written else "returns a view of its argument"
+        raise ConfigError(
+            "precision.policy.keep_fp32",
+            f"{name}()",
+            f"{does}, which would be an FP32 copy, so the model would not see the change; name "
+            "functions that return new values, and use inplace=False",
+        )
 
 
 @functools.cache
@@ -71,6 +102,13 @@ def functions_in_fp32(names: Iterable[str]) -> contextlib.AbstractContextManager
             similar = difflib.get_close_matches(name, sorted(_known()), 1)
             problem = f"did you mean {similar[0] + '()'!r}?" if similar else "torch has none"
             raise ConfigError("precision.policy.keep_fp32", f"{name}()", problem)
+        if name.endswith("_"):
+            raise ConfigError(
+                "precision.policy.keep_fp32",
+                f"{name}()",
+                "writes to its argument, which would be an FP32 copy; name a function that "
+                "returns new values",
+            )
     return Fp32Functions(names) if names else contextlib.nullcontext()
 
 

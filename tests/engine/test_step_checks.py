@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
+from distmp.engine.setup import Setup
 from distmp.errors import ConfigError, TrainingError
 from distmp.models.loss import next_token_loss
 from distmp.parallel import ParallelConfig
@@ -593,6 +594,40 @@ def test_writes_through_data_to_copies_of_weights_are_refused() -> None:
     engine.step([pair()])
 
 
+class Clamped(nn.Linear):
+    """Writes to its weight in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@ranks(2)
+def test_writes_in_forward_that_would_be_lost_are_refused() -> None:
+    def sum_of(model: nn.Module, batch: Pair) -> Any:
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    codebook = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    for strategy, policy in (("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16")):
+        for frozen in (False, True):
+            model = Clamped(3, 3)
+            if frozen:
+                if strategy == "ddp":
+                    continue
+                model.weight = nn.Parameter(codebook.repeat(2, 1)[:3], requires_grad=False)
+            engine = Engine(
+                model,
+                sum_of,
+                lambda named: torch.optim.SGD(named, lr=0.1),
+                policy=policy,
+                strategy=strategy,
+                device="cpu",
+            )
+            with pytest.raises(ConfigError, match=r"weight.*was written to .*in forward"):
+                engine.step([pair()])
+
+
 # Steps that are skipped
 
 
@@ -651,13 +686,11 @@ def test_a_loop_that_calls_check_is_not_warned() -> None:
         engine.check(twelfth)
 
 
-def test_a_device_that_is_not_waited_for_is_read_one_step_later() -> None:
+def test_a_device_that_is_not_waited_for_is_read_one_step_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Setup, "host_waits", False)
     engine = make()
-
-    class Running(Engine):
-        host_waits = False  # type: ignore[assignment]
-
-    engine.__class__ = Running
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(10):

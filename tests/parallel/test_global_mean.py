@@ -444,7 +444,9 @@ def full_gradient(model: nn.Module) -> Tensor:
 @ranks(2)
 def test_values_and_gradients_are_the_same_on_all_ranks() -> None:
     rank = dist.get_rank()
-    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    linear = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(linear.weight, 0.5)  # products are exact
+    model = DistributedDataParallel(linear)
 
     def step(loss: float, weight: Tensor | float, dtype: torch.dtype = torch.float32) -> Any:
         model.zero_grad()

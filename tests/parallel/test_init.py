@@ -70,7 +70,7 @@ def test_fsdp() -> None:
 
 class Own(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
+        super().__init__(parameters, {"lr": 0.1})
 
 
 @ranks(2)

@@ -67,6 +67,32 @@ def test_a_kept_function_rounds_only_its_result(dtype: torch.dtype) -> None:
     assert error(FUNCTIONS["prod"], dtype, "prod") < 1.1
 
 
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("relu", lambda x: F.relu(x, inplace=True)),
+        ("dropout", lambda x: F.dropout(x, 0.5, True, True)),
+        ("exp", lambda x: torch.exp(x, out=x)),
+        ("view", lambda x: x.view(-1)),
+        ("chunk", lambda x: x.chunk(2)[0]),
+    ],
+)
+def test_writes_that_a_copy_would_take_are_refused(
+    name: str, function: Callable[[Tensor], Tensor]
+) -> None:
+    x = X[:2, :4].bfloat16()
+    with functions_in_fp32([name]), pytest.raises(ConfigError, match="its argument"):
+        function(x)
+    with functions_in_fp32([name]), torch.inference_mode():
+        F.dropout(x.clone(), 0.5, False)  # returns its argument, and writes nothing
+
+
+def test_special_functions_have_the_names_of_the_others() -> None:
+    with functions_in_fp32(["logsumexp"]):
+        number = torch.special.logsumexp(X[0].bfloat16(), 0)
+    assert number.dtype == torch.float32, "numbers are not rounded"
+
+
 class Products(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +135,8 @@ def test_policies_name_functions(strategy: str) -> None:
 def test_what_does_not_work_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"keep_fp32 = 'prodd\(\)': did you mean 'prod\(\)'"):
         functions_in_fp32(["prodd"])
+    with pytest.raises(ConfigError, match="writes to its argument"):
+        functions_in_fp32(["relu_"])
     with pytest.raises(ConfigError, match="autocast selects the functions"):
         distmp.policy("bf16-autocast,keep_fp32=prod()")
     with pytest.raises(ConfigError, match="compiled or recomputed"):
