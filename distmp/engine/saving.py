@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
-from distmp.engine.state import SCHEDULE
+from distmp.engine.state import SCHEDULE, TensorSpec
 from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed
 from distmp.utils.files import check_folder_name
-
-if TYPE_CHECKING:
-    from distmp.engine.engine import Engine
 
 logger = logging.getLogger("distmp")
 
@@ -47,10 +44,33 @@ OWN_NUMBERS = "own_loop"
 # Key of the class of the optimizer and its base classes, by name.
 OPTIMIZER = "optimizer"
 # The engine that saves to a folder, by the folder, and the folders that an engine has loaded from.
-_owners: weakref.WeakValueDictionary[str, Engine] = weakref.WeakValueDictionary()
-_loaded: weakref.WeakKeyDictionary[Engine, set[str]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakValueDictionary[str, SavedEngine] = weakref.WeakValueDictionary()
+_loaded: weakref.WeakKeyDictionary[SavedEngine, set[str]] = weakref.WeakKeyDictionary()
 # Writers with a save in the background, which the end of the process waits for.
 _writing: set[CheckpointWriter] = set()
+
+
+class SavedEngine(Protocol):
+    """The part of `distmp.Engine` that a checkpoint reads and writes."""
+
+    optimizer: torch.optim.Optimizer
+    holds_average: bool
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the live tensors by name."""
+
+    def updated_by_optimizer(self) -> set[str]:
+        """Return the names of the tensors that only an update of the optimizer changes."""
+
+    def prepare_to_load(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        """Return the live tensors to load."""
+
+    def finish_loading(self, live: Mapping[str, Tensor]) -> None:
+        """Continue from values that were loaded into the live tensors."""
 
 
 class StateToSave(NamedTuple):
@@ -69,7 +89,7 @@ class StateToSave(NamedTuple):
     health: Health
 
     @classmethod
-    def of(cls, engine: Engine) -> StateToSave:
+    def of(cls, engine: SavedEngine) -> StateToSave:
         """Return the state of an engine; the host waits for its last step.
 
         Raises:
@@ -102,14 +122,14 @@ def skipped_in_a_row(counts: Tensor) -> int:
     return int(in_a_row) if applied else 0
 
 
-def described_optimizer(engine: Engine) -> dict[str, list[str]]:
+def described_optimizer(engine: SavedEngine) -> dict[str, list[str]]:
     """Return the class of the optimizer and its base classes, as an entry of the numbers."""
     bases = type(engine.optimizer).__mro__
     names = [base.__name__ for base in bases if base is not torch.optim.Optimizer]
     return {OPTIMIZER: [name for name in names if name != "object"]}
 
 
-def check_optimizer(engine: Engine, checkpoint: store.StoredCheckpoint) -> None:
+def check_optimizer(engine: SavedEngine, checkpoint: store.StoredCheckpoint) -> None:
     """Refuse the state of an optimizer of another class, which would be kept and have no effect.
 
     Checkpoints of older versions do not name their optimizer.
@@ -153,7 +173,7 @@ class Saves:
     def save(
         self,
         folder: str | Path,
-        engine: Engine,
+        engine: SavedEngine,
         numbers: Mapping[str, Any] | None,
         keep: int | None,
         *,
@@ -211,7 +231,7 @@ class Saves:
         if problems:
             raise CheckpointError(problems[0])
 
-    def _open(self, engine: Engine) -> None:
+    def _open(self, engine: SavedEngine) -> None:
         """Prepare saves in the background."""
         if self._is_open:
             return
@@ -235,7 +255,7 @@ def _finish_all() -> None:
         _writing.pop().__exit__(type(error) if error else None, error, None)
 
 
-def _own_folder(folder: str | Path, engine: Engine) -> Location:
+def _own_folder(folder: str | Path, engine: SavedEngine) -> Location:
     """Return the folder, unless another engine saves to it. An engine may continue what it loaded.
 
     Raises:
@@ -338,7 +358,7 @@ def loaded_numbers(checkpoint: store.StoredCheckpoint) -> dict[str, Any]:
 
 
 def load_checkpoint(
-    engine: Engine, checkpoint: store.StoredCheckpoint, *, optimizer: bool = True
+    engine: SavedEngine, checkpoint: store.StoredCheckpoint, *, optimizer: bool = True
 ) -> None:
     """Load a checkpoint into an engine. Collective over all ranks.
 
