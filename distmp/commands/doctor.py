@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from distmp.config import RunConfig, load_as
+from distmp.distributed.rank_environment import VARIABLES
 from distmp.launcher.messages import assignment
 from distmp.launcher.network import interfaces
 from distmp.utils.cgroups import granted_cores
@@ -46,7 +47,6 @@ _SLOW = {
 }
 # Without error handling, a rank whose peer is gone waits without a limit.
 _NO_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OFF = ("", "0", "false", "no", "off")
 
 _GPU_QUERY = (
@@ -335,7 +335,7 @@ def _environment(config: RunConfig) -> Iterator[CheckResult]:
         if variables.get(name) == "0":
             message = f"{name}=0: ranks wait without a limit when one dies"
             yield CheckResult("FAIL", message, f"unset {name}")
-    if ranks := [name for name in _RANK_VARIABLES if name in variables]:
+    if ranks := [name for name in VARIABLES if name in variables]:
         yield CheckResult(
             "WARN",
             f"{', '.join(ranks)} is set: a process started here becomes a rank of a run",

@@ -12,7 +12,8 @@ from distmp.errors import ConfigError
 
 # Set by `distmp launch` on several machines: RUN_ID@HOST:PORT of its store.
 STORE_VARIABLE = "DISTMP_STORE"
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Variables by which torchrun numbers a rank."""
 
 
 def is_under_torchrun() -> bool:
@@ -62,14 +63,14 @@ class RankEnvironment:
                 launched one process in place of several, or another launcher (mpirun, srun) has
                 started several processes, see `launcher_variables.adopt_ranks`.
         """
-        present = [name for name in _VARIABLES if name in variables]
+        present = [name for name in VARIABLES if name in variables]
         if present == ["WORLD_SIZE"] and variables["WORLD_SIZE"] == "1":
             return cls()
         if not present:
             check_started(variables)
             refuse_several(variables)
             return cls()
-        if missing := [name for name in _VARIABLES if name not in present]:
+        if missing := [name for name in VARIABLES if name not in present]:
             others = f" (nor {', '.join(missing[1:])})" if missing[1:] else ""
             raise ConfigError(
                 missing[0],
@@ -77,7 +78,7 @@ class RankEnvironment:
                 f"is not set although {present[0]} is{others}; start the run with torchrun or "
                 f"`distmp launch`, or unset {', '.join(present)} for a single process",
             )
-        return cls(**{name.lower(): read_integer(variables, name) for name in _VARIABLES})
+        return cls(**{name.lower(): read_integer(variables, name) for name in VARIABLES})
 
 
 def local_world_size(world_size: int) -> int:

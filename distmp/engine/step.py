@@ -107,10 +107,9 @@ def _accumulate(
     products.begin_step()
     stats = MicrobatchStats.empty()
     drawn = iter(source)
-    stream, first = random_stream(setup, state, "step"), 0
-    if reproducible:
-        stream = random_stream(setup, state, "step", rank=0)
-        first = setup.world.rank * source.count
+    # With reproducible, random numbers belong to the position in the global batch, not to the rank.
+    stream = random_stream(setup, state, "step", rank=0 if reproducible else None)
+    first = setup.world.rank * source.count if reproducible else 0
     # Once per step, since it takes 0.1 ms, unless the caller's code may draw in between.
     kept = partial(generators_kept, setup.device)
     kept_once, kept_each = (kept, nullcontext) if source.is_list else (nullcontext, kept)

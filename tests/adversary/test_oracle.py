@@ -23,6 +23,7 @@ from tests.adversary.cases import (
 from tests.adversary.oracle import Adam, AdamW, LossScale, Sgd, schedule_factor
 from tests.adversary.run import final_bits, run_case, run_cases
 from tests.adversary.shrink import kinds
+from tests.marks import nightly
 from tests.ranks import ranks, run_ranks
 
 # `make nightly` tries thousands.
@@ -105,9 +106,7 @@ def test_engine_agrees_with_oracle(cases: list[Case]) -> None:
         pytest.fail("\n\n".join([*reports, total]), pytrace=False)
 
 
-@pytest.mark.parametrize(
-    "part", [slice(4), pytest.param(slice(4, None), marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("part", [slice(4), nightly(slice(4, None))])
 def test_reproducible_bits_do_not_depend_on_the_split(part: slice) -> None:
     cases = [replace(generate(SEED, index, 4), reproducible=True) for index in range(16)]
     cases = [reproducible_on(case, 4) for case in cases if not case.sharded][part]

@@ -14,11 +14,9 @@ from benchmarks import ages, guard
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.figures import ROOT
 from benchmarks.report import FOLDER, RESULTS, Spread, commit
+from tests.marks import nightly
 
-CASES = [
-    pytest.param(name, marks=[pytest.mark.nightly] if benchmark.nightly else [])
-    for name, benchmark in BENCHMARKS.items()
-]
+CASES = [nightly(name) if benchmark.nightly else name for name, benchmark in BENCHMARKS.items()]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distmp.distributed.world import world_of_process
 from distmp.errors import ConfigError
 from tests.elastic import Job, run_jobs
+from tests.marks import nightly
 from tests.ranks import ranks
 from tests.torchrun import python, run
 
@@ -108,10 +109,7 @@ def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str, tmp_p
     [
         ("save", 0),
         ("evaluate", 1),
-        *(
-            pytest.param(call, 0, marks=pytest.mark.nightly)
-            for call in ("gather", "export", "step")
-        ),
+        *(nightly(call, 0) for call in ("gather", "export", "step")),
     ],
 )
 def test_a_rank_that_ends_before_a_call_of_the_others_is_named(

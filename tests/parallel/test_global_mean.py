@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distmp
 from distmp.errors import ConfigError
+from tests.marks import nightly
 from tests.ranks import ranks
 
 VARIANT_SPLITS = 10
@@ -288,7 +289,7 @@ def wrappers() -> tuple[dict[str, Wrap], dict[str, Wrap]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [10, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("splits", [10, nightly(100)])
 @ranks(4)
 def test_the_gradient_is_that_of_the_global_mean_under_every_wrapper(splits: int) -> None:
     torch.manual_seed(0)

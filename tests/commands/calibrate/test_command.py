@@ -9,6 +9,7 @@ from distmp.cli import main
 from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.policies import compare
 from distmp.distributed.world import World
+from tests.marks import nightly
 from tests.ranks import ranks
 from tests.torchrun import corpus
 
@@ -81,8 +82,8 @@ def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
     "strategy",
     [
         "--shard-optimizer",
-        pytest.param("--sharding.accumulate=sharded", marks=pytest.mark.nightly),
-        pytest.param("--sharding.shard-size=8", marks=pytest.mark.nightly),
+        nightly("--sharding.accumulate=sharded"),
+        nightly("--sharding.shard-size=8"),
     ],
 )
 def test_policies_get_a_loss_scale_errors_of_formats_and_a_table(
