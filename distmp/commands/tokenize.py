@@ -120,8 +120,6 @@ class Encoder:
 
 @functools.cache
 def _backend(definition: str) -> Any:
-    # The processes use all cores already.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(definition)
@@ -296,8 +294,13 @@ def _format(file: Path, format_: str) -> str:
 def _encoded(documents: Any, encoder: Encoder, arguments: Namespace, cache: Path) -> Any:
     from datasets import Features, List, Value
 
-    # With several processes, datasets replaces os.environ by a copy of it.
-    with _explained(", ".join(arguments.inputs)), mock.patch.object(os, "environ", os.environ):
+    with (
+        _explained(", ".join(arguments.inputs)),
+        # With several processes, datasets replaces os.environ by a copy of it.
+        mock.patch.object(os, "environ", os.environ),
+        # The processes use all cores already.
+        mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="false"),
+    ):
         return documents.map(
             encoder.documents,
             input_columns=["document"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +22,6 @@ from tests.torchrun import TINY
 
 END = "<|endoftext|>"
 TEXTS = [f"the quick brown fox {i} {END} jumps " * (i % 4) for i in range(60)]
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    yield
-    os.environ.pop("TOKENIZERS_PARALLELISM", None)  # which the command and `datasets` set
 
 
 @pytest.fixture(scope="module")
