@@ -271,7 +271,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    options = parser(__doc__, rounds=5, ranks=True)
+    options = parser(__doc__, rounds=15, ranks=True)
     options.add_argument("--size", help="size of the transformer")
     options.add_argument("--races", nargs="*", choices=RACES, default=list(RACES))
     return parse(options)
