@@ -14,12 +14,12 @@ from benchmarks.tables import (
     accumulation,
     exchange,
     formats,
-    large_model,
     loss,
     precision,
     rollouts,
     runs,
     scripts,
+    start_up,
     steps,
 )
 from benchmarks.tables.summary import summary
@@ -52,8 +52,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "growth": runs.growth,
     "exchange": exchange.exchange,
     "checkpoint-stall": runs.checkpoint_stall,
-    "large-model": large_model.large_model,
-    "start-up": large_model.start_up,
+    "start-up": start_up.start_up,
     "command-start": runs.command_start,
 }
 # Further tables of a result.

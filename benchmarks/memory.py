@@ -1,8 +1,9 @@
-"""Exact measurements of memory: settings of the allocator, and live tensors."""
+"""Exact measurements of memory: settings of the allocator, live tensors, resident memory."""
 
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,3 +57,13 @@ class LiveStorages(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         del self._live[key]
         self._at_most -= self._sizes.pop(key)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the resident memory of a process without file-backed pages; 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    field = status.partition("RssAnon:")[2].split()
+    return 1024 * int(field[0]) if field else 0

@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.large_model import ROOT, anonymous_bytes, write_llama
 from benchmarks.loops import shard
+from benchmarks.memory import anonymous_bytes
+from benchmarks.random_llama import write_llama
 from benchmarks.ranks import Ranks, is_rank, serve
 from benchmarks.report import alternating, machine, save, sized
-from benchmarks.tables import large_model as tables
+from benchmarks.tables import start_up as tables
 from distmp.distributed.world import World
 
 RANKS = sized(4, 2)
@@ -156,7 +157,7 @@ def _distmp(folder: Path) -> nn.Module:
     config = load(
         [
             f"--model.name=hf:{folder}",
-            f"--data.path={ROOT / 'benchmarks'}",
+            f"--data.path={Path(__file__).parent}",
             *("--data.sequence-length=16", "--batch.microbatch-size=1"),
             f"--batch.global-batch-size={RANKS}",
             *("--strategy=fsdp", "--sharding.accumulate=sharded", "--optim.name=sgd"),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import distmp
-from benchmarks.large_model import anonymous_bytes
+from benchmarks.memory import anonymous_bytes
 from distmp.commands.explain import fake_ranks
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.engine.engine import Engine

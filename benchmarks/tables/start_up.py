@@ -1,4 +1,4 @@
-"""The tables of `benchmarks.large_model` and `benchmarks.start_up`."""
+"""The table of `benchmarks.start_up`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,6 @@ from typing import Any
 
 from benchmarks.report import ratios, table
 from benchmarks.tables.machine import machine_line
-
-
-def large_model(result: dict[str, Any]) -> str:
-    """Return the table of `benchmarks.large_model` and a line on its machine."""
-    runs = result["runs"]
-    rows: list[dict[str, object]] = []
-    for name, run in runs.items():
-        row: dict[str, object] = {"version": f"{name} ({run['commit']})"}
-        for ranks in ("largest rank", "all ranks"):
-            row[f"peak memory, {ranks}"] = f"{run[ranks] / 2**30:.1f} GiB"
-            if "baseline" in runs:
-                row[f"{ranks}, relative"] = f"{run[ranks] / runs['baseline'][ranks]:.2f}"
-        rows.append(row)
-    return (
-        f"{table(rows)}\n\n{result['parameters'] / 1e9:.2f} B parameters, {result['ranks']} ranks, "
-        f"{result['steps']} steps, `strategy: fsdp`, precision `bf16`, SGD without momentum, from "
-        "a folder with several files to a folder with a model of transformers. "
-        f"{machine_line(result)}"
-    )
 
 
 def start_up(result: dict[str, Any]) -> str:
