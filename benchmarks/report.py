@@ -100,10 +100,14 @@ def machine(device: torch.device | str | None = None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, with "-dirty" after changes; None outside of one."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True)
-    return done.stdout.strip() or None
+    """Return the commit of this checkout, with "-dirty" after changes to code; None outside of one."""
+    described = _git("rev-parse", "--short=12", "HEAD").stdout.strip()
+    changed = _git("diff", "--quiet", "HEAD", "--", ":/distmp", ":/benchmarks/*.py").returncode
+    return f"{described}-dirty" if described and changed else described or None
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True)
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
