@@ -100,14 +100,15 @@ def machine(device: torch.device | str | None = None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, with "-dirty" after changes to code; None outside of one."""
-    described = _git("rev-parse", "--short=12", "HEAD").stdout.strip()
-    changed = _git("diff", "--quiet", "HEAD", "--", ":/distmp", ":/benchmarks/*.py").returncode
-    return f"{described}-dirty" if described and changed else described or None
+    """Return the commit of this checkout, "-dirty" if its code has changed; None outside of one."""
+    described = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "-uno", "--", ":/distmp", ":/benchmarks/*.py")
+    return f"{described}-dirty" if changed else described or None
 
 
-def _git(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True)
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
