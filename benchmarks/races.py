@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from benchmarks.report import Spread, ratios, table
+from benchmarks.report import Spread, table
 
 # Largest accepted relative difference of a loss from FP32: an eighth of the last bit of the 16-bit
 # dtypes, because it is a mean over many tokens; some bits of FP32, because a loss is a long sum.
@@ -50,7 +50,7 @@ def rendered(name: str, race: Result) -> str:
     rows: list[dict[str, object]] = []
     for loop, result in race["loops"].items():
         counts = same_dtype(race, result)
-        time_ratio = ratios(result["seconds"], peers[fastest]["seconds"])
+        time_ratio = f"{relative_time(result, peers[fastest]):.2f}"
         memory_ratio = result["memory"] / peers[smallest]["memory"]
         rows.append(
             {
@@ -75,8 +75,13 @@ def rendered(name: str, race: Result) -> str:
 def best_peers(race: Result) -> tuple[str, str]:
     """Return the fastest peer with the same compute dtype, and the one with the least memory."""
     peers = _peers(race)
-    fastest = min(peers, key=lambda loop: Spread.of(peers[loop]["seconds"]).median)
+    fastest = min(peers, key=lambda loop: min(peers[loop]["seconds"]))
     return fastest, min(peers, key=lambda loop: peers[loop]["memory"])
+
+
+def relative_time(ours: Result, theirs: Result) -> float:
+    """Return the ratio of the shortest turns, because other processes only lengthen a turn."""
+    return float(min(ours["seconds"]) / min(theirs["seconds"]))
 
 
 def _peers(race: Result) -> dict[str, Result]:
@@ -96,7 +101,7 @@ def relative_to(peer: str, races: dict[str, Result]) -> str:
             if theirs is None or not is_ours(loop):
                 continue
             row: dict[str, object] = {"race": name, "loop": loop}
-            row[f"time relative to {peer}"] = ratios(ours["seconds"], theirs["seconds"])
+            row[f"time relative to {peer}"] = f"{relative_time(ours, theirs):.2f}"
             row[f"memory relative to {peer}"] = f"{ours['memory'] / theirs['memory']:.2f}"
             if not same_dtype(race, theirs):
                 row |= dict.fromkeys(list(row)[2:], f"{peer} computes in {theirs['computes']}")
@@ -115,16 +120,10 @@ def same_dtype(race: Result, loop: Result) -> bool:
 
 
 def _speed(ours: Result, theirs: Result, name: str) -> str:
-    shares = [one / other for one, other in zip(ours["seconds"], theirs["seconds"], strict=True)]
-    percent = round(100 * (ratios(ours["seconds"], theirs["seconds"]).median - 1))
+    percent = round(100 * (relative_time(ours, theirs) - 1))
     if percent == 0:
         return f"as fast as the fastest peer, {name}"
-    slower = percent > 0
-    turns = sum((share > 1) == slower for share in shares)
-    return (
-        f"{abs(percent)} % {'slower' if slower else 'faster'} than the fastest peer, {name} "
-        f"(in {turns} of {len(shares)} rounds)"
-    )
+    return f"{abs(percent)} % {'slower' if percent > 0 else 'faster'} than the fastest peer, {name}"
 
 
 def _memory(ours: Result, theirs: Result, name: str) -> str:

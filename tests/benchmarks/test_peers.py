@@ -159,13 +159,13 @@ def test_a_race_has_a_table_and_a_summary() -> None:
     assert table.splitlines()[0].startswith(head)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     assert rows == [
-        ["torch DDP", "300 (200 to 300)", "1 (1 to 1)", "200", "1.00", "1e-04"],
+        ["torch DDP", "300 (200 to 300)", "1.00", "200", "1.00", "1e-04"],
         ["accelerate: computes in float32", "600 (600 to 600)", "", "100", "", "0e+00"],
-        ["distmp `fp16`", "333 (182 to 600)", "0.9 (0.5 to 1.1)", "220", "1.10", "4e-05"],
+        ["distmp `fp16`", "333 (182 to 600)", "0.50", "220", "1.10", "4e-05"],
     ]
     assert work == "Transformer of size 1m, 600 tokens a step."
     assert summary.splitlines() == [
-        "- distmp `fp16`: 10 % faster than the fastest peer, torch DDP (in 2 of 3 rounds); "
+        "- distmp `fp16`: 50 % faster than the fastest peer, torch DDP; "
         "10 % more memory than the smallest peer, torch DDP.",
         "- Lightning Fabric is excluded: it is not installed.",
     ]
@@ -217,7 +217,7 @@ def test_distmp_relative_to_one_of_its_peers() -> None:
     head = "| race | loop | time relative to torch DDP | memory relative to torch DDP |"
     assert table.splitlines()[0] == head
     assert table.splitlines()[2:] == [
-        "| ddp fp16 | distmp `fp16` | 0.9 (0.5 to 1.1) | 1.10 |",
+        "| ddp fp16 | distmp `fp16` | 0.50 | 1.10 |",
     ]
     assert races.relative_to("accelerate", found).splitlines()[2:] == [
         "| ddp fp16 | distmp `fp16` | accelerate computes in float32 | "

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import ages, guard
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.figures import ROOT
-from benchmarks.report import FOLDER, RESULTS, Spread, commit
+from benchmarks.report import FOLDER, RESULTS, commit
 from tests.marks import nightly
 
 CASES = [nightly(name) if benchmark.nightly else name for name, benchmark in BENCHMARKS.items()]
@@ -51,7 +51,7 @@ def test_guard_fails_if_every_attempt_is_slower(
     ratio: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = []
-    monkeypatch.setattr(guard, "measure", lambda *_: attempts.append(1) or Spread.of([ratio]))
+    monkeypatch.setattr(guard, "measure", lambda *_: attempts.append(1) or ratio)
     monkeypatch.setattr(guard, "RESULTS", tmp_path)
     monkeypatch.setattr(guard, "save", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["guard"])
