@@ -2,7 +2,7 @@
 
 Compares the processor time of a step with that of torch DDP and of FSDP2 by hand: the shortest of
 several alternating turns on two CPU ranks. It fails if the ratio exceeds the recorded one by more
-than `MARGIN` in `ATTEMPTS` attempts. The dtype is bf16, or fp32 on CPUs that emulate bf16: there its
+than `MARGIN` in `ATTEMPTS` attempts. The dtype is bf16, or fp32 on CPUs that emulate bf16: there
 products take so long that the rest of a step does not count. `python -m benchmarks guard --record`
 records the ratios of this kind of CPU; where none is recorded, a step may take as long as by hand.
 """
