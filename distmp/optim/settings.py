@@ -14,7 +14,7 @@ from distmp.utils.resume_rules import consequential, dangerous
 SHAPES = ("cosine", "linear", "constant", "wsd")
 
 # Dtypes of the moments of `distmp.optim.AdamW`.
-STATES = ("fp32", "bf16", "fp8")
+STATES = ("fp32", "bf16")
 
 
 def _is_optimizer_option(section: Mapping[str, Any], name: str) -> bool:
@@ -61,8 +61,8 @@ class OptimizerConfig:
     state: str | None = field(
         default=None, metadata=consequential("moments are rounded differently from here on")
     )
-    """Dtype of AdamW's moments: fp32 (8 bytes per parameter), bf16 (4) or fp8 (3: the first moment
-    in FP8 with a scale per block, the second in bfloat16). null: the dtype of the weights."""
+    """Dtype of AdamW's moments: fp32 (8 bytes per parameter) or bf16 (4). null: the dtype of the
+    weights."""
 
     def __post_init__(self) -> None:
         check_state(self.state, "optim.state")

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
 from distmp.optim.adamw import AdamW
-from distmp.optim.converted import SCALES
 from distmp.optim.muon import Muon
 from distmp.utils.flat_shard import FlatShard, global_shape
 
@@ -113,7 +112,7 @@ def check_state(state: object) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name!r} of the state is a {type(value).__name__}; {expected}")
-    if "engine/counts" not in state:  # those of all versions have it
+    if "engine/counts" not in state:
         raise CheckpointError(
             f"the mapping of {len(state)} tensors is not a state of an engine; {expected}"
         )
@@ -187,7 +186,7 @@ def create_state(
         state = optimizer.state[parameter]
         if isinstance(optimizer, AdamW) and not state:
             state.update(optimizer.new_state(parameter, group))
-        if key in state or key == SCALES or isinstance(optimizer, AdamW):
+        if key in state or isinstance(optimizer, AdamW):
             continue
         if dtype.is_floating_point and (dtype.itemsize == 1 or _is_of_torch(optimizer)):
             dtype = parameter.dtype if shape else dtype
