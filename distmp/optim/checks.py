@@ -163,6 +163,13 @@ def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRSchedu
 
 def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer) -> None:
     name = type(part).__name__
+    if isinstance(part, lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "schedule",
+            name,
+            "follows a metric, and the engine schedules by the number of updates; build the engine "
+            "without `schedule`, and step it on engine.optimizer yourself",
+        )
     if cycles_momentum(part):
         raise ConfigError(
             "schedule",
