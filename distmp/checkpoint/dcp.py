@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -64,7 +64,7 @@ def write(
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
-    files, planner = _Files({}), _SavePlanner(finite)
+    files, planner = _Files(), _SavePlanner(finite)
     _silence(ranks)
     with _one_error(ranks, goal):
         state_dict_saver.save(
@@ -82,7 +82,6 @@ def read(
     index: Metadata,
     tensors: dict[str, Tensor],
     ranks: Ranks,
-    opened: dict[str, IO[bytes]],
 ) -> None:
     """Read tensors, in place, from the folder `path`. Collective over `ranks`.
 
@@ -92,7 +91,6 @@ def read(
         index: Its index, which has been checked.
         tensors: Live tensors by name; they must fit those in the index.
         ranks: All ranks.
-        opened: Files that are open already, by name. Each is closed and removed once it is read.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
@@ -102,7 +100,7 @@ def read(
         state_dict_loader.load(
             dict(tensors),
             process_group=ranks.group,
-            storage_reader=_Reader(path, index, _Files(opened)),
+            storage_reader=_Reader(path, index),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
 
@@ -137,24 +135,15 @@ class _SummedFile:
 class _Files(FileSystemBase):
     """DCP's view of a `Location`; records the checksums of the files that it writes.
 
-    Args:
-        opened: Files that are open already, by name. Each is closed and removed once it is read.
-
     Attributes:
         sums: Size and checksum of each written file, by name.
     """
 
-    def __init__(self, opened: dict[str, IO[bytes]]) -> None:
-        self._opened = opened
+    def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if mode == "rb" and path.name in self._opened:
-            with self._opened.pop(path.name) as file:
-                file.seek(0)
-                yield file
-            return
         with path.open(mode) as file:
             if mode == "rb":
                 yield file
@@ -230,9 +219,9 @@ class _Reader(FileSystemReader):
     fs: Any
     path: Any
 
-    def __init__(self, path: Location, index: Metadata, files: _Files) -> None:
+    def __init__(self, path: Location, index: Metadata) -> None:
         super().__init__(str(path))
-        self.fs, self.path = files, path
+        self.fs, self.path = _Files(), path
         self._index = index
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:

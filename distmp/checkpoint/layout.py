@@ -13,7 +13,6 @@ from distmp.checkpoint.manifest import State
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import Storage, folder_name, storage
 from distmp.errors import CheckpointError
-from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")
 
@@ -48,8 +47,7 @@ def discard(directory: Location, step: int) -> None:
 def tidy(directory: Location, step: int, retention: Retention) -> None:
     """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
-    As many of those that were set aside are kept as of the others, the latest ones, if there is
-    room for them.
+    As many of those that were set aside are kept as of the others, the latest ones.
 
     A failure is logged and not raised: the new checkpoint is complete anyway.
     """
@@ -69,39 +67,19 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
             )
         place.clean()
         by_step = _by_step(place)
-        sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in by_step.items()}
         states = _states(by_step)
         best = {s: state.best for s, state in states.items() if state.best is not None}
-        surplus = retention.surplus(sizes, _possibly_unhealthy(states), best)
-        for old in surplus:
+        for old in retention.surplus(by_step, _possibly_unhealthy(states), best):
             place.remove(by_step[old])
-        kept = sum(size for s, size in sizes.items() if s not in surplus)
-        _tidy_abandoned(place, retention, kept)
+        for entry in place.abandoned()[retention.last :]:
+            place.remove(entry.path)
     except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
-        return
-    if retention.max_bytes is not None and kept > retention.max_bytes:
-        logger.warning(
-            "the checkpoints in %s take %s, more than checkpoint.max_gib = %.3g: the latest "
-            "checkpoint and those kept permanently are never removed",
-            directory,
-            bytes_text(kept),
-            retention.max_bytes / 2**30,
-        )
 
 
 def _by_step(place: Storage[Any]) -> dict[int, Location]:
     """Return the finished checkpoints by step, in ascending order."""
     return {e.step: e.path for e in reversed(place.entries()) if e.finished}
-
-
-def _tidy_abandoned(place: Storage[Any], retention: Retention, kept_bytes: int) -> None:
-    for number, entry in enumerate(place.abandoned()):
-        if retention.max_bytes is not None:
-            kept_bytes += _size(entry.path)
-        full = retention.max_bytes is not None and kept_bytes > retention.max_bytes
-        if number >= retention.last or full:
-            place.remove(entry.path)
 
 
 def _states(by_step: Mapping[int, Location]) -> dict[int, State]:
@@ -128,9 +106,3 @@ def _possibly_unhealthy(states: Mapping[int, State]) -> set[int]:
             unhealthy.add(step)
         updated_at = max(updated_at, state.updated_at)
     return unhealthy
-
-
-def _size(path: Location) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())

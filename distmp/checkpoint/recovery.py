@@ -8,7 +8,6 @@ marked, earlier checkpoints since the last applied update hold the same weights.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -24,9 +23,6 @@ from distmp.errors import CheckpointError, ConfigError
 logger = logging.getLogger("distmp")
 
 _RESTORE = "restore it from a copy, or start again without it"
-
-# Names of folders in which loops save the checkpoints of one model, step by step.
-_OF_ONE_MODEL = re.compile(r"checkpoints|(?:(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?\d+", re.I)
 
 
 class Usable(NamedTuple):
@@ -106,8 +102,8 @@ def resolve(
 
     Args:
         resume: "auto", or the path or fsspec URL of a checkpoint or of a directory of checkpoints.
-            In a directory the newest healthy checkpoint is used. If it has none, its folders with
-            names such as `step-100` or `checkpoints` are searched, see `_folders_of`.
+            In a directory, or in its directory `checkpoints`, which runs have, the newest healthy
+            checkpoint is used.
         directory: Directory of this run's checkpoints, for "auto".
         setting: Name of the setting, for errors.
         missing_ok: Whether a path without a checkpoint is no error.
@@ -123,10 +119,14 @@ def resolve(
     ranks = Ranks(None)
     if resume != "auto":
         directory = locate(setting, resume)
-    exists, is_checkpoint = rank_0_or_checkpoint_error(
+    exists, is_checkpoint, of_run = rank_0_or_checkpoint_error(
         ranks,
         f"look for checkpoints in {directory}",
-        lambda: (directory.exists(), resume != "auto" and _names_checkpoint(directory)),
+        lambda: (
+            directory.exists(),
+            resume != "auto" and _names_checkpoint(directory),
+            resume != "auto" and (directory / "checkpoints").is_dir(),
+        ),
     )
     if is_checkpoint:
         checkpoint = _verify_named(directory)
@@ -135,7 +135,9 @@ def resolve(
         if problem is not None and ranks.rank == 0:
             logger.warning("%s %s; it is used because it was named", checkpoint, problem)
         return checkpoint
-    result = usable(directory) if resume == "auto" else _search(directory)
+    if of_run:
+        directory /= "checkpoints"
+    result = usable(directory)
     unusable = result.damaged + result.unhealthy
     if result.checkpoint is None and unusable:
         named = (
@@ -153,39 +155,6 @@ def resolve(
         for message in unusable + result.unfinished:
             logger.warning("%s; continuing from %s", message, result.checkpoint or "the beginning")
     return result.checkpoint
-
-
-def _search(directory: Location) -> Usable:
-    """Find the newest healthy checkpoint in a directory or, if it has none, in its folders."""
-    folders = rank_0_or_checkpoint_error(
-        Ranks(None), f"look for checkpoints in {directory}", lambda: _folders_of(directory)
-    )
-    if not folders:
-        return usable(directory)
-    found = Usable(None, [], [], [])
-    for name in folders:
-        result = usable(directory / name)
-        lists = [[*older, *newer] for older, newer in zip(found[1:], result[1:], strict=True)]
-        found = Usable(result.checkpoint, *lists)
-        if found.checkpoint is not None:
-            break
-    return found
-
-
-def _folders_of(directory: Location) -> list[str]:
-    """Return the folders of a directory that hold its checkpoints, the latest step first.
-
-    Loops save to `runs/step-100`, `runs/step-200` ..., and a run of the trainer to a folder
-    `checkpoints`. Folders with other names hold the checkpoints of other models or runs. Empty if
-    the directory itself has checkpoints.
-    """
-    if not directory.is_dir() or storage(directory).entries():
-        return []
-    latest = {}
-    for path in directory.iterdir():
-        if _OF_ONE_MODEL.fullmatch(path.name) and (entries := storage(path).entries()):
-            latest[path.name] = entries[0].step
-    return sorted(latest, key=lambda name: latest[name], reverse=True)
 
 
 def newest_healthy(directory: Location) -> Location | None:

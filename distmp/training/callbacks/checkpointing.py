@@ -157,9 +157,8 @@ class Checkpointing(Callback):
 def _saves_later(trainer: Trainer, step: int) -> bool:
     """Return whether a save may be due after `step` and before the end."""
     settings = trainer.config.checkpoint
-    if settings.every and (step // settings.every + 1) * settings.every < trainer.config.steps:
-        return True
-    return settings.every_minutes > 0
+    every = settings.every
+    return every > 0 and (step // every + 1) * every < trainer.config.steps
 
 
 def _state(trainer: Trainer) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], Health]:
