@@ -65,13 +65,6 @@ def optimizer_options(name: str) -> list[str]:
     return [option for option in accepted if option not in ("params", *OWN_SETTINGS)]
 
 
-def schedule_options(name: str) -> list[str]:
-    """Return the valid names in `schedule.options` for a scheduler of torch; none for others."""
-    build = torch_schedules().get(name)
-    parameters = () if build is None else inspect.signature(build).parameters
-    return [option for option in parameters if option != "optimizer"]
-
-
 def torch_schedules() -> dict[str, Callable[..., lr_scheduler.LRScheduler]]:
     """Return torch's schedulers that can be configured with numbers, by name."""
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +14,6 @@ SHAPES = ("cosine", "linear", "constant", "wsd")
 
 # Dtypes of the moments of `distmp.optim.AdamW`.
 STATES = ("fp32", "bf16")
-
-
-def _is_optimizer_option(section: Mapping[str, Any], name: str) -> bool:
-    from distmp.optim.names import optimizer_options  # imports torch
-
-    return name in optimizer_options(str(section.get("name", OptimizerConfig.name)))
-
-
-def _is_schedule_option(section: Mapping[str, Any], name: str) -> bool:
-    from distmp.optim.names import schedule_options
-
-    return name in schedule_options(str(section.get("name", ScheduleConfig.name)))
 
 
 @dataclass(frozen=True)
@@ -51,10 +38,9 @@ class OptimizerConfig:
     clipping."""
     options: dict[str, Any] = field(
         default_factory=dict,
-        metadata={
-            "takes": _is_optimizer_option,
-            **consequential("the optimizer keeps the state that it built up under other options"),
-        },
+        metadata=consequential(
+            "the optimizer keeps the state that it built up under other options"
+        ),
     )
     """Further arguments of the optimizer, such as betas or momentum; for muon see
     `distmp.optim.Muon`."""
@@ -110,7 +96,7 @@ class ScheduleConfig:
     decay_steps: int | None = None
     """Number of updates over which wsd falls from the peak, at the end of the run; null: a tenth of
     those after the warm-up."""
-    options: dict[str, Any] = field(default_factory=dict, metadata={"takes": _is_schedule_option})
+    options: dict[str, Any] = field(default_factory=dict)
     """Arguments of a torch scheduler."""
 
     def __post_init__(self) -> None:
