@@ -84,7 +84,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         loaded = yaml.load(read_regular(path, _LARGEST_BYTES), _Loader)
     except OSError as error:
         raise ConfigError("--config", name, _unreadable(Path(path), error)) from None
-    except Exception as error:  # an explicit tag can request any conversion: !!int x
+    except Exception as error:  # noqa: BLE001  (a tag can request any conversion: !!int x)
         raise ConfigError("--config", name, _bad_syntax(error)) from None
     if loaded is None:
         return {}
@@ -137,7 +137,7 @@ def from_line(text: str) -> Any:
     """
     try:
         return yaml.load(text, _Loader)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         raise ValueError(_bad_syntax(error)) from None
 
 
