@@ -22,7 +22,6 @@ from distmp.engine.settings import (
 )
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
-from distmp.models import contracts
 from distmp.models.settings import ModelConfig
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 from distmp.parallel.settings import (
@@ -542,8 +541,7 @@ def load(argv: Sequence[str]) -> RunConfig:
 
 def read(argv: Sequence[str]) -> RunConfig:
     """Read the configuration of `distmp train` without `check_names`, which imports torch."""
-    description = f"Train a model on any number of ranks.\n\n{contracts.as_text()}"
-    return _read_as(RunConfig, argv, "distmp train", description)
+    return _read_as(RunConfig, argv, "distmp train", "Train a model on any number of ranks.")
 
 
 def load_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:

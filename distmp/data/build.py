@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distmp.data.checks import check_workers, problem_of
-from distmp.data.documents import PackedDocuments
-from distmp.data.loading import is_stream
 from distmp.data.open_tokens import check_validation, open_tokens
 from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
@@ -45,30 +43,7 @@ def build_datasets(config: DataConfig) -> Datasets:
             one sample, or a user's callable does not return a dataset.
     """
     build = {"text": _build_text, "tokens": _build_tokens}.get(config.source, _build_from_callable)
-    datasets = build(config)
-    return _packed(config, datasets) if config.document_masking else datasets
-
-
-def _packed(config: DataConfig, datasets: Datasets) -> Datasets:
-    train, validation = datasets.train, datasets.validation
-    end = config.end_of_text
-    if end is None:
-        end = getattr(train, "end_of_text", None)
-    if end is None:
-        raise ConfigError(
-            "data.end_of_text",
-            None,
-            "set it to the token id that ends each document, which data.document_masking needs",
-        )
-    size = getattr(train, "vocabulary_size", None)
-    if size is not None and end >= size:
-        raise ConfigError(
-            "data.end_of_text", end, f"is no token id: the data has a vocabulary of {size:,}"
-        )
-    return datasets._replace(
-        train=PackedDocuments(train, end),
-        validation=None if validation is None else PackedDocuments(validation, end),
-    )
+    return build(config)
 
 
 def is_held_out(name: str, share: float) -> bool:
@@ -240,12 +215,6 @@ def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
             "data.source",
             config.source,
             f"for split={split!r} it returned a {kind}, which {problem}",
-        )
-    if config.document_masking and is_stream(dataset):
-        raise ConfigError(
-            "data.document_masking",
-            True,
-            "needs a map-style dataset; let the samples of the iterable one contain 'positions'",
         )
     if split == "train":
         check_workers("data.workers", config.workers, dataset)

@@ -41,7 +41,6 @@ def open_tokens(
     files = [path / name for name in metadata.files] if path.is_dir() else [path]
     size = config.vocabulary_size or metadata.vocabulary_size
     tokens = TokenFiles(files, metadata.dtype, size, length, setting)
-    tokens.end_of_text = metadata.end_of_text
     for file, count in zip(files, np.diff(tokens.starts).tolist(), strict=True):
         if count != metadata.files[file.name]:
             problem = (
@@ -69,9 +68,6 @@ def _compare_settings(config: DataConfig, path: Path, metadata: TokenMetadata) -
     if config.token_dtype not in (None, metadata.dtype):
         problem = f"{METADATA} of {path} says {metadata.dtype}; remove this setting"
         raise ConfigError("data.token_dtype", config.token_dtype, problem)
-    if config.end_of_text not in (None, metadata.end_of_text):
-        problem = f"{METADATA} of {path} says {metadata.end_of_text}; remove this setting"
-        raise ConfigError("data.end_of_text", config.end_of_text, problem)
     if (config.vocabulary_size or metadata.vocabulary_size) < metadata.vocabulary_size:
         problem = (
             f"the tokenizer of {path} has {metadata.vocabulary_size:,} ids; set at least that, or"

@@ -67,18 +67,6 @@ class DataConfig:
     size in `tokens.json`. Without that file, it is the number of values of uint8 or uint16; wider
     types require this setting."""
 
-    document_masking: bool = field(
-        default=False, metadata=consequential("tokens attend to other documents, or no longer do")
-    )
-    """Tokens attend only to their own document, positions restart in each one, and no token is
-    predicted from another document. Each text file is a document; `end_of_text` ends the others."""
-
-    end_of_text: int | None = field(
-        default=None, metadata=consequential("documents begin at other tokens")
-    )
-    """Token id that ends each document, for `document_masking` (default: the attribute
-    `end_of_text` of the dataset)."""
-
     workers: int = field(default=0, metadata=HARMLESS)
     """Number of processes per rank that prepare microbatches. 0 prepares them in the training
     process, which is enough for text and token files. An iterable dataset takes at most 1."""
@@ -97,7 +85,6 @@ class DataConfig:
         self._check_source()
         self._check_numbers()
         self._check_vocabulary()
-        self._check_documents()
         self._check_options()
 
     @property
@@ -179,19 +166,6 @@ class DataConfig:
                 None,
                 f"set it: the type {self.token_dtype} does not imply a vocabulary (or leave out"
                 " data.token_dtype, if the data has a tokens.json)",
-            )
-
-    def _check_documents(self) -> None:
-        end = self.end_of_text
-        if self.source == "text" and end is not None:
-            raise ConfigError(
-                "data.end_of_text", end, "files of text have a fixed one; remove this setting"
-            )
-        if end is not None and not 0 <= end < (self.vocabulary_size or 2**32):
-            raise ConfigError(
-                "data.end_of_text",
-                end,
-                "must be a token id: at least 0 and less than data.vocabulary_size",
             )
 
     def _check_options(self) -> None:

@@ -145,7 +145,6 @@ class TextFolder(Windows):
     """
 
     vocabulary_size = VOCABULARY_SIZE
-    end_of_text = END_OF_FILE
 
     def __init__(self, folder: Path, files: Sequence[TextFile], sequence_length: int) -> None:
         super().__init__((file.size + 1 for file in files), sequence_length)

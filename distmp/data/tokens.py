@@ -59,9 +59,6 @@ class TokenFiles(Windows):
         ConfigError: If a file cannot be read, or its size is not a multiple of the type's.
     """
 
-    end_of_text: int | None = None
-    """Token id that ends each document; None if it is unknown."""
-
     def __init__(
         self,
         files: Sequence[Path],

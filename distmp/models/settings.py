@@ -52,7 +52,7 @@ last three have the shapes of Llama 3."""
 # No machine can hold a model with more.
 _MOST_LAYERS, _MOST = 10_000, 2**31
 _OVERRIDES = ("layers", "dimension", "heads", "key_value_heads", "hidden")
-_TRANSFORMER_OPTIONS = ("tied_head", "rotary_base", "qk_norm", "rotary_scaling", "norm_epsilon")
+_TRANSFORMER_OPTIONS = ("tied_head", "rotary_base", "qk_norm", "norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,7 @@ class ModelConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
     replace those in config.json. The transformer takes `tied_head` (true, false), `rotary_base` (a
-    number), `qk_norm` (true, false), `rotary_scaling` (factor, low_frequency, high_frequency and
-    length, as in Llama 3.1) and `norm_epsilon`."""
+    number), `qk_norm` (true, false) and `norm_epsilon`."""
 
     def __post_init__(self) -> None:
         """Check each value, and that the dimensions are consistent.
