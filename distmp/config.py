@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from distmp.callback_settings import EarlyStoppingConfig, parse_callbacks
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.data.file_formats import check_token_paths
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
 from distmp.engine.settings import (
@@ -445,7 +444,6 @@ class RunConfig:
         """
         from distmp.models.metrics import find_metric
 
-        check_token_paths(self.data)
         # Without options there is nothing to compare: the ranks import the module.
         for section in (self.data, self.model):
             if section.is_import_path and section.options:

@@ -11,7 +11,7 @@ from distmp.checkpoint import manifest
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import State
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import Storage, folder_name, storage
+from distmp.checkpoint.storage import folder_name, storage
 from distmp.errors import CheckpointError
 
 logger = logging.getLogger("distmp")
@@ -77,7 +77,7 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
 
 
-def _by_step(place: Storage[Any]) -> dict[int, Location]:
+def _by_step(place: Any) -> dict[int, Location]:
     """Return the finished checkpoints by step, in ascending order."""
     return {e.step: e.path for e in reversed(place.entries()) if e.finished}
 

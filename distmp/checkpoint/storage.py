@@ -21,9 +21,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from distmp.checkpoint.location import Location, RemotePath
 from distmp.checkpoint.manifest import STATE_FILE
@@ -34,8 +33,6 @@ INDEX_FILE = ".metadata"
 _LOCAL_NAME = re.compile(r"step-(\d{6,})(\.writing|\.replaced)?")
 _REMOTE_NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 _ABANDONED_FILE = "abandoned"
-
-Folder = TypeVar("Folder", Path, RemotePath)
 
 
 class Entry(NamedTuple):
@@ -52,47 +49,8 @@ class Entry(NamedTuple):
     finished: bool
 
 
-class Storage(ABC, Generic[Folder]):
-    """The checkpoints in one directory."""
-
-    @abstractmethod
-    def entries(self) -> list[Entry]:
-        """Return the folders of checkpoints, finished or not, in order of preference."""
-
-    @abstractmethod
-    def abandoned(self) -> list[Entry]:
-        """Return the checkpoints that were set aside, the latest step first."""
-
-    @abstractmethod
-    def prepare(self, step: int) -> Folder:
-        """Remove leftovers of a crash, and return the folder to write to."""
-
-    @abstractmethod
-    def discard(self, path: Folder) -> None:
-        """Remove a checkpoint that was not finished."""
-
-    @abstractmethod
-    def publish(self, written: Folder) -> Folder:
-        """Make the checkpoint in a folder current; return the folder under its final name.
-
-        Its files must be on the disk, `state.json` last.
-        """
-
-    @abstractmethod
-    def clean(self) -> None:
-        """Remove checkpoints that were replaced by another one of the same step."""
-
-    @abstractmethod
-    def remove(self, path: Folder) -> None:
-        """Remove a checkpoint."""
-
-    @abstractmethod
-    def set_aside(self, path: Folder) -> Folder:
-        """Mark a checkpoint as abandoned; return its new path."""
-
-
-def storage(directory: Location) -> Storage[Any]:
-    """Return the storage of the checkpoints in a directory."""
+def storage(directory: Location) -> Any:
+    """Return the `LocalStorage` or `RemoteStorage` of the checkpoints in a directory."""
     if isinstance(directory, RemotePath):
         return RemoteStorage(directory)
     return LocalStorage(directory)
@@ -123,7 +81,7 @@ def synchronize(path: Path) -> None:
         os.close(descriptor)
 
 
-class LocalStorage(Storage[Path]):
+class LocalStorage:
     """Checkpoints on a disk, or on a network file system that renames atomically.
 
     Args:
@@ -133,7 +91,8 @@ class LocalStorage(Storage[Path]):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def entries(self) -> list[Entry]:  # noqa: D102
+    def entries(self) -> list[Entry]:
+        """Return the folders of checkpoints, finished or not, in order of preference."""
         order = {".writing": 0, None: 1, ".replaced": 2}
         entries = []
         for path in self._directory.glob("step-*"):
@@ -142,7 +101,8 @@ class LocalStorage(Storage[Path]):
                 entries.append((-entry.step, order[name[2]], entry))
         return [entry for *_, entry in sorted(entries)]
 
-    def abandoned(self) -> list[Entry]:  # noqa: D102
+    def abandoned(self) -> list[Entry]:
+        """Return the checkpoints that were set aside, the latest step first."""
         found = [
             Entry(step, path, finished=True)
             for path in self._directory.glob("step-*.abandoned")
@@ -150,7 +110,8 @@ class LocalStorage(Storage[Path]):
         ]
         return sorted(found, reverse=True)
 
-    def prepare(self, step: int) -> Path:  # noqa: D102
+    def prepare(self, step: int) -> Path:
+        """Remove leftovers of a crash, and return the folder to write to."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("step-*"):
             replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
@@ -160,10 +121,15 @@ class LocalStorage(Storage[Path]):
         writing.mkdir()
         return writing
 
-    def discard(self, path: Path) -> None:  # noqa: D102
+    def discard(self, path: Path) -> None:
+        """Remove a checkpoint that was not finished."""
         _delete(path)
 
-    def publish(self, written: Path) -> Path:  # noqa: D102
+    def publish(self, written: Path) -> Path:
+        """Make the checkpoint in a folder current; return the folder under its final name.
+
+        Its files must be on the disk, `state.json` last.
+        """
         final = written.with_suffix("")
         synchronize(written)
         if final.exists():
@@ -172,18 +138,21 @@ class LocalStorage(Storage[Path]):
         synchronize(self._directory)
         return final
 
-    def clean(self) -> None:  # noqa: D102
+    def clean(self) -> None:
+        """Remove checkpoints that were replaced by another one of the same step."""
         for path in self._directory.glob("step-*.replaced"):
             self.remove(path)
 
-    def remove(self, path: Path) -> None:  # noqa: D102
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint."""
         _delete(path.rename(_vacate(path.with_suffix(".removing"))))
 
-    def set_aside(self, path: Path) -> Path:  # noqa: D102
+    def set_aside(self, path: Path) -> Path:
+        """Mark a checkpoint as abandoned; return its new path."""
         return path.rename(_vacate(path.with_suffix(".abandoned")))
 
 
-class RemoteStorage(Storage[RemotePath]):
+class RemoteStorage:
     """Checkpoints on any file system of fsspec.
 
     Args:
@@ -193,7 +162,8 @@ class RemoteStorage(Storage[RemotePath]):
     def __init__(self, directory: RemotePath) -> None:
         self._directory = directory
 
-    def entries(self) -> list[Entry]:  # noqa: D102
+    def entries(self) -> list[Entry]:
+        """Return the folders of checkpoints, finished or not, in order of preference."""
         entries = [
             (-step, -attempt, Entry(step, path, finished=(path / STATE_FILE).is_file()))
             for step, attempt, path in self._folders()
@@ -201,7 +171,8 @@ class RemoteStorage(Storage[RemotePath]):
         ]
         return [entry for *_, entry in sorted(entries)]
 
-    def abandoned(self) -> list[Entry]:  # noqa: D102
+    def abandoned(self) -> list[Entry]:
+        """Return the checkpoints that were set aside, the latest step first."""
         found = [
             (step, attempt, Entry(step, path, finished=True))
             for step, attempt, path in self._folders()
@@ -209,7 +180,8 @@ class RemoteStorage(Storage[RemotePath]):
         ]
         return [entry for *_, entry in sorted(found, key=lambda item: item[:2], reverse=True)]
 
-    def prepare(self, step: int) -> RemotePath:  # noqa: D102
+    def prepare(self, step: int) -> RemotePath:
+        """Remove leftovers of a crash, and return the folder to write to."""
         self._directory.mkdir(parents=True, exist_ok=True)
         attempts = [0]
         for found_step, attempt, path in self._folders():
@@ -221,13 +193,19 @@ class RemoteStorage(Storage[RemotePath]):
         suffix = f".{attempt}" if attempt > 1 else ""
         return self._directory / f"{folder_name(step)}{suffix}"
 
-    def discard(self, path: RemotePath) -> None:  # noqa: D102
+    def discard(self, path: RemotePath) -> None:
+        """Remove a checkpoint that was not finished."""
         path.remove_tree()
 
-    def publish(self, written: RemotePath) -> RemotePath:  # noqa: D102
+    def publish(self, written: RemotePath) -> RemotePath:
+        """Make the checkpoint in a folder current; return the folder under its final name.
+
+        Its files must be on the disk, `state.json` last.
+        """
         return written
 
-    def clean(self) -> None:  # noqa: D102
+    def clean(self) -> None:
+        """Remove checkpoints that were replaced by another one of the same step."""
         current: set[int] = set()
         for entry in self.entries():
             if entry.finished and entry.step in current:
@@ -235,12 +213,14 @@ class RemoteStorage(Storage[RemotePath]):
             elif entry.finished:
                 current.add(entry.step)
 
-    def remove(self, path: RemotePath) -> None:  # noqa: D102
+    def remove(self, path: RemotePath) -> None:
+        """Remove a checkpoint."""
         (path / STATE_FILE).unlink()
         if path.exists():
             path.remove_tree()
 
-    def set_aside(self, path: RemotePath) -> RemotePath:  # noqa: D102
+    def set_aside(self, path: RemotePath) -> RemotePath:
+        """Mark a checkpoint as abandoned; return its new path."""
         (path / _ABANDONED_FILE).write_bytes(b"")
         return path
 

@@ -85,8 +85,7 @@ def _build_text(config: DataConfig) -> Datasets:
         name = f"text below {folder}"
     train, validation = _split_text(config, folder, files)
     _require_window("data.path", str(folder), train)
-    sizes = f"{_extent(train)} for training, {_held_out(validation)}"
-    return Datasets(train, validation, TextFolder.vocabulary_size, f"{name}: {sizes}")
+    return _described(name, train, validation, TextFolder.vocabulary_size)
 
 
 def _split_text(
@@ -111,18 +110,6 @@ def _split_text(
     return _split(config, str(folder), everything)
 
 
-def _extent(dataset: TextFolder) -> str:
-    """Return the number of files and bytes of a dataset, as text."""
-    begin, end = dataset.starts[:-1], dataset.starts[1:]
-    used = int(((end > dataset.first) & (begin < dataset.last)).sum())
-    size = (dataset.last - dataset.first) / 1e6
-    return f"{used:,} file{'s' if used != 1 else ''}, {size:,.1f} MB"
-
-
-def _held_out(validation: TextFolder | None) -> str:
-    return f"{_extent(validation)} held out" if validation else "nothing held out"
-
-
 # --- token files ---
 
 
@@ -138,15 +125,17 @@ def _build_tokens(config: DataConfig) -> Datasets:
     elif config.held_out > 0.0:
         train, validation = _split(config, str(path), everything)
     _require_window("data.path", str(path), train)
-    held_out = validation.last - validation.first if validation else 0
-    description = (
-        f"tokens of {path}: {train.last:,} for training, {held_out:,} held out,"
-        f" vocabulary of {train.vocabulary_size:,}"
-    )
-    return Datasets(train, validation, train.vocabulary_size, description)
+    return _described(f"tokens of {path}", train, validation, train.vocabulary_size)
 
 
-# --- both ---
+# --- all ---
+
+
+def _described(name: str, train: Any, validation: Any, vocabulary_size: int | None) -> Datasets:
+    sizes = [0 if data is None else length_of(data) for data in (train, validation)]
+    of_train, of_validation = ("a stream" if size is None else f"{size:,}" for size in sizes)
+    text = f"{name}: samples for training: {of_train}, held out: {of_validation}"
+    return Datasets(train, validation, vocabulary_size, text)
 
 
 def _split(config: DataConfig, path: str, everything: W) -> tuple[W, W]:
@@ -194,15 +183,7 @@ def _build_from_callable(config: DataConfig) -> Datasets:
         raise ConfigError("data.source", config.source, "returned None for split='train'")
     validation = _call(config, function, "validation")
     size = config.vocabulary_size or getattr(train, "vocabulary_size", None)
-    samples = "a stream of" if length_of(train) is None else f"{len(train):,}"
-    description = f"{config.source}: {samples} samples for training, {_size(validation)} held out"
-    return Datasets(train, validation, size, description)
-
-
-def _size(validation: Any | None) -> str:
-    if validation is None:
-        return "nothing"
-    return "a stream" if length_of(validation) is None else f"{len(validation):,}"
+    return _described(config.source, train, validation, size)
 
 
 def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from distmp.data.settings import DataConfig
-from distmp.data.token_metadata import metadata_of
 from distmp.errors import ConfigError
 
 _TOKENIZE = "run `distmp data tokenize`, and set {setting} to the folder that it writes"
@@ -23,23 +21,6 @@ _HEADERS = {
 _TEXT_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".csv", ".tsv", ".html", ".xml", ".yaml", ".py")
 _READ_BYTES = 2**16
 _CONTROL_CHARACTERS = frozenset(map(chr, [*range(32), 127])) - frozenset("\t\n\v\f\r\b\x1b")
-
-
-def check_token_paths(config: DataConfig) -> None:
-    """Refuse text as token ids before a run starts, where the files exist on this machine.
-
-    Raises:
-        ConfigError: With the name of the setting, and the command that makes token ids of text.
-    """
-    if config.source != "tokens":
-        return
-    for setting, name in (
-        ("data.path", config.path),
-        ("data.validation_path", config.validation_path),
-    ):
-        path = Path(name or "").expanduser()
-        if path.is_file() and metadata_of(path, setting) is None:
-            refuse_other_formats(path, config.known_token_dtype, setting)
 
 
 def refuse_other_formats(path: Path, dtype: str, setting: str) -> None:

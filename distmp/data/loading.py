@@ -33,31 +33,23 @@ Collate = Callable[[list[Any]], Any]
 def step_batches(
     dataset: Any,
     *,
-    seed: int,
     first_sample: int,
     global_batch_size: int,
     microbatch_size: int,
     rank: int,
     world_size: int,
-    workers: int = 0,
-    pin_memory: bool = False,
-    collate_fn: Collate | None = None,
-    group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> Generator[list[Batch], None, None]:
     """Return an endless generator of the microbatches of this rank, one list per step.
 
     Args:
         dataset: Map-style or iterable dataset, see `steps`.
-        seed: Seed of the order (see `distmp.data.order`).
         first_sample: Number of samples that all ranks together have consumed before.
         global_batch_size: Samples of one step, over all ranks.
         microbatch_size: Samples of one forward and backward.
         rank: This rank.
         world_size: Number of ranks that share the batch.
-        workers: Processes that prepare microbatches; 0 prepares them in this process.
-        pin_memory: Whether tensors are in page-locked memory, for faster copies to a GPU.
-        collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-        group: Ranks that compare their datasets, see `steps`.
+        options: Further arguments of `steps`.
 
     Returns:
         A generator. Its workers end when it is closed or deleted.
@@ -66,17 +58,7 @@ def step_batches(
         ConfigError: Immediately, if the global batch cannot be divided over the ranks.
     """
     division = Division(first_sample, global_batch_size, microbatch_size, rank, world_size)
-    return _microbatches_of(
-        steps(
-            dataset,
-            division,
-            seed=seed,
-            workers=workers,
-            pin_memory=pin_memory,
-            collate_fn=collate_fn,
-            group=group,
-        )
-    )
+    return _microbatches_of(steps(dataset, division, **options))
 
 
 def _microbatches_of(
@@ -134,10 +116,7 @@ def steps(
         return _compared(loader, division, same)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
     seeded = SeededMicrobatches(dataset, seed, combine)
-    if collate_fn is None and getattr(dataset, "draws_nothing", False):
-        loader = loads(dataset, batch_sampler=sampler, collate_fn=combine)
-    else:
-        loader = loads(seeded, batch_sampler=_Places(sampler), collate_fn=_unchanged)
+    loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
     return _grouped(loader, sampler, seeded, same)
 
 
@@ -165,17 +144,6 @@ def is_stream(dataset: Any) -> bool:
 def _unchanged(value: Any) -> Any:
     """Return a microbatch that is collated already."""
     return value
-
-
-class _Places:
-    """The (position, index) of the samples of each microbatch."""
-
-    def __init__(self, sampler: MicrobatchSampler) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for indices, positions in zip(self._sampler, self._sampler.positions(), strict=False):
-            yield list(zip(positions, indices, strict=True))
 
 
 class _SameOnAllRanks:

@@ -7,9 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from distmp.data.settings import TokenType
 from distmp.errors import ConfigError
 from distmp.utils.files import read_regular, replacing
 
@@ -73,8 +72,6 @@ class TokenMetadata:
             content: dict[str, Any] = json.loads(read_regular(file, _LARGEST_BYTES))
             found = content.pop("format")
             metadata = cls(**content) if found == _FORMAT else None
-            if metadata is not None:
-                metadata._check()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"cannot read {file}: {error}; tokenize the data again"
             raise ConfigError(setting, str(folder), problem) from error
@@ -82,15 +79,6 @@ class TokenMetadata:
             problem = f"{file} has format {found!r}; this version of distmp reads {_FORMAT}"
             raise ConfigError(setting, str(folder), problem)
         return metadata
-
-    def _check(self) -> None:
-        dtypes = get_args(TokenType)
-        if self.dtype not in dtypes:
-            raise ValueError(f"dtype = {self.dtype!r} is not one of {', '.join(dtypes)}")
-        numbers = (self.vocabulary_size, self.end_of_text, self.documents, self.tokens)
-        for number in (*numbers, *self.files.values()):
-            if not isinstance(number, int) or number < 0:
-                raise ValueError(f"{number!r} is not an integer of at least 0")
 
 
 def metadata_of(path: Path, setting: str = "data.path") -> TokenMetadata | None:

@@ -55,16 +55,6 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     return OPTIMIZERS[name]
 
 
-def optimizer_options(name: str) -> list[str]:
-    """Return the valid names in `optim.options` for an optimizer.
-
-    Raises:
-        ConfigError: For an unknown optimizer.
-    """
-    accepted = inspect.signature(find_optimizer(name)).parameters
-    return [option for option in accepted if option not in ("params", *OWN_SETTINGS)]
-
-
 def torch_schedules() -> dict[str, Callable[..., lr_scheduler.LRScheduler]]:
     """Return torch's schedulers that can be configured with numbers, by name."""
     return {

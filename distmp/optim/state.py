@@ -188,7 +188,7 @@ def create_state(
             state.update(optimizer.new_state(parameter, group))
         if key in state or isinstance(optimizer, AdamW):
             continue
-        if dtype.is_floating_point and (dtype.itemsize == 1 or _is_of_torch(optimizer)):
+        if dtype.is_floating_point and _is_of_torch(optimizer):
             dtype = parameter.dtype if shape else dtype
         full = parameter.shape if shapes is None else shapes[name]
         if shape and shape == full and _is_of_torch(optimizer) and not dtype.is_floating_point:

@@ -357,7 +357,7 @@ def build_deferred(
         needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
     _leave_fake(module, recording, _is_fake)
-    _compute_attributes(module, recording, recorder.has_made)
+    _refuse_attributes(module, recorder.has_made)
     _recordings[module] = recording
     return module
 
@@ -503,41 +503,16 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
     replace_tensors(module, is_fake, lambda held: _on_meta(held.tensor))
 
 
-@torch.no_grad()
-def _compute_attributes(
-    module: nn.Module, recording: Recording, is_fake: Callable[[Any], bool]
-) -> None:
-    """Compute the fake tensors in attributes of modules that are not parameters or buffers."""
-    registered = {view.storage for view in recording.views.values()}
-    # What modules share stays shared. With the originals, so that no id is used again.
-    done: dict[int, tuple[Any, Any]] = {}
-
-    def value(tensor: Tensor, name: str) -> Tensor:
-        if recording.view(tensor).storage in registered or tensor.grad_fn is not None:
-            raise NotDeferrableError(f"keeps a view or a function of a parameter in {name}")
-        if not recording.is_known(tensor):
-            raise NotDeferrableError(_ASSIGNS.format(name))
-        real = recording.value(tensor).to(tensor.device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(real, tensor.requires_grad)
-        return real.requires_grad_(tensor.requires_grad)
-
-    def computed(tree: Any, name: str) -> Any:
-        if id(tree) not in done:
-            if is_fake(tree):
-                new = value(tree, name)
-            else:
-                new = pytree.tree_map_only(is_fake, lambda leaf: computed(leaf, name), tree)
-            done[id(tree)] = (tree, new)
-        return done[id(tree)][1]
-
+def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> None:
+    """Refuse fake tensors in attributes of modules that are not parameters or buffers."""
     for prefix, part in module.named_modules():
         # `weight_norm`, `spectral_norm` and pruning set these again before each forward.
         hooks = part._forward_pre_hooks.values()
         again = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
-        for key, attribute in list(vars(part).items()):
+        for key, attribute in vars(part).items():
             if key not in again and any(map(is_fake, pytree.tree_leaves(attribute))):
-                vars(part)[key] = computed(attribute, f"{prefix}.{key}".lstrip("."))
+                name = f"{prefix}.{key}".lstrip(".")
+                raise NotDeferrableError(f"keeps a tensor in the attribute {name}")
 
 
 def _is_fake(tensor: Tensor) -> bool:
