@@ -37,7 +37,12 @@ def open_tokens(
         refuse_other_formats(path, config.known_token_dtype, setting)
         size = config.token_vocabulary_size
         return TokenFiles([path], config.known_token_dtype, size, length, setting), None
-    _compare_settings(config, path, metadata)
+    if config.token_dtype not in (None, metadata.dtype):
+        problem = f"{METADATA} of {path} says {metadata.dtype}; remove this setting"
+        raise ConfigError("data.token_dtype", config.token_dtype, problem)
+    if (config.vocabulary_size or metadata.vocabulary_size) < metadata.vocabulary_size:
+        problem = f"the tokenizer of {path} has {metadata.vocabulary_size:,} ids; set at least that"
+        raise ConfigError("data.vocabulary_size", config.vocabulary_size, problem)
     files = [path / name for name in metadata.files] if path.is_dir() else [path]
     size = config.vocabulary_size or metadata.vocabulary_size
     tokens = TokenFiles(files, metadata.dtype, size, length, setting)
@@ -61,19 +66,6 @@ def _refuse_unknown_folder(setting: str, path: Path) -> None:
             " `distmp data tokenize` wrote"
         )
         raise ConfigError(setting, str(path), problem)
-
-
-def _compare_settings(config: DataConfig, path: Path, metadata: TokenMetadata) -> None:
-    """Refuse settings that contradict the metadata of the files."""
-    if config.token_dtype not in (None, metadata.dtype):
-        problem = f"{METADATA} of {path} says {metadata.dtype}; remove this setting"
-        raise ConfigError("data.token_dtype", config.token_dtype, problem)
-    if (config.vocabulary_size or metadata.vocabulary_size) < metadata.vocabulary_size:
-        problem = (
-            f"the tokenizer of {path} has {metadata.vocabulary_size:,} ids; set at least that, or"
-            " remove this setting"
-        )
-        raise ConfigError("data.vocabulary_size", config.vocabulary_size, problem)
 
 
 def check_validation(
@@ -103,16 +95,15 @@ def check_validation(
             f" has {train.dtype}; tokenize both with the same tokenizer, or set data.token_dtype"
             f" and data.vocabulary_size if its ids are {train.dtype}"
         )
-    elif train.tokenizer_sha256 != validation.tokenizer_sha256:
-        problem = (
-            f"was made with the tokenizer {validation.tokenizer!r}, data.path with another one,"
-            f" {train.tokenizer!r}; tokenize both with the same one"
-        )
-    elif train.end_of_text != validation.end_of_text:
-        problem = (
-            f"has documents that end with token {validation.end_of_text}, and those of data.path"
-            f" end with {train.end_of_text}; tokenize both with the same --end-of-text"
-        )
-    else:
+    elif (train.tokenizer_sha256, train.end_of_text) == (
+        validation.tokenizer_sha256,
+        validation.end_of_text,
+    ):
         return
+    else:
+        problem = (
+            f"was made with the tokenizer {validation.tokenizer!r} and token"
+            f" {validation.end_of_text} after each document, data.path with {train.tokenizer!r} and"
+            f" {train.end_of_text}; tokenize both in the same way"
+        )
     raise ConfigError("data.validation_path", str(validation_path), problem)

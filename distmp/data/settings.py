@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distmp.errors import ConfigError, nearest
-from distmp.utils.files import check_name
 from distmp.utils.imports import check_arguments, load_callable
 from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential
 
@@ -80,8 +79,6 @@ class DataConfig:
         Raises:
             ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
-        check_name("data.path", self.path)
-        check_name("data.validation_path", self.validation_path)
         self._check_source()
         self._check_numbers()
         self._check_vocabulary()

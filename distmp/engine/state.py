@@ -25,8 +25,6 @@ from distmp.optim.state import (
     named_state,
     never_stepped,
     prepare_for_device_skip,
-    rates_by_group,
-    rates_by_parameter,
 )
 from distmp.scaling import LossScale, loss_scale_rules
 from distmp.utils.flat_shard import global_shape
@@ -97,8 +95,6 @@ class EngineState:
         for name, value in self.divergence.state_dict().items():
             state[f"divergence/{name}"] = value
         for name, value in self._updates.learning_rates.state_dict().items():
-            if name == "rates":
-                value = rates_by_parameter(self._updates.optimizer, self._updates.names, value)
             state[f"{SCHEDULE}{name}"] = value
         if self._products.schedule is not None:
             for name, value in self._products.schedule.state_dict().items():
@@ -189,7 +185,7 @@ class EngineState:
         kept = {name for name, shape in rates.items() if stored.get(name, (None,))[0] != shape}
         if kept:
             self._warn(
-                "the state has no %s for the trained parameters and the schedule of this engine: "
+                "the state has no %s for the parameter groups and the schedule of this engine: "
                 "its learning rates stay unchanged",
                 sorted(kept),
             )
@@ -226,7 +222,7 @@ class EngineState:
         self.divergence.load_state_dict(
             {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
         )
-        self._load_learning_rates(
+        self._updates.learning_rates.load_state_dict(
             {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
         )
         self._strategy.copy_master_to_model()
@@ -234,19 +230,6 @@ class EngineState:
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._updates.max_applied = int(self.counts[0])
         self._products.continue_from(self.steps)
-
-    def _load_learning_rates(self, state: dict[str, Tensor]) -> None:
-        if "rates" in state:
-            state["rates"] = rates_by_group(
-                self._updates.optimizer, self._updates.names, state["rates"]
-            )
-            if state["rates"].isnan().any():
-                self._warn(
-                    "parameter groups %s of this engine have parameters with several learning "
-                    "rates in the state: the rates of these groups stay unchanged",
-                    [str(index) for index in state["rates"].isnan().nonzero().flatten().tolist()],
-                )
-        self._updates.learning_rates.load_state_dict(state)
 
     def _warn(self, message: str, names: list[str]) -> None:
         if not self._is_quiet:

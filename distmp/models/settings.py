@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
-from distmp.utils.files import check_name
 from distmp.utils.imports import check_arguments, load_callable
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
 
@@ -165,11 +164,6 @@ class ModelConfig:
     """'next_token' (cross entropy) or the import path 'module:callable' of a function
     loss(model, batch) -> (loss sum, weight)."""
 
-    weight_unit: str | None = field(default=None, metadata=HARMLESS)
-    """What the weight that the loss returns counts, in the singular, for logs: token, sample,
-    pixel, ... (default: token for next_token; for your loss, sample if the weight of a step is at
-    most its number of samples)."""
-
     weights: str | None = field(default=None, metadata=IGNORED)
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
@@ -201,8 +195,6 @@ class ModelConfig:
         Raises:
             ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
-        check_name("model.weights", self.weights)
-        check_name("model.name", self.name)
         if self.is_hugging_face:
             locate(self.name)
         elif not self.is_import_path and self.name != "transformer":
@@ -214,12 +206,6 @@ class ModelConfig:
         if ":" not in self.loss and self.loss != "next_token":
             raise ConfigError(
                 "model.loss", self.loss, "write 'next_token' or an import path 'module:callable'"
-            )
-        if self.weight_unit is not None and not self.weight_unit.isalpha():
-            raise ConfigError(
-                "model.weight_unit",
-                self.weight_unit,
-                "write one word in the singular, such as token",
             )
         if self.size not in SIZES:
             raise ConfigError("model.size", self.size, nearest(self.size, SIZES))

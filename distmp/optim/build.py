@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest
 from distmp.optim.adamw import AdamW
-from distmp.optim.checks import check_kind, cycles_momentum, refuse_kind
+from distmp.optim.checks import check_kind, refuse_kind
 from distmp.optim.names import (
     NOT_BY_NAME,
     OWN_SETTINGS,
@@ -45,14 +45,7 @@ def optimizer_factory(
     """
     build = find_optimizer(config.name)
     options: dict[str, Any] = {"lr": config.lr}
-    if config.state is not None or stochastic_rounding:
-        if config.name != "adamw":
-            raise ConfigError(
-                "precision.policy.stochastic_rounding",
-                True,
-                f"needs an optimizer that rounds, which {config.name!r} does not; set optim.name "
-                "to adamw, or remove it",
-            )
+    if config.name == "adamw" and (config.state is not None or stochastic_rounding):
         build = AdamW
         options |= {"state": config.state, "stochastic_rounding": stochastic_rounding, "seed": seed}
     if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
@@ -159,13 +152,6 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
 def _check_from_torch(
     scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int
 ) -> None:
-    if cycles_momentum(scheduler):
-        raise ConfigError(
-            "schedule.options.cycle_momentum",
-            True,
-            f"only learning rates follow a schedule, but {config.name} also changes the momentum; "
-            "set it to false",
-        )
     # OneCycleLR ends: it has one rate for the start, and one after each of `total_steps` updates.
     last = getattr(scheduler, "total_steps", None)
     if last is not None and steps > last + 1:

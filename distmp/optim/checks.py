@@ -91,11 +91,6 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
     return schedule
 
 
-def cycles_momentum(schedule: lr_scheduler.LRScheduler) -> bool:
-    """Return whether a scheduler changes the momentum besides the learning rate."""
-    return bool(getattr(schedule, "cycle_momentum", False))
-
-
 def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRScheduler]:
     yield schedule
     for part in getattr(schedule, "_schedulers", ()):
@@ -111,7 +106,7 @@ def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer
             "follows a metric, and the engine schedules by the number of updates; build the engine "
             "without `schedule`, and step it on engine.optimizer yourself",
         )
-    if cycles_momentum(part):
+    if getattr(part, "cycle_momentum", False):
         raise ConfigError(
             "schedule",
             name,

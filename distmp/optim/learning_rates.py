@@ -135,12 +135,10 @@ class LearningRates:
         return {"rates": torch.tensor(current, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the rates of a state; rates that are missing or NaN stay unchanged."""
+        """Continue with the rates of a state; rates that are missing stay unchanged."""
         if "rates" not in state or self._build_schedule is not None:
             return
         for group, rate in zip(self._groups, state["rates"].tolist(), strict=True):
-            if math.isnan(rate):
-                continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:

@@ -41,6 +41,10 @@ ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
     # The update has the RMS of AdamW's (https://arxiv.org/abs/2502.16982).
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+# The Newton-Schulz iteration of torch.optim.Muon.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_LEAST_NORM = 1e-7
 NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -57,11 +61,7 @@ class Muon(torch.optim.Optimizer):
             Muon, False for AdamW for all of its tensors.
         lr: Learning rate of Muon and AdamW.
         weight_decay: Decoupled weight decay of Muon and AdamW.
-        momentum: Momentum of Muon.
-        nesterov: Whether Muon uses Nesterov momentum.
-        ns_coefficients: Coefficients of the Newton-Schulz polynomial.
-        ns_steps: Number of Newton-Schulz iterations.
-        eps: Lower bound of the norm that a matrix is divided by.
+        momentum: Nesterov momentum of Muon.
         adjust_lr_fn: How the learning rate of a matrix depends on its shape: "match_rms_adamw", for
             which AdamW's learning rates fit, or "original".
         ns_dtype: Dtype of the iterations. "fp32": updates agree between numbers of ranks to 1e-5.
@@ -71,7 +71,6 @@ class Muon(torch.optim.Optimizer):
             embeddings and heads. `describe` returns which matrices these are.
         adamw_lr: Learning rate of AdamW; None: `lr`.
         betas: Coefficients of AdamW's moments.
-        adamw_eps: Term in the denominator of AdamW's update.
         fused: Whether to unscale and skip on the device.
 
     Raises:
@@ -84,25 +83,19 @@ class Muon(torch.optim.Optimizer):
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
-        ns_steps: int = 5,
-        eps: float = 1e-7,
         adjust_lr_fn: str = "match_rms_adamw",
         ns_dtype: str = "fp32",
         adamw: Sequence[str] | None = None,
         adamw_lr: float | None = None,
         betas: Sequence[float] = (0.9, 0.999),
-        adamw_eps: float = 1e-8,
         fused: bool = True,
     ) -> None:
-        _check(momentum, ns_coefficients, ns_steps, adjust_lr_fn, ns_dtype, adamw)
+        _check(momentum, adjust_lr_fn, ns_dtype, adamw)
         # Its parameters are replaced in each step.
         self._adamw = torch.optim.AdamW(
             [torch.zeros(1)],
             lr=lr if adamw_lr is None else adamw_lr,
             betas=(betas[0], betas[1]),
-            eps=adamw_eps,
             weight_decay=weight_decay,
             fused=fused,
         )
@@ -110,10 +103,6 @@ class Muon(torch.optim.Optimizer):
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "ns_steps": ns_steps,
-            "eps": eps,
             "adjust_lr_fn": adjust_lr_fn,
             "fused": fused,
         }
@@ -228,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         _check_whole(matrix.tensor for matrix in own)
         for matrix in own:
             direction = self._direction(matrix).to(self._ns_dtype)
-            matrix.update(matrix.orthogonalized(direction))
+            matrix.update(orthogonalized(direction))
         if exchanged and shards is not None:
             self._exchange(exchanged, shards)
 
@@ -237,7 +226,7 @@ class Muon(torch.optim.Optimizer):
             return self._direction(work[index]).reshape(-1).to(shards.device, self._ns_dtype)
 
         owners = shards.owners([id(matrix.tensor) for matrix in work])
-        for index, update in owners.compute(shard, lambda i, full: work[i].orthogonalized(full)):
+        for index, update in owners.compute(shard, lambda _, full: orthogonalized(full)):
             work[index].update(update, shards.matrices[id(work[index].tensor)].shape)
 
     def _direction(self, matrix: _Matrix) -> Tensor:
@@ -253,7 +242,7 @@ class Muon(torch.optim.Optimizer):
         old, momentum = local_values(state["momentum_buffer"]), matrix.group["momentum"]
         new = old.lerp(gradient, 1 - momentum)
         matrix.store(old, new)
-        return gradient.lerp(new, momentum) if matrix.group["nesterov"] else new
+        return gradient.lerp(new, momentum)
 
 
 class _Matrix(NamedTuple):
@@ -268,11 +257,6 @@ class _Matrix(NamedTuple):
     tensor: Tensor
     group: dict[str, Any]
     skip: Tensor | None
-
-    def orthogonalized(self, full: Tensor) -> Tensor:
-        """Return the full matrix, orthogonalized with the settings of the group."""
-        group = self.group
-        return orthogonalized(full, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def update(self, direction: Tensor, shape: torch.Size | None = None) -> None:
         """Decay the weights and move them against the direction.
@@ -320,9 +304,7 @@ class _Shards:
         return self._owners[1]
 
 
-def orthogonalized(
-    matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float = 1e-7
-) -> Tensor:
+def orthogonalized(matrix: Tensor) -> Tensor:
     """Return a matrix with about the same singular vectors, and with singular values near 1.
 
     The Newton-Schulz iteration of Muon, as in https://github.com/KellerJordan/Muon and
@@ -330,17 +312,14 @@ def orthogonalized(
 
     Args:
         matrix: Floating point, 2-dim.
-        coefficients: The three coefficients of the polynomial.
-        steps: Number of iterations.
-        eps: Lower bound of the norm that the matrix is divided by.
     """
-    a, b, c = coefficients
+    a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    norm = chunk_norms([x]).norm().clamp(min=eps)
+    norm = chunk_norms([x]).norm().clamp(min=_LEAST_NORM)
     # A power of two, so that a norm beyond FP32 fits, too.
     x = x * PRESCALE / (norm * PRESCALE).to(x.dtype)
-    for _ in range(steps):
+    for _ in range(_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
@@ -416,8 +395,6 @@ def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict
 
 def _check(
     momentum: float,
-    coefficients: Sequence[float],
-    steps: int,
     adjust_lr_fn: str,
     ns_dtype: str,
     adamw: Sequence[str] | None,
@@ -431,10 +408,6 @@ def _check(
         raise ConfigError(
             "optim.options.momentum", momentum, "use a number of at least 0 and less than 1"
         )
-    if len(coefficients) != 3:
-        raise ConfigError("optim.options.ns_coefficients", coefficients, "use three numbers")
-    if not 1 <= steps < 100:
-        raise ConfigError("optim.options.ns_steps", steps, "use 1 to 99 iterations")
     if adjust_lr_fn not in ADJUSTMENTS:
         raise ConfigError(
             "optim.options.adjust_lr_fn", adjust_lr_fn, nearest(adjust_lr_fn, ADJUSTMENTS)

@@ -22,12 +22,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 # Settings of section `optim`; as options of the optimizer they would conflict with those.
 OWN_SETTINGS = ("lr", "weight_decay")
 # Schedulers of torch that cannot be configured with numbers.
-_NEEDS_FUNCTION = (
-    "needs a Python function; pass it to distmp.Engine as `schedule` in your own loop, or use "
-    "CosineAnnealingLR, PolynomialLR or another one that only needs numbers"
-)
-_NEEDS_SCHEDULERS = (
-    "consists of other schedulers; pass it to distmp.Engine as `schedule` in your own loop. "
+_NOT_NUMBERS = (
+    "is not configured by numbers; pass it to distmp.Engine as `schedule` in your own loop. "
     "schedule.warmup_steps adds a warm-up to any schedule"
 )
 NOT_BY_NAME = {
@@ -35,10 +31,10 @@ NOT_BY_NAME = {
         "follows a metric; only schedules that depend on the number of updates work, such as "
         "CosineAnnealingLR"
     ),
-    "LambdaLR": _NEEDS_FUNCTION,
-    "MultiplicativeLR": _NEEDS_FUNCTION,
-    "SequentialLR": _NEEDS_SCHEDULERS,
-    "ChainedScheduler": _NEEDS_SCHEDULERS,
+    "LambdaLR": _NOT_NUMBERS,
+    "MultiplicativeLR": _NOT_NUMBERS,
+    "SequentialLR": _NOT_NUMBERS,
+    "ChainedScheduler": _NOT_NUMBERS,
 }
 
 

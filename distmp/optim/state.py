@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -209,44 +208,6 @@ def create_state(
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
-
-
-def rates_by_parameter(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], rates: Tensor
-) -> Tensor:
-    """Return the rate of each parameter, in the order of their names.
-
-    So a state does not depend on how the parameters are divided into groups.
-
-    Args:
-        optimizer: The optimizer.
-        names: Name of each parameter by its `id`.
-        rates: Rate of each group, shape (groups,).
-    """
-    by_name = {
-        name: rate
-        for group, rate in zip(_names_in_groups(optimizer, names), rates.tolist(), strict=True)
-        for name in group
-    }
-    return torch.tensor([by_name[name] for name in sorted(by_name)], dtype=rates.dtype)
-
-
-def rates_by_group(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], rates: Tensor
-) -> Tensor:
-    """Return the rate of each group; NaN if its parameters have none in common.
-
-    Args:
-        optimizer: The optimizer.
-        names: Name of each parameter by its `id`.
-        rates: What `rates_by_parameter` returned.
-    """
-    groups = _names_in_groups(optimizer, names)
-    known = sorted(name for group in groups for name in group)
-    by_name = dict(zip(known, rates.tolist(), strict=True))
-    found = [{by_name[name] for name in group} for group in groups]
-    common = [rate.pop() if len(rate) == 1 else math.nan for rate in found]
-    return torch.tensor(common, dtype=rates.dtype)
 
 
 def _names_in_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
