@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
 from distmp.utils.imports import check_arguments, load_callable
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
+
+if TYPE_CHECKING:
+    from distmp.models.transformer import TransformerConfig
+
 
 PERPLEXITY = "perplexity"
 """The metric that is derived from the loss."""
@@ -48,80 +52,6 @@ last three have the shapes of Llama 3."""
 _MOST_LAYERS, _MOST = 10_000, 2**31
 _OVERRIDES = ("layers", "dimension", "heads", "key_value_heads", "hidden")
 _TRANSFORMER_OPTIONS = ("tied_head", "rotary_base", "qk_norm", "norm_epsilon")
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """Dimensions of a transformer. `dimension` is a multiple of twice `heads`."""
-
-    vocabulary_size: int
-    """Number of token ids."""
-
-    sequence_length: int
-    """Longest sequence, in tokens."""
-
-    layers: int
-    """Number of blocks."""
-
-    dimension: int
-    """Width of the residual stream."""
-
-    heads: int
-    """Number of attention heads."""
-
-    hidden: int
-    """Width of the hidden layer of the feed-forward part."""
-
-    tied_head: bool = True
-    """Whether the embedding is also the output matrix. Small models learn faster with it."""
-
-    rotary_base: float = 10_000.0
-    """Approximate ratio of the longest to the shortest wavelength of the rotary positions."""
-
-    key_value_heads: int | None = None
-    """Number of heads of keys and values; each serves a group of heads. It divides `heads`. None:
-    as many as `heads`."""
-
-    qk_norm: bool = False
-    """Whether queries and keys have an RMSNorm, over the width of a head, before their rotation."""
-
-    norm_epsilon: float = 1e-5
-    """Added to the mean square in each norm."""
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: If one is invalid, or dimensions do not fit together.
-        """
-        if self.dimension % (2 * self.heads):
-            raise ConfigError(
-                "model.heads",
-                self.heads,
-                f"does not divide model.dimension = {self.dimension} into heads of even width, "
-                "which rotary embeddings need",
-            )
-        if self.heads % self.groups:
-            raise ConfigError(
-                "model.key_value_heads",
-                self.key_value_heads,
-                f"does not divide model.heads = {self.heads}; each head of keys and values serves "
-                "the same number of heads",
-            )
-        # FP32, in which angles and norms are computed, has no larger base.
-        if not 1 <= self.rotary_base <= 1e38:
-            raise ConfigError(
-                "model.options.rotary_base", self.rotary_base, "use a number from 1 to 1e38"
-            )
-        if not 0 <= self.norm_epsilon <= 1:
-            raise ConfigError(
-                "model.options.norm_epsilon", self.norm_epsilon, "use a number from 0 to 1"
-            )
-
-    @property
-    def groups(self) -> int:
-        """Number of heads of keys and values."""
-        return self.key_value_heads or self.heads
 
 
 @dataclass(frozen=True)
@@ -220,7 +150,8 @@ class ModelConfig:
                         f"the transformer has no such option; "
                         f"{nearest(option, _TRANSFORMER_OPTIONS)}",
                     )
-            self.transformer(vocabulary_size=1, sequence_length=1)
+            if self.options or any(getattr(self, name) is not None for name in _OVERRIDES):
+                self.transformer(vocabulary_size=1, sequence_length=1)
         if self.peft is not None:
             from distmp.models import adapters  # imports torch
 
@@ -268,7 +199,9 @@ class ModelConfig:
         Raises:
             ConfigError: If an option is invalid.
         """
-        # Import lazily: your own loop needs neither YAML nor the command line.
+        # Import lazily: your own loop needs neither YAML nor the command line, and the help of a
+        # command does not need torch.
+        from distmp.models.transformer import TransformerConfig
         from distmp.utils.settings import from_mapping
 
         sizes = {"vocabulary_size": 1, "sequence_length": 1, **self.dimensions._asdict()}

@@ -8,14 +8,90 @@ model built on the meta device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distmp.errors import ConfigError
 from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
-from distmp.models.settings import TransformerConfig
 
 _STD = 0.02
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Dimensions of a transformer. `dimension` is a multiple of twice `heads`.
+
+    Raises:
+        ConfigError: If dimensions do not fit together, or an option is invalid.
+    """
+
+    vocabulary_size: int
+    """Number of token ids."""
+
+    sequence_length: int
+    """Longest sequence, in tokens."""
+
+    layers: int
+    """Number of blocks."""
+
+    dimension: int
+    """Width of the residual stream."""
+
+    heads: int
+    """Number of attention heads."""
+
+    hidden: int
+    """Width of the hidden layer of the feed-forward part."""
+
+    tied_head: bool = True
+    """Whether the embedding is also the output matrix. Small models learn faster with it."""
+
+    rotary_base: float = 10_000.0
+    """Approximate ratio of the longest to the shortest wavelength of the rotary positions."""
+
+    key_value_heads: int | None = None
+    """Number of heads of keys and values; each serves a group of heads. It divides `heads`. None:
+    as many as `heads`."""
+
+    qk_norm: bool = False
+    """Whether queries and keys have an RMSNorm, over the width of a head, before their rotation."""
+
+    norm_epsilon: float = 1e-5
+    """Added to the mean square in each norm."""
+
+    def __post_init__(self) -> None:
+        """Check the dimensions."""
+        if self.dimension % (2 * self.heads):
+            raise ConfigError(
+                "model.options.heads",
+                self.heads,
+                f"does not divide model.options.dimension = {self.dimension} into heads of even "
+                "width, which rotary embeddings need",
+            )
+        if self.heads % self.groups:
+            raise ConfigError(
+                "model.options.key_value_heads",
+                self.key_value_heads,
+                f"does not divide model.options.heads = {self.heads}; each head of keys and values "
+                "serves the same number of heads",
+            )
+        # FP32, in which angles and norms are computed, has no larger base.
+        if not 1 <= self.rotary_base <= 1e38:
+            raise ConfigError(
+                "model.options.rotary_base", self.rotary_base, "use a number from 1 to 1e38"
+            )
+        if not 0 <= self.norm_epsilon <= 1:
+            raise ConfigError(
+                "model.options.norm_epsilon", self.norm_epsilon, "use a number from 0 to 1"
+            )
+
+    @property
+    def groups(self) -> int:
+        """Number of heads of keys and values."""
+        return self.key_value_heads or self.heads
 
 
 class Projection(nn.Linear):
