@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from distmp.checkpoint import manifest
 from distmp.checkpoint.location import Location
-from distmp.checkpoint.manifest import State
+from distmp.checkpoint.manifest import State, readable_state
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import folder_name, storage
-from distmp.errors import CheckpointError
 
 logger = logging.getLogger("distmp")
 
@@ -67,7 +64,8 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
             )
         place.clean()
         by_step = _by_step(place)
-        states = _states(by_step)
+        found = {s: readable_state(path) for s, path in by_step.items()}
+        states = {s: state for s, state in found.items() if state is not None}
         best = {s: state.best for s, state in states.items() if state.best is not None}
         for old in retention.surplus(by_step, _possibly_unhealthy(states), best):
             place.remove(by_step[old])
@@ -80,15 +78,6 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
 def _by_step(place: Any) -> dict[int, Location]:
     """Return the finished checkpoints by step, in ascending order."""
     return {e.step: e.path for e in reversed(place.entries()) if e.finished}
-
-
-def _states(by_step: Mapping[int, Location]) -> dict[int, State]:
-    """Return the content of `state.json` by step, without damaged checkpoints."""
-    states = {}
-    for step, path in by_step.items():
-        with contextlib.suppress(CheckpointError):
-            states[step] = manifest.read(path)
-    return states
 
 
 def _possibly_unhealthy(states: Mapping[int, State]) -> set[int]:

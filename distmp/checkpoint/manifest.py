@@ -151,6 +151,14 @@ def read(path: Location) -> State:
         raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
 
 
+def readable_state(path: Location) -> State | None:
+    """Return the content of `state.json` of the checkpoint at `path`; None if it is damaged."""
+    try:
+        return read(path)
+    except CheckpointError:
+        return None
+
+
 def verify_file(path: Location, expected: FileSum) -> None:
     """Check that a file holds what was written, by reading it once.
 

@@ -162,9 +162,6 @@ def create_state(
 
     Returns:
         Names of parameters with a stored state that the optimizer does not have.
-
-    Raises:
-        CheckpointError: If a stored state of one of torch's optimizers is not floating-point.
     """
     owners = {
         names[id(parameter)]: (parameter, group)
@@ -190,11 +187,6 @@ def create_state(
         if dtype.is_floating_point and _is_of_torch(optimizer):
             dtype = parameter.dtype if shape else dtype
         full = parameter.shape if shapes is None else shapes[name]
-        if shape and shape == full and _is_of_torch(optimizer) and not dtype.is_floating_point:
-            raise CheckpointError(
-                f"the stored {entry} is of {dtype}, and {type(optimizer).__name__} has "
-                "floating-point state; the index of the checkpoint is not that of its data"
-            )
         if shape == full and parameter.dim() > 0 and (shape or key not in _COUNTS):
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:

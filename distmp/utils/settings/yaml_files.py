@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError
 from distmp.masking import masked
 from distmp.utils.files import PRIVATE, read_regular, replacing
 from distmp.utils.settings.convert import to_mapping
@@ -83,7 +82,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         loaded = yaml.load(read_regular(path, _LARGEST_BYTES), _Loader)
     except OSError as error:
-        raise ConfigError("--config", name, _unreadable(Path(path), error)) from None
+        raise ConfigError("--config", name, f"cannot be read ({error.strerror})") from None
     except Exception as error:  # noqa: BLE001  (a tag can request any conversion: !!int x)
         raise ConfigError("--config", name, _bad_syntax(error)) from None
     if loaded is None:
@@ -91,21 +90,6 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError("--config", name, "must hold settings as 'name: value' lines")
     return loaded
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    if not isinstance(error, FileNotFoundError):
-        return f"cannot be read ({error.strerror})"
-    if not path.parent.is_dir():
-        return f"there is no folder {os.fspath(path.parent)!r}"
-    names = [
-        entry.name
-        for entry in path.parent.iterdir()
-        if entry.suffix in (".yaml", ".yml") and not entry.name.startswith(".")
-    ]
-    if not names:
-        return f"there is no such file, and no YAML file in {os.fspath(path.parent)!r}"
-    return f"there is no such file; {nearest(path.name, names)}"
 
 
 def _bad_syntax(error: Exception) -> str:
