@@ -40,15 +40,12 @@ class Usable(NamedTuple):
     unhealthy: list[str]
 
 
-def usable(
-    directory: Location, *, before: int | None = None, other_than: Location | None = None
-) -> Usable:
+def usable(directory: Location, *, before: int | None = None) -> Usable:
     """Find the newest healthy checkpoint in `directory`. Collective over all ranks.
 
     Args:
         directory: The same on all ranks; rank 0 lists it.
         before: Consider only checkpoints of earlier steps than this one.
-        other_than: Ignore this checkpoint.
 
     Returns:
         The same result on all ranks.
@@ -67,8 +64,6 @@ def usable(
     result = Usable(None, [], [], [])
     for name, finished, problem in entries:
         path = directory / name
-        if path == other_than:
-            continue
         if not finished:
             result.unfinished.append(f"{path} was not finished")
         elif problem is not None:
@@ -121,7 +116,8 @@ def resolve(
         ),
     )
     if is_checkpoint:
-        checkpoint = _verify_named(directory)
+        checkpoint = StoredCheckpoint(directory)
+        checkpoint.verify()
         goal = f"look for marks of {checkpoint}"
         problem = rank_0_or_checkpoint_error(ranks, goal, lambda: _problem_of(directory))
         if problem is not None and ranks.rank == 0:
@@ -189,19 +185,6 @@ def _examined(directory: Location, before: int | None = None) -> Iterator[tuple[
 def _marked(state: State) -> str | None:
     problem = state.health.problem
     return None if problem is None else f"is marked as unhealthy: {problem}"
-
-
-def _verify_named(path: Location) -> StoredCheckpoint:
-    """Verify a checkpoint that the user named; if it is damaged, the error suggests another one."""
-    checkpoint = StoredCheckpoint(path)
-    try:
-        checkpoint.verify()
-    except CheckpointError as error:
-        other = usable(path.parent, other_than=path).checkpoint
-        none = f"its directory has no other one; {_RESTORE}"
-        hint = none if other is None else f"{other} is intact"
-        raise CheckpointError(f"{error}; {hint}") from error
-    return checkpoint
 
 
 def _names_checkpoint(path: Location) -> bool:

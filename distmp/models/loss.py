@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
-from distmp.errors import ConfigError
 from distmp.models.hugging_face_batch import is_hugging_face, model_inputs
 from distmp.models.linear_cross_entropy import check_targets
-from distmp.utils.tensor_trees import described
 
 # Largest number of wrappers of a model: DDP, a compiled module, FSDP1.
 _WRAPPERS = 3
@@ -40,10 +38,8 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
 
     Raises:
-        ConfigError: For targets outside of the vocabulary, see `check_targets`, and a batch without
-            these keys.
+        ConfigError: For targets outside of the vocabulary, see `check_targets`.
     """
-    _check_batch(batch)
     options: Mapping[str, Tensor] = {}
     if is_hugging_face(batch):
         inputs, targets, options = model_inputs(batch, arguments_of(model))
@@ -58,19 +54,6 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
     return loss_sum, (targets != IGNORED).sum().to(torch.float32)
-
-
-def _check_batch(batch: Any) -> None:
-    keys = batch if isinstance(batch, Mapping) else ()
-    if "input_ids" in keys or ("inputs" in keys and "targets" in keys):
-        return
-    raise ConfigError(
-        "batch",
-        described(batch),
-        "the loss next_token reads the keys inputs and targets, both int64 [batch, time], or those "
-        "of Hugging Face, input_ids and labels; return them from the dataset, or set model.loss "
-        "to a function that reads what is there",
-    )
 
 
 def takes_targets(model: nn.Module) -> bool:
