@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
-    FileSystemBase,
+    FileSystem,
     FileSystemReader,
     FileSystemWriter,
 )
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
 from distmp.checkpoint.finite import is_finite
-from distmp.checkpoint.location import Location, RemotePath
+from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.rank_failures import checkpoint_error
 from distmp.distributed.ranks import Failure, Ranks, describe
@@ -132,8 +132,8 @@ class _SummedFile:
         return getattr(self._file, name)
 
 
-class _Files(FileSystemBase):
-    """DCP's view of a `Location`; records the checksums of the files that it writes.
+class _Files(FileSystem):
+    """Records the checksums of the files that it writes.
 
     Attributes:
         sums: Size and checksum of each written file, by name.
@@ -144,36 +144,14 @@ class _Files(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with path.open(mode) as file:
-            if mode == "rb":
-                yield file
-                return
+        with super().create_stream(path, mode) as file:
             summed = _SummedFile(file)
             yield summed
         self.sums[path.name] = summed.sum
 
-    def concat_path(self, path: Any, suffix: str) -> Any:
-        return path / suffix
-
     def rename(self, path: Any, new_path: Any) -> None:
-        path.rename(new_path)
+        super().rename(path, new_path)
         self.sums[new_path.name] = self.sums.pop(path.name)
-
-    def init_path(self, path: Any) -> Any:
-        return path
-
-    def mkdir(self, path: Any) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-    def exists(self, path: Any) -> bool:
-        return path.exists()
-
-    def rm_file(self, path: Any) -> None:
-        path.unlink()
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -201,12 +179,10 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _Writer(FileSystemWriter):
     fs: Any
-    path: Any
 
     def __init__(self, path: Location, files: _Files) -> None:
-        # Where single files cannot be flushed, DCP would flush every disk of the machine.
-        super().__init__(str(path), sync_files=not isinstance(path, RemotePath))
-        self.fs, self.path = files, path
+        super().__init__(path)
+        self.fs = files
 
     def storage_meta(self) -> StorageMeta:
         """Omit the location: the index would hold a path of this machine."""
@@ -216,12 +192,8 @@ class _Writer(FileSystemWriter):
 class _Reader(FileSystemReader):
     """Reads with an index that is already read and checked."""
 
-    fs: Any
-    path: Any
-
     def __init__(self, path: Location, index: Metadata) -> None:
-        super().__init__(str(path))
-        self.fs, self.path = _Files(), path
+        super().__init__(path)
         self._index = index
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:

@@ -16,11 +16,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from distmp.checkpoint import manifest
-from distmp.checkpoint.location import Location, read_bytes
+from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
+from distmp.utils.files import read_regular
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -64,7 +65,7 @@ def read_index(path: Location, files: dict[str, FileSum]) -> Metadata:
     """
     file = path / INDEX_FILE
     try:
-        data = read_bytes(file, _LARGEST_BYTES)
+        data = read_regular(file, _LARGEST_BYTES)
         manifest.check_sum(file, FileSum().extended(data), files.get(INDEX_FILE, FileSum()))
         index = _RestrictedUnpickler(io.BytesIO(data)).load()
         if not isinstance(index, Metadata):

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import State, readable_state
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import folder_name, storage
+from distmp.checkpoint.storage import LocalStorage, folder_name
 
 logger = logging.getLogger("distmp")
 
 
 def final_path(directory: Location, step: int) -> Location:
-    """Return the path of the checkpoint of `step`; an object store may append a suffix."""
+    """Return the path of the checkpoint of `step`."""
     return directory / folder_name(step)
 
 
 def has_checkpoint(directory: Location, step: int) -> bool:
     """Return whether the checkpoint of `step` is there; True if the directory cannot be read."""
     try:
-        return step in _by_step(storage(directory))
-    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+        return step in _by_step(LocalStorage(directory))
+    except OSError as error:
         logger.warning("cannot list the checkpoints in %s: %s", directory, error)
         return True
 
 
 def discard(directory: Location, step: int) -> None:
     """Remove the files of a failed save of `step`; log it if that fails."""
-    place = storage(directory)
+    place = LocalStorage(directory)
     try:
         for entry in place.entries():
             if entry.step == step and not entry.finished:
                 place.discard(entry.path)
-    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+    except OSError as error:
         logger.warning(
             "cannot remove the unfinished checkpoint of step %d in %s: %s", step, directory, error
         )
@@ -48,10 +47,9 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
 
     A failure is logged and not raised: the new checkpoint is complete anyway.
     """
-    place = storage(directory)
+    place = LocalStorage(directory)
     try:
         # Before `clean`, and the latest one last: it stays the newest if this process is killed.
-        # Every folder of a step: an object store keeps those of earlier attempts, too.
         later = [e.path for e in reversed(place.entries()) if e.finished and e.step > step]
         for path in later:
             aside = place.set_aside(path)
@@ -71,11 +69,11 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
             place.remove(by_step[old])
         for entry in place.abandoned()[retention.last :]:
             place.remove(entry.path)
-    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+    except OSError as error:
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
 
 
-def _by_step(place: Any) -> dict[int, Location]:
+def _by_step(place: LocalStorage) -> dict[int, Location]:
     """Return the finished checkpoints by step, in ascending order."""
     return {e.step: e.path for e in reversed(place.entries()) if e.finished}
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distmp.checkpoint.location import Location, read_bytes
+from distmp.checkpoint.location import Location
 from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
+from distmp.utils.files import read_regular
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -132,7 +133,7 @@ def read(path: Location) -> State:
     """
     file = path / STATE_FILE
     try:
-        state = json.loads(read_bytes(file, _LARGEST_BYTES))
+        state = json.loads(read_regular(file, _LARGEST_BYTES))
         found_format = state["format"]
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
-from distmp.checkpoint.storage import INDEX_FILE, Entry, named_step, storage
+from distmp.checkpoint.storage import INDEX_FILE, Entry, LocalStorage, named_step
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, ConfigError
@@ -88,7 +88,7 @@ def resolve(
     that is named by its path is used, with a warning.
 
     Args:
-        resume: "auto", or the path or fsspec URL of a checkpoint or of a directory of checkpoints.
+        resume: "auto", or the path of a checkpoint or of a directory of checkpoints.
             In a directory, or in its directory `checkpoints`, which runs have, the newest healthy
             checkpoint is used.
         directory: Directory of this run's checkpoints, for "auto".
@@ -170,7 +170,7 @@ def _examined(directory: Location, before: int | None = None) -> Iterator[tuple[
         before: Consider only checkpoints of earlier steps than this one.
     """
     newer: tuple[Location, State] | None = None  # the next newer checkpoint that is marked
-    for entry in storage(directory).entries():
+    for entry in LocalStorage(directory).entries():
         if before is not None and entry.step >= before:
             continue
         state = readable_state(entry.path) if entry.finished else None
@@ -193,4 +193,4 @@ def _names_checkpoint(path: Location) -> bool:
         return False
     if (path / STATE_FILE).exists() or (path / INDEX_FILE).exists():
         return True
-    return named_step(path) is not None and not storage(path).entries()
+    return named_step(path) is not None and not LocalStorage(path).entries()

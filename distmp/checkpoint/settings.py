@@ -30,8 +30,8 @@ class CheckpointConfig:
     """Permanently keep the first checkpoint of each interval of so many steps; 0 disables this."""
 
     path: str | None = None
-    """Parent folder of the checkpoint folder, which has the name of the run's folder: a path, or a
-    URL for fsspec such as s3://bucket/folder. null: in the run's folder."""
+    """Parent folder of the checkpoint folder, which has the name of the run's folder. null: in the
+    run's folder."""
 
     def __post_init__(self) -> None:
         if self.every < 0:

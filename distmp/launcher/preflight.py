@@ -236,12 +236,10 @@ def _ranks_without_directory(ranks: _Ranks, config: RunConfig) -> list[int]:
 
 
 def _checkpoint_directory(config: RunConfig) -> Path | None:
-    """Return the nearest existing directory above the checkpoints; None for an object store."""
-    path: object = Path(config.run_dir)
+    """Return the nearest existing directory above the checkpoints."""
+    path = Path(config.run_dir)
     if config.checkpoint.path is not None:
         path = locate("checkpoint.path", config.checkpoint.path)
-    if not isinstance(path, Path):
-        return None
     path = path.absolute()
     return next((parent for parent in (path, *path.parents) if parent.is_dir()), None)
 

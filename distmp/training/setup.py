@@ -86,7 +86,6 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     )
     if config.reproducible:
         check_power_of_two(microbatches)
-    store.check_reachable(config.checkpoint.path, config.resume)
     datasets = build_datasets(config.data)
     torch.manual_seed(config.seed)
     model = _build(config, datasets.vocabulary_size, world)

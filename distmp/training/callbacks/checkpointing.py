@@ -181,7 +181,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 def _last_healthy(directory: store.Location) -> str:
     try:
         healthy = store.newest_healthy(directory)
-    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+    except OSError as error:
         return f"{directory} cannot be searched for a healthy checkpoint: {describe(error)}"
     if healthy is None:
         return f"there is no healthy checkpoint in {directory}, so start again without --resume"
