@@ -187,7 +187,7 @@ class Lease:
 
         Raises:
             HeldError: If another job owns the folder and still runs.
-            OSError: If the lease cannot be read or written. File systems of fsspec raise any type.
+            OSError: If the lease cannot be read or written.
         """
         while True:
             number = _latest(self.folder)

@@ -538,8 +538,7 @@ class Engine:
         loads under any strategy, policy and number of ranks.
 
         Args:
-            folder: Directory of the checkpoints, on storage that all ranks share: a path, or a URL
-                for fsspec.
+            folder: Directory of the checkpoints, on storage that all ranks share.
             numbers: Values to load with the checkpoint, such as the position in the data: the same
                 on all ranks, of types that JSON keeps. If `samples` is among them, the number of
                 samples consumed by all ranks, a run of the trainer can continue from there.

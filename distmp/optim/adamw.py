@@ -1,4 +1,4 @@
-"""AdamW that computes in FP32, and keeps moments and weights in FP32 or bfloat16."""
+"""AdamW that computes in FP32, and rounds weights stochastically."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from distmp.errors import ConfigError
-from distmp.optim.settings import check_state
 from distmp.precision.stochastic import indices, parameter_id, random_bits, round_with_bits
 from distmp.utils.dtensor import is_dtensor, local_values
 from distmp.utils.flat_shard import FlatShard
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Elements that are computed at a time: temporary FP32 and int64 values of a range take about 60
 # bytes per element. On CPUs they should fit into the cache.
 _RANGE = {"cpu": 2**16}
@@ -25,25 +23,22 @@ _RANGE_ON_DEVICE = 2**22
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW whose moments take 8 bytes per parameter in FP32, and 4 in `bf16`.
+    """AdamW that computes in FP32, and keeps its moments in the dtype of each weight.
 
-    Every update is computed in FP32 from the stored moments, and then rounded:
-
-    - `bf16`: Both moments are bfloat16. The second moment changes by less than its rounding error
-      in each step, so it is rounded stochastically.
-    - `fp32`: Both moments are FP32.
+    Every update is computed in FP32 from the stored moments and weights, and then rounded. The
+    second moment changes by less than the rounding error of bfloat16 in each step, so it is rounded
+    stochastically in bfloat16.
 
     The bits do not depend on how parameters are sharded. The optimizer unscales gradients and skips
     steps on the device, as torch's fused optimizers do.
 
     Args:
-        params: `[(name, tensor), ...]`, tensors, or groups of those. A group may set `state`.
-            Names make random bits independent of the order of parameters.
+        params: `[(name, tensor), ...]`, tensors, or groups of those. Names make random bits
+            independent of the order of parameters.
         lr: Learning rate.
         betas: Coefficients of the moments.
         eps: Term in the denominator of the update.
         weight_decay: Decoupled weight decay.
-        state: "fp32" or "bf16"; None: the dtype of each weight.
         stochastic_rounding: Whether to round bfloat16 weights stochastically; otherwise to nearest.
             The engine sets it to that of its policy.
         seed: Seed of stochastic rounding.
@@ -54,11 +49,11 @@ class AdamW(torch.optim.Optimizer):
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(64, 64)
-        >>> optimizer = AdamW(model.named_parameters(), lr=1e-3, state="bf16")
+        >>> optimizer = AdamW(model.named_parameters(), lr=1e-3)
         >>> model(torch.ones(1, 64)).sum().backward()
         >>> optimizer.step()
         >>> optimizer.state[model.weight]["exp_avg"].dtype
-        torch.bfloat16
+        torch.float32
     """
 
     def __init__(
@@ -69,7 +64,6 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        state: str | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
@@ -83,7 +77,6 @@ class AdamW(torch.optim.Optimizer):
             "betas": (betas[0], betas[1]),
             "eps": eps,
             "weight_decay": weight_decay,
-            "state": state,
         }
         super().__init__(params, defaults)
 
@@ -91,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
         """Add tensors, as in torch.
 
         Args:
-            param_group: The group; it may set `state`.
+            param_group: The group.
 
         Raises:
             ConfigError: If one of its settings is out of range, or a tensor is complex.
@@ -112,22 +105,6 @@ class AdamW(torch.optim.Optimizer):
             "_starts": {},
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and state, as in torch; the state keeps its dtypes.
-
-        Args:
-            state_dict: What `state_dict` returned.
-        """
-        super().load_state_dict(state_dict)
-        # torch has converted the state to the dtypes of the weights.
-        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        stored = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for tensor, index in zip(tensors, stored, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items():
-                self.state[tensor][key] = value.clone().to(tensor.device)
-        for group in self.param_groups:
-            group.setdefault("state", self.defaults["state"])
-
     def shard(self, starts: Mapping[Tensor, int]) -> None:
         """Set which elements the 1-dim shards of flattened parameters have; DTensors know it.
 
@@ -136,15 +113,11 @@ class AdamW(torch.optim.Optimizer):
         """
         self._starts = dict(starts)
 
-    def new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the state of a parameter before its first update.
-
-        Args:
-            parameter: A tensor of the optimizer.
-            group: Its group.
-        """
-        dtype = parameter.dtype if group["state"] is None else _DTYPES[group["state"]]
-        moment = torch.zeros_like(parameter, dtype=dtype, requires_grad=False, **_CONTIGUOUS)
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first update."""
+        moment = torch.zeros_like(
+            parameter, requires_grad=False, memory_format=torch.contiguous_format
+        )
         return {
             "step": torch.zeros((), device=local_values(parameter).device),
             "exp_avg": moment.clone(),
@@ -179,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state.update(self.new_state(parameter, group))
+            state.update(self.new_state(parameter))
         skip = self._count(state["step"])
         update = _Update(group, state["step"], getattr(self, "grad_scale", None), skip)
         assert parameter.grad is not None
@@ -293,9 +266,6 @@ class _Update:
             torch.where(self._skip, old, new, out=old)
 
 
-_CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
-
-
 def _flat(values: Tensor) -> Tensor:
     return values.as_subclass(Tensor).view(-1)
 
@@ -348,7 +318,6 @@ def _check(group: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: If one is invalid; it names the option.
     """
-    check_state(group["state"], "optim.state")
     _check_betas(group["betas"])
     names = {"lr": "optim.lr", "weight_decay": "optim.weight_decay", "eps": "optim.options.eps"}
     for name, setting in names.items():

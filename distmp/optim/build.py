@@ -15,13 +15,9 @@ from torch.optim import lr_scheduler
 from distmp.errors import ConfigError, nearest
 from distmp.optim.adamw import AdamW
 from distmp.optim.checks import check_kind, refuse_kind
-from distmp.optim.names import (
-    NOT_BY_NAME,
-    OWN_SETTINGS,
-    find_optimizer,
-    torch_schedules,
-)
+from distmp.optim.names import OWN_SETTINGS, find_optimizer
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
+from distmp.utils.imports import load_callable
 
 NamedParameters = Sequence[tuple[str, Tensor]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -45,9 +41,9 @@ def optimizer_factory(
     """
     build = find_optimizer(config.name)
     options: dict[str, Any] = {"lr": config.lr}
-    if config.name == "adamw" and (config.state is not None or stochastic_rounding):
+    if config.name == "adamw" and stochastic_rounding:
         build = AdamW
-        options |= {"state": config.state, "stochastic_rounding": stochastic_rounding, "seed": seed}
+        options |= {"stochastic_rounding": True, "seed": seed}
     if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
         refuse_kind(build, "optim.name", config.name)
     accepted = inspect.signature(build).parameters
@@ -118,7 +114,7 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
             raise ConfigError(
                 "schedule.options",
                 config.options,
-                f"{config.name!r} takes none; name a scheduler of torch.optim.lr_scheduler",
+                f"{config.name!r} takes none; name a scheduler by its import path",
             )
         most = max(0, steps - config.warmup(steps))
         if (config.decay_steps or 0) > most:
@@ -128,30 +124,27 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
                 f"is more than the run has after its warm-up; use at most {most}",
             )
         return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
-    if config.name in NOT_BY_NAME:
-        raise ConfigError("schedule.name", config.name, NOT_BY_NAME[config.name])
-    known = torch_schedules()
-    if config.name not in known:
-        raise ConfigError("schedule.name", config.name, nearest(config.name, [*SHAPES, *known]))
+    if ":" not in config.name:
+        problem = f"{nearest(config.name, SHAPES)}, or write an import path 'module:callable'"
+        raise ConfigError("schedule.name", config.name, problem)
+    build = load_callable("schedule.name", config.name)
 
-    def from_torch(
+    def imported(
         optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
     ) -> lr_scheduler.LRScheduler:
         try:
-            scheduler = known[config.name](optimizer, **config.options)
+            scheduler: lr_scheduler.LRScheduler = build(optimizer, **config.options)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "schedule.options", config.options, f"refused by {config.name}: {error}"
             ) from error
-        _check_from_torch(scheduler, config, steps)
+        _check_end(scheduler, config, steps)
         return scheduler
 
-    return lambda optimizer: _with_warmup(optimizer, config, steps, from_torch)
+    return lambda optimizer: _with_warmup(optimizer, config, steps, imported)
 
 
-def _check_from_torch(
-    scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int
-) -> None:
+def _check_end(scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int) -> None:
     # OneCycleLR ends: it has one rate for the start, and one after each of `total_steps` updates.
     last = getattr(scheduler, "total_steps", None)
     if last is not None and steps > last + 1:

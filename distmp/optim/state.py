@@ -151,8 +151,8 @@ def create_state(
     """Create state tensors to load into, with shape and sharding of their parameters.
 
     They have the stored dtypes; those of torch's optimizers have the dtypes of their parameters,
-    which torch's kernels need, and those of `AdamW` the dtypes of its setting `state`. Removes the
-    state of parameters without a stored state: they had not been updated then.
+    which torch's kernels need. Removes the state of parameters without a stored state: they had not
+    been updated then.
 
     Args:
         optimizer: A new optimizer, or one that returns to an earlier state.
@@ -181,7 +181,7 @@ def create_state(
         parameter, group = owners[name]
         state = optimizer.state[parameter]
         if isinstance(optimizer, AdamW) and not state:
-            state.update(optimizer.new_state(parameter, group))
+            state.update(optimizer.new_state(parameter))
         if key in state or isinstance(optimizer, AdamW):
             continue
         if dtype.is_floating_point and _is_of_torch(optimizer):
