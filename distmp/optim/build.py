@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest
 from distmp.optim.adamw import AdamW
-from distmp.optim.checks import check_kind, refuse_kind
 from distmp.optim.names import OWN_SETTINGS, find_optimizer
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 from distmp.utils.imports import load_callable
@@ -44,8 +43,6 @@ def optimizer_factory(
     if config.name == "adamw" and stochastic_rounding:
         build = AdamW
         options |= {"stochastic_rounding": True, "seed": seed}
-    if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
-        refuse_kind(build, "optim.name", config.name)
     accepted = inspect.signature(build).parameters
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     choices = [name for name in accepted if name not in ("params", *OWN_SETTINGS, *options)]
@@ -80,7 +77,6 @@ def _with_groups(
             raise ConfigError(
                 "optim.options", config.options, f"refused by {config.name}: {error}"
             ) from error
-        check_kind(optimizer, "optim.name", config.name)
         return optimizer
 
     return create

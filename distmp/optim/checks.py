@@ -18,53 +18,30 @@ from distmp.errors import ConfigError
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
 
 
-def check_kind(
-    optimizer: torch.optim.Optimizer, setting: str = "optimizer", value: object = None
-) -> None:
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Check that the engine can step an optimizer.
 
     Args:
         optimizer: An optimizer on the tensors that it updates.
-        setting: Name of the setting that selects it.
-        value: Value of that setting; None for the name of its class.
 
     Raises:
         ConfigError: If it cannot; it names the optimizer, what it needs, and an alternative.
     """
     kind = type(optimizer)
-    value = value or kind.__name__
-    refuse_kind(kind, setting, value)
-    sharded = any(
-        is_traceable_wrapper_subclass(tensor)
-        for group in optimizer.param_groups
-        for tensor in group["params"]
-    )
-    if sharded and issubclass(kind, torch.optim.Muon):
-        raise ConfigError(
-            setting,
-            value,
-            "computes with sharded parameters (DTensor), and its updates then depend on the number "
-            "of ranks; use distmp.optim.Muon (optim.name = 'muon'), which exchanges full matrices",
-        )
-
-
-def refuse_kind(kind: type[torch.optim.Optimizer], setting: str, value: object) -> None:
-    """Refuse an optimizer that the engine cannot step on any tensors.
-
-    Args:
-        kind: Class of the optimizer.
-        setting: Name of the setting that selects it.
-        value: Value of that setting.
-
-    Raises:
-        ConfigError: If `kind` is such an optimizer.
-    """
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__):
         raise ConfigError(
-            setting,
-            value,
+            "optimizer",
+            kind.__name__,
             "does not expose its state, so checkpoints would not contain it; use the optimizer "
             "inside it directly, with shard_optimizer=True",
+        )
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    if issubclass(kind, torch.optim.Muon) and any(map(is_traceable_wrapper_subclass, tensors)):
+        raise ConfigError(
+            "optimizer",
+            kind.__name__,
+            "computes with sharded parameters (DTensor), and its updates then depend on the number "
+            "of ranks; use distmp.optim.Muon (optim.name = 'muon'), which exchanges full matrices",
         )
 
 
