@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ _RANGE = {"cpu": 2**16}
 _RANGE_ON_DEVICE = 2**22
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(torch.optim.AdamW):
     """AdamW that computes in FP32, and keeps its moments in the dtype of each weight.
 
     Every update is computed in FP32 from the stored moments and weights, and then rounded. The
@@ -44,7 +42,7 @@ class AdamW(torch.optim.Optimizer):
         seed: Seed of stochastic rounding.
 
     Raises:
-        ConfigError: If an argument is out of range.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> import torch
@@ -67,18 +65,11 @@ class AdamW(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        _check_betas(betas)
         self.stochastic_rounding = stochastic_rounding
         self._seed = seed
-        self._step_supports_amp_scaling = True
         self._starts: dict[Tensor, int] = {}
-        defaults = {
-            "lr": lr,
-            "betas": (betas[0], betas[1]),
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, lr, (float(betas[0]), float(betas[1])), eps, weight_decay)
+        self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tensors, as in torch.
@@ -87,9 +78,8 @@ class AdamW(torch.optim.Optimizer):
             param_group: The group.
 
         Raises:
-            ConfigError: If one of its settings is out of range, or a tensor is complex.
+            ConfigError: If a tensor is complex.
         """
-        _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for tensor in param_group["params"]:
             if tensor.is_complex():
@@ -310,32 +300,3 @@ def start_of(tensor: Tensor) -> int:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return offset[0] * tensor.shape[1:].numel() if offset else 0
-
-
-def _check(group: Mapping[str, Any]) -> None:
-    """Refuse settings of a group that would train something else than AdamW.
-
-    Raises:
-        ConfigError: If one is invalid; it names the option.
-    """
-    _check_betas(group["betas"])
-    names = {"lr": "optim.lr", "weight_decay": "optim.weight_decay", "eps": "optim.options.eps"}
-    for name, setting in names.items():
-        value = group[name]
-        if isinstance(value, Tensor):  # torch's schedules may change a learning rate on a device
-            if value.numel() != 1:
-                raise ConfigError(setting, tuple(value.shape), "use a tensor with one element")
-        elif not (_is_number(value) and 0 <= value < math.inf):
-            raise ConfigError(setting, value, "use a finite number of 0 or more")
-
-
-def _check_betas(betas: Any) -> None:
-    given = betas if isinstance(betas, Sequence) else ()
-    if len(given) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in given):
-        raise ConfigError(
-            "optim.options.betas", betas, "use two numbers of at least 0 and less than 1"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
