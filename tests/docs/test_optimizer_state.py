@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 import yaml
+from distmp.optim.moments import BLOCK
 from torch import nn
 
 from benchmarks.figures import ROOT
 from distmp import Engine
 from distmp.config import RunConfig
 from distmp.optim.build import optimizer_factory
-from distmp.optim.moments import BLOCK
 from distmp.optim.settings import STATES, OptimizerConfig
 from distmp.precision import policy
 from distmp.utils.settings import from_mapping

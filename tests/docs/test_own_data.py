@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from distmp.models.contracts import CONTRACTS, as_table
 
 from benchmarks.figures import ROOT
 from distmp import cli
-from distmp.models.contracts import CONTRACTS, as_table
 from distmp.telemetry import read_records
 from distmp.training.train import main
 from tests.torchrun import SENTENCES
