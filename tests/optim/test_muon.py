@@ -56,7 +56,7 @@ def test_iterations_agree_with_float64_and_make_singular_values_near_1(
     shape: tuple[int, int],
 ) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    exact = orthogonalized(matrix, COEFFICIENTS, 5)
+    exact = orthogonalized(matrix)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     scaled = values / values.norm()
     a, b, c = COEFFICIENTS
@@ -65,12 +65,12 @@ def test_iterations_agree_with_float64_and_make_singular_values_near_1(
     torch.testing.assert_close(exact, left @ scaled.diag() @ right)
     assert scaled.min() > 0.3
     assert scaled.max() < 1.3
-    error = (orthogonalized(matrix.float(), COEFFICIENTS, 5) - exact).norm() / exact.norm()
+    error = (orthogonalized(matrix.float()) - exact).norm() / exact.norm()
     assert error < 1e-5
     for scale in (1e20, 3e38 / float(matrix.abs().max())):  # squares, or the norm, beyond FP32
-        found = orthogonalized(matrix.float() * scale, COEFFICIENTS, 5)
+        found = orthogonalized(matrix.float() * scale)
         assert (found - exact).norm() / exact.norm() < 1e-5
-    assert orthogonalized(torch.zeros(shape), COEFFICIENTS, 5).abs().sum() == 0
+    assert orthogonalized(torch.zeros(shape)).abs().sum() == 0
 
 
 def layers() -> nn.ModuleDict:
