@@ -63,6 +63,6 @@ def test_memory_is_prepared_once_if_saves_follow(
         assert any(name.startswith("optimizer/") for name in tensors)
         updates.append(int(tensors["engine/counts"][0]))
 
-    monkeypatch.setattr(writer, "expect", expecting)
+    monkeypatch.setattr(writer, "allocate", expecting)
     saved(tmp_path, monkeypatch, *arguments)
     assert updates == expected
