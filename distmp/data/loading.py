@@ -115,7 +115,7 @@ def steps(
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
         return _compared(loader, division, same)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
-    seeded = SeededMicrobatches(dataset, seed, combine)
+    seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
     loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
     return _grouped(loader, sampler, seeded, same)
 

@@ -216,6 +216,8 @@ def _text(leaf: Any) -> str:
     """Describe an argument or a result without what differs between ranks, such as addresses."""
     if isinstance(leaf, _View):
         return f"{dtype_name(leaf.dtype)} {leaf.size} of stride {leaf.stride} at {leaf.offset}"
+    if isinstance(leaf, torch.Generator):
+        return f"generator {checksum(leaf.get_state()):08x}"
     if isinstance(leaf, Tensor):
         return f"{dtype_name(leaf.dtype)} {tuple(leaf.shape)} {checksum(leaf):08x}"
     if isinstance(leaf, torch.device):
