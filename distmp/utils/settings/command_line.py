@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
@@ -158,7 +159,9 @@ def _as_yaml() -> ConstructorRegistry:
     """Return the rule by which tyro describes all values as YAML."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
-    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any]:
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if any(map(dataclasses.is_dataclass, members_of(info.type))):
+            return None
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar=expected(info.type),
