@@ -108,16 +108,15 @@ def steps(
         # Without a separate generator, the loader would draw from the one that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
-    same = _SameOnAllRanks(group, setting)
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):
-        read = StreamSteps(dataset, division, seed, combine, compared=same.needed)
+        read = StreamSteps(dataset, division, seed, combine, compared=_has_peers(group))
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
-        return _compared(loader, division, same)
+        return _compared(loader, division, group, setting)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
     seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
     loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
-    return _grouped(loader, sampler, seeded, same)
+    return _grouped(loader, sampler, seeded, group, setting)
 
 
 def check_same_data(
@@ -128,10 +127,10 @@ def check_same_data(
     Raises:
         ConfigError: On every rank, if ranks have different datasets.
     """
-    same = _SameOnAllRanks(group, setting)
-    if same.needed:
+    if _has_peers(group):
         sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=False)
-        same.check(_description(sampler, SeededMicrobatches(dataset, seed, _unchanged)))
+        seeded = SeededMicrobatches(dataset, seed, _unchanged)
+        _check_same(group, setting, _description(sampler, seeded))
 
 
 def is_stream(dataset: Any) -> bool:
@@ -146,28 +145,19 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-class _SameOnAllRanks:
-    """Checks that all ranks read the same samples, of which each then keeps its own."""
+def _has_peers(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and dist.get_world_size(group) > 1
 
-    def __init__(self, group: dist.ProcessGroup | None, setting: str) -> None:
-        self._group = group
-        self._setting = setting
 
-    @property
-    def needed(self) -> bool:
-        """Whether there are other ranks to compare with."""
-        return self._group is not None and dist.get_world_size(self._group) > 1
+def _check_same(group: dist.ProcessGroup | None, setting: str, description: str) -> None:
+    """Check that all ranks read the same samples, of which each then keeps its own.
 
-    def check(self, description: str) -> None:
-        """Compare a description of the data with that of the other ranks.
-
-        Raises:
-            ConfigError: On every rank, with the descriptions by rank.
-        """
-        if self.needed:
-            with explain_lost_peers(self._group):
-                device = device_of_host_values(self._group)
-                check_same(self._group, device, {self._setting: description}, _SAME_DATA)
+    Raises:
+        ConfigError: On every rank, with the descriptions by rank.
+    """
+    if _has_peers(group):
+        with explain_lost_peers(group):
+            check_same(group, device_of_host_values(group), {setting: description}, _SAME_DATA)
 
 
 _SAME_DATA = (
@@ -181,16 +171,17 @@ def _grouped(
     loader: TorchDataLoader[Any],
     sampler: MicrobatchSampler,
     seeded: SeededMicrobatches,
-    same: _SameOnAllRanks,
+    group: dist.ProcessGroup | None,
+    setting: str,
 ) -> Generator[Step, None, None]:
     """Yield the microbatches of a map-style dataset, step by step."""
     division, size = sampler.division, sampler.size
-    if same.needed:
-        same.check(_description(sampler, seeded))
+    if _has_peers(group):
+        _check_same(group, setting, _description(sampler, seeded))
     with _iterator_of(loader) as microbatches:
         for first in division.steps():
-            group = [next(microbatches) for _ in range(division.microbatches)]
-            yield Step(group, first // size, (first + division.global_batch_size) // size)
+            own = [next(microbatches) for _ in range(division.microbatches)]
+            yield Step(own, first // size, (first + division.global_batch_size) // size)
 
 
 def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
@@ -205,14 +196,19 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
 
 
 def _compared(
-    loader: TorchDataLoader[Any], division: Division, same: _SameOnAllRanks
+    loader: TorchDataLoader[Any],
+    division: Division,
+    group: dist.ProcessGroup | None,
+    setting: str,
 ) -> Generator[Step, None, None]:
     """Yield the steps of a stream."""
     with _iterator_of(loader) as all_steps:
         for first, step in zip(division.steps(), all_steps, strict=False):
-            same.check(
+            _check_same(
+                group,
+                setting,
                 f"a stream with checksum {step.checksum:08x} of its sample at position {first:,}, "
-                f"and {step.offset:,} samples into pass {step.next_epoch + 1} after this step"
+                f"and {step.offset:,} samples into pass {step.next_epoch + 1} after this step",
             )
             yield step
 

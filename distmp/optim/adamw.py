@@ -201,25 +201,6 @@ class _Update:
         self._decay = 1 - lr * group["weight_decay"]
         self._grad_scale, self._skip = grad_scale, skip
 
-    def compute(
-        self, weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the new moments and weights, FP32.
-
-        Args:
-            weights: FP32.
-            gradient: In any dtype.
-            first: First moment, FP32.
-            second: Second moment, FP32.
-        """
-        gradient = gradient.float()
-        if self._grad_scale is not None:
-            gradient = gradient / self._grad_scale
-        first = first.lerp(gradient, 1 - self._betas[0])
-        second = second * self._betas[1] + gradient * gradient * (1 - self._betas[1])
-        denominator = second.sqrt() / self._root + self._eps
-        return first, second, weights * self._decay - first / denominator * self._rate
-
     def apply(
         self,
         weights: Tensor,
@@ -240,9 +221,13 @@ class _Update:
                 they are rounded to nearest.
             moment_bits: Those whose upper 16 round the second moment.
         """
-        new_first, new_second, result = self.compute(
-            weights.float(), gradient, first.float(), second.float()
-        )
+        gradient = gradient.float()
+        if self._grad_scale is not None:
+            gradient = gradient / self._grad_scale
+        new_first = first.float().lerp(gradient, 1 - self._betas[0])
+        new_second = second.float() * self._betas[1] + gradient * gradient * (1 - self._betas[1])
+        denominator = new_second.sqrt() / self._root + self._eps
+        result = weights.float() * self._decay - new_first / denominator * self._rate
         upper = None if moment_bits is None else moment_bits >> 16
         self._store(weights, _rounded(result, weights.dtype, weight_bits))
         self._store(second, _rounded(new_second, second.dtype, upper))

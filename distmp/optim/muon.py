@@ -109,7 +109,11 @@ class Muon(torch.optim.Optimizer):
         self._adamw_patterns = adamw
         self._step_supports_amp_scaling = fused
         self._ns_dtype = NS_DTYPES[ns_dtype]
-        self._shards: _Shards | None = None
+        self._shards: Mapping[int, ShardedMatrix] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._device = torch.device("cpu")
+        # The matrices that have a gradient, and their owners; the same ones on all ranks.
+        self._owners: tuple[list[int], Owners] | None = None
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -140,7 +144,10 @@ class Muon(torch.optim.Optimizer):
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in kept},
-            "_shards": None,
+            "_shards": {},
+            "_group": None,
+            "_device": torch.device("cpu"),
+            "_owners": None,
         }
 
     @property
@@ -173,7 +180,8 @@ class Muon(torch.optim.Optimizer):
             group: The ranks that share the matrices.
             device: Device that communicates and computes.
         """
-        self._shards = _Shards(matrices, group, device)
+        self._shards, self._group, self._device = matrices, group, device
+        self._owners = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -210,24 +218,27 @@ class Muon(torch.optim.Optimizer):
             for tensor in group["params"]
             if tensor.grad is not None
         ]
-        shards = self._shards
-        divided = shards.matrices if shards is not None else {}
-        exchanged = [matrix for matrix in work if id(matrix.tensor) in divided]
-        own = [matrix for matrix in work if id(matrix.tensor) not in divided]
+        exchanged = [matrix for matrix in work if id(matrix.tensor) in self._shards]
+        own = [matrix for matrix in work if id(matrix.tensor) not in self._shards]
         _check_whole(matrix.tensor for matrix in own)
         for matrix in own:
             direction = self._direction(matrix).to(self._ns_dtype)
             matrix.update(orthogonalized(direction))
-        if exchanged and shards is not None:
-            self._exchange(exchanged, shards)
+        if exchanged and self._group is not None:
+            self._exchange(exchanged, self._group)
 
-    def _exchange(self, work: list[_Matrix], shards: _Shards) -> None:
+    def _exchange(self, work: list[_Matrix], group: dist.ProcessGroup) -> None:
         def shard(index: int) -> Tensor:
-            return self._direction(work[index]).reshape(-1).to(shards.device, self._ns_dtype)
+            return self._direction(work[index]).reshape(-1).to(self._device, self._ns_dtype)
 
-        owners = shards.owners([id(matrix.tensor) for matrix in work])
+        ids = [id(matrix.tensor) for matrix in work]
+        matrices = [self._shards[key] for key in ids]
+        if self._owners is None or self._owners[0] != ids:
+            costs = [_cost(*matrix.shape) for matrix in matrices]
+            self._owners = ids, Owners(matrices, costs, group)
+        owners = self._owners[1]
         for index, update in owners.compute(shard, lambda _, full: orthogonalized(full)):
-            work[index].update(update, shards.matrices[id(work[index].tensor)].shape)
+            work[index].update(update, matrices[index].shape)
 
     def _direction(self, matrix: _Matrix) -> Tensor:
         """Update the momentum of this rank's part of a matrix; return what is orthogonalized."""
@@ -277,31 +288,6 @@ class _Matrix(NamedTuple):
             old.copy_(new)
         else:
             torch.where(self.skip, old, new, out=old)
-
-
-class _Shards:
-    """The matrices of an optimizer whose shards are on several ranks.
-
-    Args:
-        matrices: Shape and division of each matrix, by the `id` of its tensor.
-        group: The ranks that share the matrices.
-        device: Device that communicates and computes.
-    """
-
-    def __init__(
-        self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.matrices, self.device = matrices, device
-        self._group = group
-        self._owners: tuple[list[int], Owners] | None = None
-
-    def owners(self, ids: list[int]) -> Owners:
-        """Return the owners of the matrices that have a gradient; the same ones on all ranks."""
-        if self._owners is None or self._owners[0] != ids:
-            matrices = [self.matrices[key] for key in ids]
-            costs = [_cost(*matrix.shape) for matrix in matrices]
-            self._owners = ids, Owners(matrices, costs, self._group)
-        return self._owners[1]
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
