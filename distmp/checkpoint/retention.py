@@ -40,12 +40,12 @@ class Retention:
             unhealthy: Steps of the unhealthy checkpoints.
             best: Step of the best checkpoint that a checkpoint names, by step.
         """
-        steps = sorted(steps)
-        healthy = [step for step in steps if step not in unhealthy]
-        latest = {*steps[-1:], *healthy[-self.last :]}
+        ordered = sorted(steps)
+        healthy = [step for step in ordered if step not in unhealthy]
+        latest = {*ordered[-1:], *healthy[-self.last :]}
         named = {best[step] for step in latest if step in best} if best else set()
         wanted = latest | named | self._permanent(healthy)
-        return [step for step in steps if step not in wanted]
+        return [step for step in ordered if step not in wanted]
 
     def _permanent(self, steps: list[int]) -> set[int]:
         if self.every == 0:

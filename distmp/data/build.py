@@ -114,13 +114,13 @@ def _split_text(
 
 
 def _build_tokens(config: DataConfig) -> Datasets:
-    path = Path(config.path or "").expanduser()
-    everything, metadata = open_tokens(config, path, "data.path")
+    path, length = Path(config.path or "").expanduser(), config.sequence_length
+    everything, metadata = open_tokens(path, length, "data.path")
     train, validation = everything, None
     if config.validation_path is not None:
         other = Path(config.validation_path).expanduser()
-        validation, of_validation = open_tokens(config, other, "data.validation_path")
-        check_validation(config, metadata, of_validation, other)
+        validation, of_validation = open_tokens(other, length, "data.validation_path")
+        check_validation(metadata, of_validation, other)
         _require_window("data.validation_path", str(other), validation)
     elif config.held_out > 0.0:
         train, validation = _split(config, str(path), everything)
@@ -182,7 +182,7 @@ def _build_from_callable(config: DataConfig) -> Datasets:
     if train is None:
         raise ConfigError("data.source", config.source, "returned None for split='train'")
     validation = _call(config, function, "validation")
-    size = config.vocabulary_size or getattr(train, "vocabulary_size", None)
+    size = getattr(train, "vocabulary_size", None)
     return _described(config.source, train, validation, size)
 
 

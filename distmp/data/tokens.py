@@ -37,7 +37,7 @@ def count_tokens(path: Path, dtype: str, setting: str = "data.path") -> int:
     if size % item:
         problem = (
             f"its size of {size:,} bytes is not a multiple of {item}, the size of {dtype}; check"
-            " data.token_dtype, or write the file again"
+            " its tokens.json, or write the file again"
         )
         raise ConfigError(setting, str(path), problem)
     return size // item
@@ -92,6 +92,5 @@ class TokenFiles(Windows):
         if wrong.size:
             raise DataError(
                 f"{path}: token {first + wrong[0]:,} is {ids[wrong[0]]}, outside the"
-                f" vocabulary of {self.vocabulary_size:,}; check data.vocabulary_size and"
-                " data.token_dtype"
+                f" vocabulary of {self.vocabulary_size:,}; check its tokens.json"
             )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distmp.config import load
 from distmp.data.build import build_datasets, is_held_out
 from distmp.data.settings import DataConfig
-from distmp.data.token_metadata import TokenMetadata, metadata_of
+from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
 
 
@@ -139,13 +139,15 @@ def test_errors_of_the_validation_folder_name_its_setting(
 # --- token files ---
 
 
-def tokens(path: Path, count: int) -> str:
-    np.arange(count, dtype=np.uint16).tofile(path)
-    return str(path)
+def tokens(folder: Path, count: int) -> str:
+    folder.mkdir()
+    np.arange(count, dtype=np.uint16).tofile(folder / "ids")
+    TokenMetadata("uint16", 2**16, {"ids": count}).write(folder)
+    return str(folder)
 
 
 def test_last_tokens_are_held_out(tmp_path: Path) -> None:
-    path = tokens(tmp_path / "a.bin", 1000)
+    path = tokens(tmp_path / "a", 1000)
     config = DataConfig(source="tokens", path=path, held_out=0.1, sequence_length=9)
     data = build_datasets(config)
     assert data.vocabulary_size == 65536
@@ -155,8 +157,8 @@ def test_last_tokens_are_held_out(tmp_path: Path) -> None:
 
 
 def test_validation_file_and_none(tmp_path: Path) -> None:
-    values: dict[str, Any] = {"source": "tokens", "path": tokens(tmp_path / "a.bin", 100)}
-    other = tokens(tmp_path / "b.bin", 50)
+    values: dict[str, Any] = {"source": "tokens", "path": tokens(tmp_path / "a", 100)}
+    other = tokens(tmp_path / "b", 50)
     data = build_datasets(DataConfig(**values, validation_path=other, sequence_length=9))
     assert (data.train.last, data.validation.last) == (100, 50)
     alone = build_datasets(DataConfig(**values, held_out=0.0, sequence_length=9))
@@ -202,25 +204,16 @@ def test_a_tokenized_folder_needs_no_other_setting(tmp_path: Path) -> None:
     assert data.train[7]["inputs"].tolist() == ids[56:64]
     assert data.validation is not None
     assert data.validation[0]["inputs"].tolist() == ids[90:98]
-    assert metadata_of(tmp_path / "data" / "a.bin") == metadata
-    one = DataConfig(
-        source="tokens", path=str(tmp_path / "data" / "a.bin"), held_out=0, sequence_length=8
-    )
-    assert build_datasets(one).train[0]["inputs"].tolist() == ids[60:68]
-    # Another file in the folder is not described by it.
-    assert metadata_of(Path(tokens(tmp_path / "data" / "c.bin", 9))) is None
 
 
 @pytest.mark.parametrize(
     ("values", "setting", "message"),
     [
-        ({"token_dtype": "uint16"}, "data.token_dtype", "says uint32; remove this setting"),
-        ({"vocabulary_size": 99_999}, "data.vocabulary_size", "has 100,000 ids; set at least that"),
         ({"validation_path": "other"}, "data.validation_path", "with the tokenizer 'theirs'"),
         ({"validation_path": "ends"}, "data.validation_path", "token 8 after each .* and 7;"),
-        ({"validation_path": "raw"}, "data.validation_path", "be read as uint16, and .* uint32"),
+        ({"path": "halves"}, "data.path", r"halves/tokens\.json: dtype = 'float64' is not one of"),
         ({"path": "damaged"}, "data.path", r"a\.bin has 3 tokens, not the 60 of tokens\.json"),
-        ({"path": "nothing"}, "data.path", r"is a folder without tokens\.json"),
+        ({"path": "nothing"}, "data.path", r"is no folder with tokens\.json"),
         ({"path": "begun"}, "data.path", "is not finished; remove it and run `distmp"),
         ({"path": "odd"}, "data.path", r"cannot read odd/tokens\.json"),
         ({"path": "later"}, "data.path", r"has format 2; this version of distmp reads 1"),
@@ -238,7 +231,7 @@ def test_settings_that_contradict_the_metadata_are_refused(
         tokenized(Path(name), PARTS)
     tokenized(Path("other"), PARTS, tokenizer="theirs", tokenizer_sha256="b2")
     tokenized(Path("ends"), PARTS, end_of_text=8)
-    np.arange(60, dtype=np.uint32).tofile("raw")
+    tokenized(Path("halves"), PARTS, dtype="float64")
     np.arange(3, dtype=np.uint32).tofile("damaged/a.bin")
     for name in ("nothing", "begun.partial", "odd"):
         Path(name).mkdir()
@@ -291,9 +284,7 @@ def test_callable_gets_split_length_and_options() -> None:
     data = build_datasets(config)
     assert (len(data.train), len(data.validation), data.vocabulary_size) == (25, 3, 17)
     assert data.description == f"{HERE}:squares: samples for training: 25, held out: 3"
-    alone = build_datasets(DataConfig(source=f"{HERE}:squares", vocabulary_size=40))
-    assert alone.validation is None
-    assert alone.vocabulary_size == 40
+    assert build_datasets(DataConfig(source=f"{HERE}:squares")).validation is None
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,14 @@ def _belongs_to_no_option(word: str) -> ConfigError:
 def _set(values: dict[str, Any], setting: str, value: Any) -> None:
     """Set a value in nested dictionaries; `from_mapping` refuses other sections."""
     *sections, name = setting.split(".")
+    target: Any = values
     for section in sections:
-        if values.get(section) is None:
-            values[section] = {}
-        values = values[section]
-        if not isinstance(values, dict):
+        if target.get(section) is None:
+            target[section] = {}
+        target = target[section]
+        if not isinstance(target, dict):
             return
-    values[name] = value
+    target[name] = value
 
 
 def _value(annotation: Any, setting: str, words: Sequence[str]) -> Any:
@@ -160,7 +161,7 @@ def _as_yaml() -> ConstructorRegistry:
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if any(map(dataclasses.is_dataclass, members_of(info.type))):
+        if any(dataclasses.is_dataclass(member) for member in members_of(info.type)):
             return None
         return PrimitiveConstructorSpec(
             nargs=1,
