@@ -18,6 +18,23 @@ from distmp.errors import ConfigError
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
 
 
+# Optimizers by the name of their class: what the engine cannot do.
+_REFUSED = {
+    "LBFGS": (
+        "needs a closure that computes the loss again several times in one step, and the engine "
+        "computes it once; use an optimizer that steps without a closure, such as AdamW"
+    ),
+    "SparseAdam": (
+        "takes sparse gradients only, and the engine sums gradients in dense FP32 tensors; use "
+        "Adam or AdamW"
+    ),
+    "ZeroRedundancyOptimizer": (
+        "does not expose its state, so checkpoints would not contain it; use the optimizer "
+        "inside it directly, with shard_optimizer=True"
+    ),
+}
+
+
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Check that the engine can step an optimizer.
 
@@ -28,13 +45,9 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         ConfigError: If it cannot; it names the optimizer, what it needs, and an alternative.
     """
     kind = type(optimizer)
-    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__):
-        raise ConfigError(
-            "optimizer",
-            kind.__name__,
-            "does not expose its state, so checkpoints would not contain it; use the optimizer "
-            "inside it directly, with shard_optimizer=True",
-        )
+    for base in kind.__mro__:
+        if base.__name__ in _REFUSED:
+            raise ConfigError("optimizer", kind.__name__, _REFUSED[base.__name__])
     tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
     if issubclass(kind, torch.optim.Muon) and any(map(is_traceable_wrapper_subclass, tensors)):
         raise ConfigError(
@@ -53,10 +66,18 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
         optimizer: An SGD optimizer with momentum 0.
 
     Raises:
-        ConfigError: If `build` does not return a scheduler, or the scheduler follows a metric,
+        ConfigError: If `build` cannot be called with an optimizer, does not return a scheduler, or
+            the scheduler follows a metric,
             changes the momentum, or is built on another optimizer.
     """
-    schedule: lr_scheduler.LRScheduler = build(optimizer)
+    try:
+        schedule: lr_scheduler.LRScheduler = build(optimizer)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        name = getattr(build, "__name__", type(build).__name__)
+        problem = f"cannot be called with an optimizer ({error}); pass a function that builds a "
+        raise ConfigError("schedule", name, f"{problem}scheduler on it: {_EXAMPLE}") from error
     if not callable(getattr(schedule, "step", None)):
         raise ConfigError(
             "schedule",

@@ -24,10 +24,18 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         parameters: The tensors to update, `[(name, tensor), ...]`.
 
     Raises:
-        ConfigError: If `factory` does not return an optimizer, or one that the engine cannot step,
+        ConfigError: If `factory` cannot be called with `parameters`, does not return an optimizer,
+            or one that the engine cannot step,
             that lacks a tensor, has one twice, or has others.
     """
-    optimizer: Any = factory(parameters)
+    try:
+        optimizer: Any = factory(parameters)
+    except ConfigError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        problem = f"cannot be called with [(name, tensor), ...] ({error}); pass a function that "
+        raise ConfigError("optimizer", name, f"{problem}builds it: {_EXAMPLE}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "optimizer",

@@ -22,6 +22,21 @@ def on_tensors(kind: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda named: kind([tensor for _, tensor in named], lr=0.1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.optim.LBFGS, "needs a closure"),
+        (torch.optim.SparseAdam, "takes sparse gradients only"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_is_named_when_the_engine_is_built(
+    kind: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_engine(optimizer=on_tensors(kind))
+    assert (caught.value.setting, caught.value.value) == ("optimizer", kind.__name__)
+
+
 @pytest.mark.slow
 @ranks(2)
 def test_an_optimizer_that_hides_its_state_is_refused() -> None:
@@ -92,6 +107,9 @@ ELSEWHERE = optimizer_of_rates(1.0)
         (chained(rising, one_cycle), "OneCycleLR", "build it with cycle_momentum=False"),
         (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0), "CyclicLR", "cycle_mom"),
         (lambda optimizer: halving(ELSEWHERE), "ExponentialLR", "is built on another optimizer"),
+        (halving(ELSEWHERE), "ExponentialLR", "cannot be called with an optimizer"),
+        (lambda: None, "<lambda>", "cannot be called with an optimizer"),
+        (lr_scheduler.StepLR, "StepLR", "step_size"),
         (lambda optimizer: None, "NoneType", "is what the function returned"),
     ],
 )
@@ -204,7 +222,7 @@ def test_no_other_optimizer_of_torch_is_refused() -> None:
         for kind in vars(torch.optim).values()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
-    taken = kinds - {torch.optim.Optimizer, torch.optim.LBFGS}
+    taken = kinds - {torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
     assert torch.optim.Adafactor in taken
     for kind in taken:
         model = make_model()

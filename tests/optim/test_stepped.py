@@ -61,6 +61,11 @@ def twice(parameters: Any) -> torch.optim.Optimizer:
         ),
         (lambda p: SGD(p[:1], lr=0.1), r"optimizer = 'SGD': does not step bias; put every"),
         (twice, r"optimizer = 'SGD': would step weight, bias more than once"),
+        (
+            SGD([torch.zeros(1, requires_grad=True)], lr=0.1),
+            r"optimizer = 'SGD': cannot be called with .* pass a function that builds it: lambda",
+        ),
+        (lambda: None, r"optimizer = '<lambda>': cannot be called with \[\(name, tensor\)"),
         (lambda p: None, r"optimizer = 'NoneType': the function returned this; return a torch"),
     ],
 )
