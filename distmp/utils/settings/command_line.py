@@ -37,12 +37,15 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
         ConfigError: If the file, an option or a value is wrong; always one message.
         SystemExit: With code 0 after `--help`.
     """
-    path, overrides = _split_config(argv)
-    values = {} if path is None else read_yaml(located("--config", path))
-    if {"-h", "--help"} & {*overrides}:
+    wants_help = not {"-h", "--help"}.isdisjoint(argv)
+    options = [*_options([word for word in argv if word not in ("-h", "--help")])]
+    values = _file([words for setting, words in options if setting == "config"])
+    if wants_help:
         _print_help(from_mapping(cls, values), prog, description)
     known = {*setting_names(cls)}
-    for setting, words in _options(overrides):
+    for setting, words in options:
+        if setting == "config":
+            continue
         section, _, name = setting.rpartition(".")
         positive = f"{section}.{name.removeprefix('no_')}".lstrip(".")
         if setting not in known and name.startswith("no_") and not words and positive in known:
@@ -53,25 +56,20 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
     return from_mapping(cls, values)
 
 
-def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the FILE of `--config FILE` or `--config=FILE`, and the other arguments."""
-    path: str | None = None
-    overrides = []
-    words = iter(argv)
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option != "--config":
-            overrides.append(word)
-            continue
-        value = value if equals else next(words, "")
-        if not value or value.startswith("--"):
-            raise ConfigError(
-                "--config", value, "give the name of a YAML file after it, or preset:NAME"
-            )
-        if path is not None:
-            raise ConfigError("--config", value, f"is given twice; the first is {path!r}")
-        path = value
-    return path, overrides
+def _file(given: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the settings in the file of `--config FILE`.
+
+    Args:
+        given: The words after each `--config`.
+    """
+    paths = [" ".join(words) for words in given]
+    if not paths:
+        return {}
+    if not all(paths):
+        raise ConfigError("--config", "", "give the name of a YAML file after it, or preset:NAME")
+    if len(paths) > 1:
+        raise ConfigError("--config", paths[1], f"is given twice; the first is {paths[0]!r}")
+    return read_yaml(located("--config", paths[0]))
 
 
 def _options(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -471,7 +471,7 @@ def test_an_override_says_what_the_file_says(run: Run) -> None:
         (["--optim.lr", "-1"], "optim.lr = -1.0: must be positive"),
         (["--steps", "1"], "steps = 1: must not be less than the warm-up"),
         (["--config"], "--config = '': give the name"),
-        (["--config", "--steps"], "--config = '--steps': give the name"),
+        (["--config", "--steps"], "--config = '': give the name"),
         (["--config="], "--config = '': give the name"),
     ],
 )
