@@ -98,11 +98,6 @@ class ModelConfig:
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
 
-    unmatched_weights: tuple[str, ...] = field(default=(), metadata=IGNORED)
-    """Patterns (`*` and `?`) for the names of weights that only the directory of a Hugging Face
-    model has, which are left out, for example `model.layers.1.*` with fewer layers, or only the
-    model, which get random values; others are an error."""
-
     deferred: bool = field(default=True, metadata=HARMLESS)
     """Build the model without memory for its parameters, and compute them one at a time, so that a
     rank of a sharded strategy keeps only its shards; false builds the whole model on every host

@@ -86,15 +86,6 @@ class AdamW(torch.optim.AdamW):
                 problem = "is complex, and the moments are real; train torch.view_as_real of it"
                 raise ConfigError("optimizer", f"a tensor of shape {tuple(tensor.shape)}", problem)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # torch keeps only groups and state. A copy has other tensors, whose shards are not set.
-        kept = ("stochastic_rounding", "_seed", "_step_supports_amp_scaling")
-        return {
-            **super().__getstate__(),
-            **{name: getattr(self, name) for name in kept},
-            "_starts": {},
-        }
-
     def shard(self, starts: Mapping[Tensor, int]) -> None:
         """Set which elements the 1-dim shards of flattened parameters have; DTensors know it.
 

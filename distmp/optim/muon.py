@@ -132,24 +132,6 @@ class Muon(torch.optim.Optimizer):
             defaults = self._muon_defaults if part["muon"] else self._adamw.defaults
             super().add_param_group({**defaults, **part})
 
-    def __getstate__(self) -> dict[str, Any]:
-        # torch keeps only groups and state. A copy has other tensors, whose shards are not set.
-        kept = (
-            "_adamw",
-            "_adamw_patterns",
-            "_muon_defaults",
-            "_ns_dtype",
-            "_step_supports_amp_scaling",
-        )
-        return {
-            **super().__getstate__(),
-            **{name: getattr(self, name) for name in kept},
-            "_shards": {},
-            "_group": None,
-            "_device": torch.device("cpu"),
-            "_owners": None,
-        }
-
     @property
     def matrices(self) -> list[Tensor]:
         """The tensors that Muon updates."""

@@ -246,20 +246,6 @@ def test_steps_after_an_overflow_need_no_scaler() -> None:
         assert moved == [value == 1.0] * len(moved)
 
 
-def test_a_copy_continues_as_the_original_does() -> None:
-    module = layers()
-    optimizer = Muon(module.named_parameters(), lr=0.02)
-    set_gradients(list(module.named_parameters()), 0)
-    optimizer.step()
-    copied, other = copy.deepcopy((module, optimizer))
-    assert other.describe() == optimizer.describe()
-    for each, step in ((module, optimizer), (copied, other)):
-        set_gradients(list(each.named_parameters()), 1)
-        step.step()
-    pairs = zip(module.parameters(), copied.parameters(), strict=True)
-    assert all(torch.equal(one, two) for one, two in pairs)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
