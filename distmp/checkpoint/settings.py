@@ -44,7 +44,7 @@ class CheckpointConfig:
             problem = "give a number of steps, or 0"
             raise ConfigError("checkpoint.keep_every", self.keep_every, problem)
         if self.path == "":
-            raise ConfigError("checkpoint.path", self.path, "give a path, a URL, or null")
+            raise ConfigError("checkpoint.path", self.path, "give a path, or null")
 
     @property
     def retention(self) -> Retention:

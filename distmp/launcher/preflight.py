@@ -260,5 +260,5 @@ def _not_shared(config: RunConfig, ranks: Collection[int], hosts: Sequence[str])
         f"{setting} = {value!r} is not the same directory on all machines: "
         f"{_on_hosts(ranks, hosts)} cannot see what rank 0 ({hosts[0]}) writes there, so no "
         "checkpoint could be written; set run_dir or checkpoint.path to a directory on shared "
-        "storage, or checkpoint.path to a URL such as s3://bucket/directory"
+        "storage"
     )

@@ -202,10 +202,6 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def _names_in_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    return [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
-
-
 def never_stepped(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], stored: Iterable[str]
 ) -> list[str]:
@@ -217,11 +213,9 @@ def never_stepped(
         stored: Names of the stored states, as in `named_state`.
     """
     stepped = {entry.rpartition("/")[0] for entry in stored}
-    groups = _names_in_groups(optimizer, names)
-    return [
-        name
-        for group in groups
-        if not stepped.isdisjoint(group)
-        for name in group
-        if name not in stepped
-    ]
+    missing = []
+    for group in optimizer.param_groups:
+        own = [names[id(tensor)] for tensor in group["params"]]
+        if not stepped.isdisjoint(own):
+            missing += [name for name in own if name not in stepped]
+    return missing
