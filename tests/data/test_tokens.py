@@ -84,13 +84,8 @@ def test_copies_are_small(path: Path) -> None:
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.path = .*no such file; name a file of uint16"):
+    with pytest.raises(ConfigError, match=r"data\.path = .*none\.bin.*: cannot read it: No such file"):
         count_tokens(tmp_path / "none.bin", "uint16")
-
-
-def test_folder_in_place_of_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder, not a file"):
-        count_tokens(tmp_path, "uint16")
 
 
 def test_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
