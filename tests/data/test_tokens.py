@@ -84,7 +84,7 @@ def test_copies_are_small(path: Path) -> None:
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.path = .*none\.bin.*: cannot read it: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.bin.*: cannot read it: No such file"):
         count_tokens(tmp_path / "none.bin", "uint16")
 
 
