@@ -14,7 +14,6 @@ from distmp import __version__
 from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
 from distmp.masking import masked_text
-from distmp.utils.standard_streams import open_closed
 
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
 _SUBCOMMANDS = {
@@ -43,7 +42,6 @@ _JOBS = ("train", "launch")
 
 def run() -> NoReturn:
     """Run the `distmp` command and exit."""
-    open_closed()
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
         exit_on_stop_signals()
     sys.exit(main())

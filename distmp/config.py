@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from distmp.callback_settings import EarlyStoppingConfig, parse_callbacks
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.data.file_formats import check_token_paths
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
 from distmp.engine.settings import (
@@ -22,7 +21,6 @@ from distmp.engine.settings import (
 )
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
-from distmp.models import contracts
 from distmp.models.settings import ModelConfig
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 from distmp.parallel.settings import (
@@ -446,7 +444,6 @@ class RunConfig:
         """
         from distmp.models.metrics import find_metric
 
-        check_token_paths(self.data)
         # Without options there is nothing to compare: the ranks import the module.
         for section in (self.data, self.model):
             if section.is_import_path and section.options:
@@ -542,8 +539,7 @@ def load(argv: Sequence[str]) -> RunConfig:
 
 def read(argv: Sequence[str]) -> RunConfig:
     """Read the configuration of `distmp train` without `check_names`, which imports torch."""
-    description = f"Train a model on any number of ranks.\n\n{contracts.as_text()}"
-    return _read_as(RunConfig, argv, "distmp train", description)
+    return _read_as(RunConfig, argv, "distmp train", "Train a model on any number of ranks.")
 
 
 def load_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:

@@ -56,7 +56,6 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--optim.max-norm", "0"], "optim.max_norm"),
         (["--optim.lrr", "1"], "optim.lrr"),
         (["--schedule.name", "cosin"], "schedule.name = 'cosin': did you mean 'cosine'?"),
-        (["--schedule.name", "ReduceLROnPlateau"], "schedule.name"),
         (["--schedule.warmup-steps", "1000"], "must be less than steps = 1000"),
         (["--schedule.options", "{a: 1}"], "schedule.options"),
         (["--schedule.final", "2"], "schedule.final"),
@@ -74,8 +73,6 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
             for path in ("/", ".", "a/..")
         ),
         (["--run-dir", "a\0b"], "run_dir = 'a\\x00b': contains a NUL character"),
-        (["--data.path", "a/" + 300 * "b"], "has a name of more than 255 bytes"),
-        (["--model.weights", 300 * "b"], "has a name of more than 255 bytes"),
         (["--sample.prompt", "a\udc80"], "sample.prompt = 'a\\udc80': is not valid Unicode"),
         (["--seed", str(2**64)], "seed"),
         (["--log.every", str(2**64)], "log.every = 18446744073709551616: is too large"),
@@ -87,14 +84,14 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--checkpoint.path", "s3://***@bucket"], "is hidden in files that distmp writes"),
         (["--resume", ""], "resume"),
         (["--resume", "true"], "resume = 'true': write 'auto' for the latest checkpoint"),
-        (["--batch-size", "4"], "batch_size = '4': unknown setting; set batch.global_batch_size"),
+        (["--batch-size", "4"], "batch_size = 4: unknown setting; set batch.global_batch_size"),
         (
             ["--micro-batch-size", "4"],
-            "micro_batch_size = '4': unknown setting; set batch.global_b",
+            "micro_batch_size = 4: unknown setting; set batch.global_b",
         ),
-        (["--batch", "4"], "batch = '4': is a section; set batch.global_batch_size"),
-        (["--epochs", "3"], "epochs = '3': unknown setting; a run is as long as its number of st"),
-        (["--bf16"], "bf16 = '': unknown setting; set precision.policy"),
+        (["--batch", "4"], "batch = 4: is a section; set batch.global_batch_size"),
+        (["--epochs", "3"], "epochs = 3: unknown setting; a run is as long as its number of st"),
+        (["--bf16"], "bf16 = True: unknown setting; set precision.policy"),
         (["--precision", "bf16"], "precision = 'bf16': is a section; set precision.policy"),
         (["--ema", "None"], "ema = 'None': is a section; set ema.decay; 0 disables it"),
         (["--schedule", "cosine"], "is a section; set schedule.name, schedule.warmup_steps"),
@@ -133,49 +130,6 @@ def test_advice_names_settings_and_is_not_for_settings() -> None:
 def test_advice_in_a_file(name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(RunConfig, {name: value})
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "values", "written"),
-    [
-        ("optim", "adamw", {"betas": [0.9, 0.95]}, "[0.9, 0.95]"),
-        ("optim", "adamw", {"eps": 1e-6}, "1e-06"),
-        ("optim", "sgd", {"momentum": 0.9}, "0.9"),
-        ("optim", "torch.optim:RMSprop", {"alpha": 0.5}, "0.5"),
-        ("schedule", "StepLR", {"step_size": 9}, "9"),
-        ("schedule", "OneCycleLR", {"max_lr": 1}, "1"),
-    ],
-)
-def test_an_option_of_the_optimizer_or_schedule_gets_a_hint(
-    section: str, name: str, values: dict[str, Any], written: str
-) -> None:
-    ((option, value),) = values.items()
-    meant = f"unknown setting; did you mean '{section}.options.{option}'?"
-    with pytest.raises(ConfigError) as caught:
-        from_mapping(RunConfig, {section: {"name": name, **values}})
-    assert str(caught.value).endswith(meant)
-    words = map(str, value if isinstance(value, list) else [value])
-    with pytest.raises(ConfigError) as caught:
-        load([f"--{section}.name", name, f"--{section}.{option.replace('_', '-')}", *words])
-    assert str(caught.value).endswith(
-        f"{meant} Write --{section}.options '{{{option}: {written}}}'"
-    )
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"optim": {"momentum": 0.9}},  # AdamW has none
-        {"optim": {"name": "nothing:here", "betas": 1}},
-        {"optim": {"params": 1}},
-        {"schedule": {"T_max": 9}},  # of another schedule
-        {"schedule": {"name": "StepLR", "optimizer": 9}},
-    ],
-)
-def test_what_is_no_option_is_not_called_one(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="unknown setting") as caught:
-        from_mapping(RunConfig, values)
-    assert "options." not in str(caught.value)
 
 
 def test_optimizer_and_schedule_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
-    FileSystemBase,
+    FileSystem,
     FileSystemReader,
     FileSystemWriter,
 )
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
 from distmp.checkpoint.finite import is_finite
-from distmp.checkpoint.location import Location, RemotePath
+from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.rank_failures import checkpoint_error
 from distmp.distributed.ranks import Failure, Ranks, describe
@@ -64,7 +64,7 @@ def write(
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
-    files, planner = _Files({}), _SavePlanner(finite)
+    files, planner = _Files(), _SavePlanner(finite)
     _silence(ranks)
     with _one_error(ranks, goal):
         state_dict_saver.save(
@@ -82,7 +82,6 @@ def read(
     index: Metadata,
     tensors: dict[str, Tensor],
     ranks: Ranks,
-    opened: dict[str, IO[bytes]],
 ) -> None:
     """Read tensors, in place, from the folder `path`. Collective over `ranks`.
 
@@ -92,7 +91,6 @@ def read(
         index: Its index, which has been checked.
         tensors: Live tensors by name; they must fit those in the index.
         ranks: All ranks.
-        opened: Files that are open already, by name. Each is closed and removed once it is read.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
@@ -102,7 +100,7 @@ def read(
         state_dict_loader.load(
             dict(tensors),
             process_group=ranks.group,
-            storage_reader=_Reader(path, index, _Files(opened)),
+            storage_reader=_Reader(path, index),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
 
@@ -134,57 +132,26 @@ class _SummedFile:
         return getattr(self._file, name)
 
 
-class _Files(FileSystemBase):
-    """DCP's view of a `Location`; records the checksums of the files that it writes.
-
-    Args:
-        opened: Files that are open already, by name. Each is closed and removed once it is read.
+class _Files(FileSystem):
+    """Records the checksums of the files that it writes.
 
     Attributes:
         sums: Size and checksum of each written file, by name.
     """
 
-    def __init__(self, opened: dict[str, IO[bytes]]) -> None:
-        self._opened = opened
+    def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if mode == "rb" and path.name in self._opened:
-            with self._opened.pop(path.name) as file:
-                file.seek(0)
-                yield file
-            return
-        with path.open(mode) as file:
-            if mode == "rb":
-                yield file
-                return
+        with super().create_stream(path, mode) as file:
             summed = _SummedFile(file)
             yield summed
         self.sums[path.name] = summed.sum
 
-    def concat_path(self, path: Any, suffix: str) -> Any:
-        return path / suffix
-
     def rename(self, path: Any, new_path: Any) -> None:
-        path.rename(new_path)
+        super().rename(path, new_path)
         self.sums[new_path.name] = self.sums.pop(path.name)
-
-    def init_path(self, path: Any) -> Any:
-        return path
-
-    def mkdir(self, path: Any) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-    def exists(self, path: Any) -> bool:
-        return path.exists()
-
-    def rm_file(self, path: Any) -> None:
-        path.unlink()
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -212,12 +179,10 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _Writer(FileSystemWriter):
     fs: Any
-    path: Any
 
     def __init__(self, path: Location, files: _Files) -> None:
-        # Where single files cannot be flushed, DCP would flush every disk of the machine.
-        super().__init__(str(path), sync_files=not isinstance(path, RemotePath))
-        self.fs, self.path = files, path
+        super().__init__(path)
+        self.fs = files
 
     def storage_meta(self) -> StorageMeta:
         """Omit the location: the index would hold a path of this machine."""
@@ -227,12 +192,8 @@ class _Writer(FileSystemWriter):
 class _Reader(FileSystemReader):
     """Reads with an index that is already read and checked."""
 
-    fs: Any
-    path: Any
-
-    def __init__(self, path: Location, index: Metadata, files: _Files) -> None:
-        super().__init__(str(path))
-        self.fs, self.path = files, path
+    def __init__(self, path: Location, index: Metadata) -> None:
+        super().__init__(path)
         self._index = index
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:

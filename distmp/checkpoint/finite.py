@@ -21,6 +21,4 @@ def is_finite(tensor: Tensor) -> bool:
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    if tensor.dtype.itemsize == 1:  # float8 has no reductions
-        tensor = tensor.float()
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())  # NaN is in both

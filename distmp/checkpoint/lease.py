@@ -2,8 +2,7 @@
 
 The lease is a small file in the folder, `lease-000001.json`, that its owner rewrites every third of
 its length. The lease with the highest number counts, and a folder gets a new owner only by the
-exclusive creation of the next number. Local file systems, NFS and object stores with conditional
-writes do this atomically.
+exclusive creation of the next number. Local file systems and NFS do this atomically.
 
 # Note [Two owners]
 # An owner extends its lease by a write to its own file, which may only count if it is complete
@@ -24,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from distmp.checkpoint.location import Location, RemotePath
+from distmp.checkpoint.location import Location
 from distmp.errors import DistmpError
 from distmp.utils.processes import ProcessIdentity
 
@@ -32,8 +31,6 @@ from distmp.utils.processes import ProcessIdentity
 SECONDS = 30.0
 RENEWALS = 3
 LOOKS = 60
-# Time after which a write to an object store is visible, where it has no conditional writes.
-SETTLE_SECONDS = 1.0
 
 RUNNING, ENDING, RELEASED = "running", "ending", "released"
 
@@ -150,7 +147,7 @@ class Lease:
     """The lease on one folder. Methods may be called from several threads.
 
     Args:
-        folder: The folder, which exists (an object store needs none).
+        folder: The folder, which exists.
         owner: This job.
         seconds: Length of the lease.
         clock: Returns the seconds of a monotonic clock.
@@ -190,7 +187,7 @@ class Lease:
 
         Raises:
             HeldError: If another job owns the folder and still runs.
-            OSError: If the lease cannot be read or written. File systems of fsspec raise any type.
+            OSError: If the lease cannot be read or written.
         """
         while True:
             number = _latest(self.folder)
@@ -290,10 +287,6 @@ class Lease:
             _create_file(_path(self.folder, number), data)
         except FileExistsError:
             return False
-        if isinstance(self.folder, RemotePath):
-            self._sleep(SETTLE_SECONDS)
-            if _read(self.folder, number) != data:
-                return False
         numbers = _numbers(self.folder)
         if max(numbers, default=0) != number:
             return False
@@ -307,11 +300,8 @@ class Lease:
         """Write this job's own file; return whether the lease had not expired before the end."""
         path, data = _path(self.folder, number), _encode(content)
         try:
-            if isinstance(path, RemotePath):
-                path.write_bytes(data)
-            else:
-                with path.open("r+b") as file:
-                    file.write(data)
+            with path.open("r+b") as file:
+                file.write(data)
         except FileNotFoundError:  # the folder was deleted, or a later owner has tidied it
             return False
         return self._clock() < self._expires
@@ -362,9 +352,6 @@ def _numbers(folder: Location) -> list[int]:
 
 
 def _create_file(path: Location, data: bytes) -> None:
-    if isinstance(path, RemotePath):
-        path.create(data)
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         file.write(data)

@@ -10,16 +10,16 @@ forged checkpoint runs no code.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from distmp.checkpoint.location import Location, read_bytes
+from distmp.checkpoint.location import Location
 from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
+from distmp.utils.files import read_regular
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -28,7 +28,6 @@ _CHUNK_BYTES = 1 << 22
 # Limits that no real file reaches: 100,000 ranks take 10 MB.
 _LARGEST_BYTES = 1 << 26
 _LARGEST_NUMBER = 1 << 62
-_DEEPEST = 50
 
 
 class FileSum(NamedTuple):
@@ -134,7 +133,7 @@ def read(path: Location) -> State:
     """
     file = path / STATE_FILE
     try:
-        state = json.loads(read_bytes(file, _LARGEST_BYTES))
+        state = json.loads(read_regular(file, _LARGEST_BYTES))
         found_format = state["format"]
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
@@ -153,34 +152,33 @@ def read(path: Location) -> State:
         raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
 
 
-def open_verified(path: Location, expected: FileSum, copy: IO[bytes] | None = None) -> IO[bytes]:
-    """Open a file and check that it holds what was written, by reading it once.
+def readable_state(path: Location) -> State | None:
+    """Return the content of `state.json` of the checkpoint at `path`; None if it is damaged."""
+    try:
+        return read(path)
+    except CheckpointError:
+        return None
+
+
+def verify_file(path: Location, expected: FileSum) -> None:
+    """Check that a file holds what was written, by reading it once.
 
     Args:
         path: The file.
         expected: Its size and checksum when it was written.
-        copy: Receives the bytes that are read.
-
-    Returns:
-        The open file, at its end.
 
     Raises:
         CheckpointError: If the file is missing, cannot be read, or holds something else.
     """
     check_size(path, expected)
     actual = FileSum()
-    with contextlib.ExitStack() as on_error:
-        try:
-            file = on_error.enter_context(path.open("rb"))
+    try:
+        with path.open("rb") as file:
             while data := file.read(_CHUNK_BYTES):
                 actual = actual.extended(data)
-                if copy is not None:
-                    copy.write(data)
-        except Exception as error:
-            raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
-        check_sum(path, actual, expected)
-        on_error.pop_all()
-    return file
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
+    check_sum(path, actual, expected)
 
 
 def check_size(path: Location, expected: FileSum) -> None:
@@ -222,7 +220,6 @@ def check_number(name: str, value: object) -> int:
 
 
 def _decode(state: dict[str, Any]) -> State:
-    _check_depth(state)
     written = int(state.pop("crc32"), 16)
     if _content_sum(state) != written:
         raise CheckpointError("its content does not match its checksum")
@@ -246,17 +243,6 @@ def check_name(name: str) -> str:
     if Path(name).name != name:
         raise CheckpointError(f"it names a file outside the checkpoint, {name!r}")
     return name
-
-
-def _check_depth(state: Any) -> None:
-    """Refuse nesting that recursive functions cannot follow."""
-    level = [state]
-    for _ in range(_DEEPEST):
-        dictionaries = (list(value.values()) for value in level if isinstance(value, dict))
-        lists = (value for value in level if isinstance(value, list))
-        level = [inner for values in (*dictionaries, *lists) for inner in values]
-    if level:
-        raise CheckpointError(f"it is nested more than {_DEEPEST} levels deep")
 
 
 def _check_step(state: dict[str, Any]) -> None:

@@ -8,15 +8,13 @@ marked, earlier checkpoints since the last applied update hold the same weights.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 from distmp.checkpoint.location import Location, locate
-from distmp.checkpoint.manifest import STATE_FILE
+from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
-from distmp.checkpoint.storage import INDEX_FILE, named_step, storage
+from distmp.checkpoint.storage import INDEX_FILE, Entry, LocalStorage, named_step
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, ConfigError
@@ -24,9 +22,6 @@ from distmp.errors import CheckpointError, ConfigError
 logger = logging.getLogger("distmp")
 
 _RESTORE = "restore it from a copy, or start again without it"
-
-# Names of folders in which loops save the checkpoints of one model, step by step.
-_OF_ONE_MODEL = re.compile(r"checkpoints|(?:(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?\d+", re.I)
 
 
 class Usable(NamedTuple):
@@ -45,15 +40,12 @@ class Usable(NamedTuple):
     unhealthy: list[str]
 
 
-def usable(
-    directory: Location, *, before: int | None = None, other_than: Location | None = None
-) -> Usable:
+def usable(directory: Location, *, before: int | None = None) -> Usable:
     """Find the newest healthy checkpoint in `directory`. Collective over all ranks.
 
     Args:
         directory: The same on all ranks; rank 0 lists it.
         before: Consider only checkpoints of earlier steps than this one.
-        other_than: Ignore this checkpoint.
 
     Returns:
         The same result on all ranks.
@@ -61,38 +53,29 @@ def usable(
     Raises:
         CheckpointError: On all ranks, if the directory cannot be listed.
     """
-    ranks, goal = Ranks(None), f"look for checkpoints in {directory}"
     entries = rank_0_or_checkpoint_error(
-        ranks,
-        goal,
+        Ranks(None),
+        f"look for checkpoints in {directory}",
         lambda: [
-            (entry.path.name, entry.finished)
-            for entry in storage(directory).entries()
-            if before is None or entry.step < before
+            (entry.path.name, entry.finished, problem)
+            for entry, problem in _examined(directory, before)
         ],
     )
     result = Usable(None, [], [], [])
-    mark: _Mark | None = None
-    for name, finished in entries:
+    for name, finished, problem in entries:
         path = directory / name
-        if path == other_than:
-            continue
         if not finished:
             result.unfinished.append(f"{path} was not finished")
-            continue
-        checkpoint = StoredCheckpoint(path)
-        # Read before the data files, which may be large.
-        found = rank_0_or_checkpoint_error(ranks, goal, partial(_find_mark, checkpoint, mark))
-        if found is not None:
-            mark, problem = found
+        elif problem is not None:
             result.unhealthy.append(f"{path} {problem}")
-            continue
-        try:
-            checkpoint.verify()
-        except CheckpointError as error:
-            result.damaged.append(str(error))
         else:
-            return result._replace(checkpoint=checkpoint)
+            checkpoint = StoredCheckpoint(path)
+            try:
+                checkpoint.verify()
+            except CheckpointError as error:
+                result.damaged.append(str(error))
+            else:
+                return result._replace(checkpoint=checkpoint)
     return result
 
 
@@ -105,9 +88,9 @@ def resolve(
     that is named by its path is used, with a warning.
 
     Args:
-        resume: "auto", or the path or fsspec URL of a checkpoint or of a directory of checkpoints.
-            In a directory the newest healthy checkpoint is used. If it has none, its folders with
-            names such as `step-100` or `checkpoints` are searched, see `_folders_of`.
+        resume: "auto", or the path of a checkpoint or of a directory of checkpoints.
+            In a directory, or in its directory `checkpoints`, which runs have, the newest healthy
+            checkpoint is used.
         directory: Directory of this run's checkpoints, for "auto".
         setting: Name of the setting, for errors.
         missing_ok: Whether a path without a checkpoint is no error.
@@ -123,19 +106,26 @@ def resolve(
     ranks = Ranks(None)
     if resume != "auto":
         directory = locate(setting, resume)
-    exists, is_checkpoint = rank_0_or_checkpoint_error(
+    exists, is_checkpoint, of_run = rank_0_or_checkpoint_error(
         ranks,
         f"look for checkpoints in {directory}",
-        lambda: (directory.exists(), resume != "auto" and _names_checkpoint(directory)),
+        lambda: (
+            directory.exists(),
+            resume != "auto" and _names_checkpoint(directory),
+            resume != "auto" and (directory / "checkpoints").is_dir(),
+        ),
     )
     if is_checkpoint:
-        checkpoint = _verify_named(directory)
+        checkpoint = StoredCheckpoint(directory)
+        checkpoint.verify()
         goal = f"look for marks of {checkpoint}"
-        problem = rank_0_or_checkpoint_error(ranks, goal, lambda: _problem_of(checkpoint))
+        problem = rank_0_or_checkpoint_error(ranks, goal, lambda: _problem_of(directory))
         if problem is not None and ranks.rank == 0:
             logger.warning("%s %s; it is used because it was named", checkpoint, problem)
         return checkpoint
-    result = usable(directory) if resume == "auto" else _search(directory)
+    if of_run:
+        directory /= "checkpoints"
+    result = usable(directory)
     unusable = result.damaged + result.unhealthy
     if result.checkpoint is None and unusable:
         named = (
@@ -155,114 +145,46 @@ def resolve(
     return result.checkpoint
 
 
-def _search(directory: Location) -> Usable:
-    """Find the newest healthy checkpoint in a directory or, if it has none, in its folders."""
-    folders = rank_0_or_checkpoint_error(
-        Ranks(None), f"look for checkpoints in {directory}", lambda: _folders_of(directory)
-    )
-    if not folders:
-        return usable(directory)
-    found = Usable(None, [], [], [])
-    for name in folders:
-        result = usable(directory / name)
-        lists = [[*older, *newer] for older, newer in zip(found[1:], result[1:], strict=True)]
-        found = Usable(result.checkpoint, *lists)
-        if found.checkpoint is not None:
-            break
-    return found
-
-
-def _folders_of(directory: Location) -> list[str]:
-    """Return the folders of a directory that hold its checkpoints, the latest step first.
-
-    Loops save to `runs/step-100`, `runs/step-200` ..., and a run of the trainer to a folder
-    `checkpoints`. Folders with other names hold the checkpoints of other models or runs. Empty if
-    the directory itself has checkpoints.
-    """
-    if not directory.is_dir() or storage(directory).entries():
-        return []
-    latest = {}
-    for path in directory.iterdir():
-        if _OF_ONE_MODEL.fullmatch(path.name) and (entries := storage(path).entries()):
-            latest[path.name] = entries[0].step
-    return sorted(latest, key=lambda name: latest[name], reverse=True)
-
-
 def newest_healthy(directory: Location) -> Location | None:
     """Return the newest healthy checkpoint, without verifying its data files."""
-    readable = (each for each, problem in _finished(directory) if problem is None)
-    return next((each.path for each in readable if _is_readable(each)), None)
+    healthy = (entry for entry, problem in _examined(directory) if problem is None)
+    return next(
+        (each.path for each in healthy if each.finished and readable_state(each.path)), None
+    )
 
 
-def _problem_of(checkpoint: StoredCheckpoint) -> str | None:
+def _problem_of(path: Location) -> str | None:
     """Return why a checkpoint that a path names is unhealthy."""
-    for each, problem in _finished(checkpoint.path.parent):
-        if each.path == checkpoint.path:
+    for entry, problem in _examined(path.parent):
+        if entry.path == path:
             return problem
-    own = _find_mark(checkpoint, None)  # it has another name
-    return None if own is None else own[1]
+    state = readable_state(path)  # it has another name
+    return None if state is None else _marked(state)
 
 
-def _finished(directory: Location) -> Iterator[tuple[StoredCheckpoint, str | None]]:
-    """Yield the checkpoints in a directory, the latest first, and why unhealthy ones are."""
-    mark: _Mark | None = None
-    for entry in storage(directory).entries():
-        if entry.finished:
-            checkpoint = StoredCheckpoint(entry.path)
-            mark, problem = _find_mark(checkpoint, mark) or (mark, None)
-            yield checkpoint, problem
-
-
-class _Mark(NamedTuple):
-    """A checkpoint that is marked as unhealthy."""
-
-    path: str
-    reason: str
-    updated_at: int
-    """Step of the weights that it holds."""
-
-
-def _find_mark(checkpoint: StoredCheckpoint, newer: _Mark | None) -> tuple[_Mark, str] | None:
-    """Return the mark that makes a checkpoint unhealthy, and a message about it.
+def _examined(directory: Location, before: int | None = None) -> Iterator[tuple[Entry, str | None]]:
+    """Yield the folders of checkpoints, the latest first, and why unhealthy ones are.
 
     Args:
-        checkpoint: The checkpoint.
-        newer: The mark of the next newer checkpoint that has one.
-
-    Returns:
-        None for a healthy checkpoint, and for a damaged one.
+        directory: The directory.
+        before: Consider only checkpoints of earlier steps than this one.
     """
-    if not _is_readable(checkpoint):
-        return None
-    state = checkpoint.state
-    if state.health.problem is not None:
-        mark = _Mark(str(checkpoint), state.health.problem, state.updated_at)
-        return mark, f"is marked as unhealthy: {mark.reason}"
-    if newer is not None and state.step >= newer.updated_at:
-        return newer, (
-            f"holds the same weights as {newer.path}, which is marked as unhealthy: {newer.reason}"
-        )
-    return None
+    newer: tuple[Location, State] | None = None  # the next newer checkpoint that is marked
+    for entry in LocalStorage(directory).entries():
+        if before is not None and entry.step >= before:
+            continue
+        state = readable_state(entry.path) if entry.finished else None
+        problem = None
+        if state is not None and state.health.problem is not None:
+            newer, problem = (entry.path, state), _marked(state)
+        elif state is not None and newer is not None and state.step >= newer[1].updated_at:
+            problem = f"holds the same weights as {newer[0]}, which {_marked(newer[1])}"
+        yield entry, problem
 
 
-def _is_readable(checkpoint: StoredCheckpoint) -> bool:
-    try:
-        return bool(checkpoint.state)
-    except CheckpointError:
-        return False
-
-
-def _verify_named(path: Location) -> StoredCheckpoint:
-    """Verify a checkpoint that the user named; if it is damaged, the error suggests another one."""
-    checkpoint = StoredCheckpoint(path)
-    try:
-        checkpoint.verify()
-    except CheckpointError as error:
-        other = usable(path.parent, other_than=path).checkpoint
-        none = f"its directory has no other one; {_RESTORE}"
-        hint = none if other is None else f"{other} is intact"
-        raise CheckpointError(f"{error}; {hint}") from error
-    return checkpoint
+def _marked(state: State) -> str | None:
+    problem = state.health.problem
+    return None if problem is None else f"is marked as unhealthy: {problem}"
 
 
 def _names_checkpoint(path: Location) -> bool:
@@ -271,4 +193,4 @@ def _names_checkpoint(path: Location) -> bool:
         return False
     if (path / STATE_FILE).exists() or (path / INDEX_FILE).exists():
         return True
-    return named_step(path) is not None and not storage(path).entries()
+    return named_step(path) is not None and not LocalStorage(path).entries()

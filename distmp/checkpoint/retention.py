@@ -18,9 +18,6 @@ class Retention:
         last: Number of latest checkpoints to keep, 1 or more.
         every: Length of a window in steps, counted from step `every`. The first checkpoint of each
             window is kept permanently; 0 keeps none.
-        max_bytes: Total size in bytes above which checkpoints are removed: first an unhealthy one,
-            then the oldest; never the latest healthy one, and none that is kept permanently. None:
-            no limit.
         best: Step of the best checkpoint so far, which `state.json` of the new one names; None for
             none. It is kept for as long as one of the latest checkpoints names it: a rollback to
             that one needs it again.
@@ -28,38 +25,27 @@ class Retention:
 
     last: int = 2
     every: int = 0
-    max_bytes: int | None = None
     best: int | None = None
 
     def surplus(
         self,
-        sizes: Mapping[int, int],
+        steps: Collection[int],
         unhealthy: Collection[int] = (),
         best: Mapping[int, int] | None = None,
     ) -> list[int]:
         """Return the steps of the checkpoints to remove, in this order.
 
         Args:
-            sizes: Size of each checkpoint in bytes, by step.
+            steps: Steps of the checkpoints.
             unhealthy: Steps of the unhealthy checkpoints.
             best: Step of the best checkpoint that a checkpoint names, by step.
         """
-        steps = sorted(sizes)
-        healthy = [step for step in steps if step not in unhealthy]
-        latest = {*steps[-1:], *healthy[-self.last :]}
+        ordered = sorted(steps)
+        healthy = [step for step in ordered if step not in unhealthy]
+        latest = {*ordered[-1:], *healthy[-self.last :]}
         named = {best[step] for step in latest if step in best} if best else set()
-        permanent = self._permanent(healthy) | named.intersection(steps)
-        wanted = latest | permanent
-        removed = [step for step in steps if step not in wanted]
-        if self.max_bytes is None:
-            return removed
-        kept = sorted(wanted, key=lambda step: (step in healthy, step))
-        excess = sum(sizes[step] for step in kept) - self.max_bytes
-        for step in kept[:-1]:
-            if excess > 0 and step not in permanent:
-                removed.append(step)
-                excess -= sizes[step]
-        return removed
+        wanted = latest | named | self._permanent(healthy)
+        return [step for step in ordered if step not in wanted]
 
     def _permanent(self, steps: list[int]) -> set[int]:
         if self.every == 0:

@@ -210,8 +210,8 @@ class Snapshot:
             self._event = _copy_on_device(self._copies, self._device)
 
 
-def expect(tensors: Mapping[str, Tensor], buffers: HostBuffers) -> None:
-    """Let `buffers` pin memory for snapshots of tensors like these.
+def allocate(tensors: Mapping[str, Tensor], buffers: HostBuffers) -> None:
+    """Allocate memory for snapshots of tensors like these.
 
     Args:
         tensors: Live tensors that this rank writes, by name.
@@ -219,7 +219,7 @@ def expect(tensors: Mapping[str, Tensor], buffers: HostBuffers) -> None:
     """
     for name, tensor in tensors.items():
         for part, source in enumerate(_parts(name, tensor)[1]):
-            buffers.expect(name, part, source)
+            buffers.like(name, part, source)
 
 
 def written_here(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:

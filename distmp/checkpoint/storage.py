@@ -1,7 +1,7 @@
-"""Creates and removes checkpoints atomically, on a disk and on an object store.
+"""Creates and removes checkpoints atomically.
 
 The checkpoint of step 100 is the folder `step-000100`. It contains `state.json`, which is written
-last. On a disk a folder is renamed, which is atomic, so every reader sees a complete checkpoint or
+last. The folder is then renamed, which is atomic, so every reader sees a complete checkpoint or
 none. Suffixes mark other folders:
 
 - `.writing`: not finished; removed by the next save.
@@ -10,10 +10,6 @@ none. Suffixes mark other folders:
 - `.removing`: is being deleted.
 - `.abandoned`: belongs to a later step than the one just saved, from before the run went back. The
   newest are kept for the user, see `layout.tidy`; `--resume auto` ignores them.
-
-An object store cannot rename a folder. There a folder is a checkpoint as soon as it contains
-`state.json`, and that file is removed first. A second checkpoint of the same step is written to
-`step-000100.2` and so on; the highest number counts. An abandoned one gets a file `abandoned`.
 """
 
 from __future__ import annotations
@@ -21,21 +17,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from distmp.checkpoint.location import Location, RemotePath
 from distmp.checkpoint.manifest import STATE_FILE
 
 # The index of the tensors, in the format of torch.distributed.checkpoint.
 INDEX_FILE = ".metadata"
 
-_LOCAL_NAME = re.compile(r"step-(\d{6,})(\.writing|\.replaced)?")
-_REMOTE_NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
-_ABANDONED_FILE = "abandoned"
-
-Folder = TypeVar("Folder", Path, RemotePath)
+_NAME = re.compile(r"step-(\d{6,})(\.writing|\.replaced)?")
+_STEP = re.compile(r"step-(\d{6,})")
 
 
 class Entry(NamedTuple):
@@ -48,57 +39,11 @@ class Entry(NamedTuple):
     """
 
     step: int
-    path: Location
+    path: Path
     finished: bool
 
 
-class Storage(ABC, Generic[Folder]):
-    """The checkpoints in one directory."""
-
-    @abstractmethod
-    def entries(self) -> list[Entry]:
-        """Return the folders of checkpoints, finished or not, in order of preference."""
-
-    @abstractmethod
-    def abandoned(self) -> list[Entry]:
-        """Return the checkpoints that were set aside, the latest step first."""
-
-    @abstractmethod
-    def prepare(self, step: int) -> Folder:
-        """Remove leftovers of a crash, and return the folder to write to."""
-
-    @abstractmethod
-    def discard(self, path: Folder) -> None:
-        """Remove a checkpoint that was not finished."""
-
-    @abstractmethod
-    def publish(self, written: Folder) -> Folder:
-        """Make the checkpoint in a folder current; return the folder under its final name.
-
-        Its files must be on the disk, `state.json` last.
-        """
-
-    @abstractmethod
-    def clean(self) -> None:
-        """Remove checkpoints that were replaced by another one of the same step."""
-
-    @abstractmethod
-    def remove(self, path: Folder) -> None:
-        """Remove a checkpoint."""
-
-    @abstractmethod
-    def set_aside(self, path: Folder) -> Folder:
-        """Mark a checkpoint as abandoned; return its new path."""
-
-
-def storage(directory: Location) -> Storage[Any]:
-    """Return the storage of the checkpoints in a directory."""
-    if isinstance(directory, RemotePath):
-        return RemoteStorage(directory)
-    return LocalStorage(directory)
-
-
-def is_checkpoint(path: Location) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Return whether `path` is a directory with the files that every checkpoint has."""
     return (path / STATE_FILE).is_file() and (path / INDEX_FILE).is_file()
 
@@ -108,9 +53,9 @@ def folder_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def named_step(path: Location) -> int | None:
+def named_step(path: Path) -> int | None:
     """Return the step in the name of a folder, with any suffix; None if the name has none."""
-    name = _REMOTE_NAME.match(path.name)
+    name = _STEP.match(path.name)
     return int(name[1]) if name else None
 
 
@@ -123,7 +68,7 @@ def synchronize(path: Path) -> None:
         os.close(descriptor)
 
 
-class LocalStorage(Storage[Path]):
+class LocalStorage:
     """Checkpoints on a disk, or on a network file system that renames atomically.
 
     Args:
@@ -133,16 +78,18 @@ class LocalStorage(Storage[Path]):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def entries(self) -> list[Entry]:  # noqa: D102
+    def entries(self) -> list[Entry]:
+        """Return the folders of checkpoints, finished or not, in order of preference."""
         order = {".writing": 0, None: 1, ".replaced": 2}
         entries = []
         for path in self._directory.glob("step-*"):
-            if (name := _LOCAL_NAME.fullmatch(path.name)) and not _holds_checkpoints(path):
+            if (name := _NAME.fullmatch(path.name)) and not _holds_checkpoints(path):
                 entry = Entry(int(name[1]), path, finished=name[2] != ".writing")
                 entries.append((-entry.step, order[name[2]], entry))
         return [entry for *_, entry in sorted(entries)]
 
-    def abandoned(self) -> list[Entry]:  # noqa: D102
+    def abandoned(self) -> list[Entry]:
+        """Return the checkpoints that were set aside, the latest step first."""
         found = [
             Entry(step, path, finished=True)
             for path in self._directory.glob("step-*.abandoned")
@@ -150,7 +97,8 @@ class LocalStorage(Storage[Path]):
         ]
         return sorted(found, reverse=True)
 
-    def prepare(self, step: int) -> Path:  # noqa: D102
+    def prepare(self, step: int) -> Path:
+        """Remove leftovers of a crash, and return the folder to write to."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("step-*"):
             replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
@@ -160,10 +108,15 @@ class LocalStorage(Storage[Path]):
         writing.mkdir()
         return writing
 
-    def discard(self, path: Path) -> None:  # noqa: D102
+    def discard(self, path: Path) -> None:
+        """Remove a checkpoint that was not finished."""
         _delete(path)
 
-    def publish(self, written: Path) -> Path:  # noqa: D102
+    def publish(self, written: Path) -> Path:
+        """Make the checkpoint in a folder current; return the folder under its final name.
+
+        Its files must be on the disk, `state.json` last.
+        """
         final = written.with_suffix("")
         synchronize(written)
         if final.exists():
@@ -172,97 +125,28 @@ class LocalStorage(Storage[Path]):
         synchronize(self._directory)
         return final
 
-    def clean(self) -> None:  # noqa: D102
+    def clean(self) -> None:
+        """Remove checkpoints that were replaced by another one of the same step."""
         for path in self._directory.glob("step-*.replaced"):
             self.remove(path)
 
-    def remove(self, path: Path) -> None:  # noqa: D102
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint."""
         _delete(path.rename(_vacate(path.with_suffix(".removing"))))
 
-    def set_aside(self, path: Path) -> Path:  # noqa: D102
+    def set_aside(self, path: Path) -> Path:
+        """Mark a checkpoint as abandoned; return its new path."""
         return path.rename(_vacate(path.with_suffix(".abandoned")))
 
 
-class RemoteStorage(Storage[RemotePath]):
-    """Checkpoints on any file system of fsspec.
-
-    Args:
-        directory: Directory of the checkpoints; it need not exist yet.
-    """
-
-    def __init__(self, directory: RemotePath) -> None:
-        self._directory = directory
-
-    def entries(self) -> list[Entry]:  # noqa: D102
-        entries = [
-            (-step, -attempt, Entry(step, path, finished=(path / STATE_FILE).is_file()))
-            for step, attempt, path in self._folders()
-            if not (path / _ABANDONED_FILE).exists()
-        ]
-        return [entry for *_, entry in sorted(entries)]
-
-    def abandoned(self) -> list[Entry]:  # noqa: D102
-        found = [
-            (step, attempt, Entry(step, path, finished=True))
-            for step, attempt, path in self._folders()
-            if (path / _ABANDONED_FILE).exists()
-        ]
-        return [entry for *_, entry in sorted(found, key=lambda item: item[:2], reverse=True)]
-
-    def prepare(self, step: int) -> RemotePath:  # noqa: D102
-        self._directory.mkdir(parents=True, exist_ok=True)
-        attempts = [0]
-        for found_step, attempt, path in self._folders():
-            if not (path / STATE_FILE).is_file():
-                self.discard(path)
-            elif found_step == step:
-                attempts.append(attempt)
-        attempt = max(attempts) + 1
-        suffix = f".{attempt}" if attempt > 1 else ""
-        return self._directory / f"{folder_name(step)}{suffix}"
-
-    def discard(self, path: RemotePath) -> None:  # noqa: D102
-        path.remove_tree()
-
-    def publish(self, written: RemotePath) -> RemotePath:  # noqa: D102
-        return written
-
-    def clean(self) -> None:  # noqa: D102
-        current: set[int] = set()
-        for entry in self.entries():
-            if entry.finished and entry.step in current:
-                self.remove(self._directory / entry.path.name)
-            elif entry.finished:
-                current.add(entry.step)
-
-    def remove(self, path: RemotePath) -> None:  # noqa: D102
-        (path / STATE_FILE).unlink()
-        if path.exists():
-            path.remove_tree()
-
-    def set_aside(self, path: RemotePath) -> RemotePath:  # noqa: D102
-        (path / _ABANDONED_FILE).write_bytes(b"")
-        return path
-
-    def _folders(self) -> list[tuple[int, int, RemotePath]]:
-        """Return step, attempt and path of every folder with the name of a checkpoint."""
-        if not self._directory.is_dir():
-            return []
-        return [
-            (int(name[1]), int(name[2] or 1), path)
-            for path in self._directory.iterdir()
-            if (name := _REMOTE_NAME.fullmatch(path.name)) and not _holds_checkpoints(path)
-        ]
-
-
-def _holds_checkpoints(path: Location) -> bool:
+def _holds_checkpoints(path: Path) -> bool:
     """Return whether a folder with the name of a checkpoint is a directory of checkpoints.
 
     A loop that saves to `runs/step-000100` gets `runs/step-000100/step-000100`.
     """
     if (path / STATE_FILE).exists() or not path.is_dir():
         return False
-    return any(_REMOTE_NAME.match(inner.name) and inner.is_dir() for inner in path.iterdir())
+    return any(_STEP.match(inner.name) and inner.is_dir() for inner in path.iterdir())
 
 
 def _delete(path: Path) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.layout import final_path, tidy
-from distmp.checkpoint.location import Location, RemotePath, check_reachable
+from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import HEALTHY, STATE_FILE, FileSum, Health
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.checkpoint.recovery import Usable, newest_healthy, resolve, usable
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import INDEX_FILE, storage, synchronize
+from distmp.checkpoint.storage import INDEX_FILE, LocalStorage, synchronize
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, listed
@@ -29,7 +29,6 @@ __all__ = [
     "Retention",
     "StoredCheckpoint",
     "Usable",
-    "check_reachable",
     "final_path",
     "load",
     "newest_healthy",
@@ -95,7 +94,6 @@ def save(
         permit()
         return _begin(directory, step, numbers)
 
-    # The name and not the path: objects of a file system cannot always be pickled.
     writing = directory / rank_0_or_checkpoint_error(ranks, goal, begin)
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks, finite))
     files = {name: file for rank in written for name, file in rank.sums.items()}
@@ -133,7 +131,7 @@ def _report_mark(path: Location, problem: str | None) -> None:
 
 def _begin(directory: Location, step: int, numbers: dict[str, Any]) -> str:
     manifest.encode(step, numbers, {})  # raises before anything is written
-    return storage(directory).prepare(step).name
+    return LocalStorage(directory).prepare(step).name
 
 
 def _finish(
@@ -147,11 +145,8 @@ def _finish(
                 f"{error} (all hosts must write to the same, shared storage)"
             ) from error
     file = writing / STATE_FILE
-    if isinstance(file, RemotePath):
-        file.write_bytes(state)
-    else:
-        # It contains the configuration of the run.
-        with open(file, "wb", opener=partial(os.open, mode=PRIVATE)) as stream:
-            stream.write(state)
-        synchronize(file)
-    return storage(directory).publish(writing)
+    # It contains the configuration of the run.
+    with open(file, "wb", opener=partial(os.open, mode=PRIVATE)) as stream:
+        stream.write(state)
+    synchronize(file)
+    return LocalStorage(directory).publish(writing)

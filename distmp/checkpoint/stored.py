@@ -1,50 +1,33 @@
-"""A checkpoint on storage, of which every rank reads each file at most once."""
+"""A checkpoint on storage."""
 
 from __future__ import annotations
 
-import io
 import logging
-import weakref
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import islice
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from distmp.checkpoint import dcp, index, manifest
-from distmp.checkpoint.location import Location, RemotePath
-from distmp.checkpoint.manifest import FileSum, State
+from distmp.checkpoint.location import Location
+from distmp.checkpoint.manifest import State
 from distmp.checkpoint.rank_failures import all_or_checkpoint_error
-from distmp.checkpoint.storage import INDEX_FILE, named_step
-from distmp.distributed.rank_environment import local_world_size
+from distmp.checkpoint.storage import named_step
 from distmp.distributed.ranks import Ranks, describe
 from distmp.errors import LISTED, CheckpointError
-from distmp.utils.cgroups import free_host_bytes
 from distmp.utils.flat_shard import global_shape
 
 logger = logging.getLogger("distmp")
 
 
-# Note [One reading per file]
-# `verify` has to read every data file completely before `load` copies a part of it into live
-# tensors: afterwards a run could not fall back to an earlier checkpoint. The second pass over a
-# file must not go to storage again:
-#
-# - A local file stays open, and `load` reads it from the page cache. On a network file system, too,
-#   where opening it a second time could drop the cached pages. A copy in memory of this process
-#   would be slower: it doubled the time of verifying and loading 0.5 GiB.
-# - A file of an object store has no page cache. Its bytes stay in memory of this process until they
-#   are loaded, while half of the free memory suffices; otherwise `load` fetches the file again.
-
-
 class StoredCheckpoint:
     """A checkpoint on storage: verified by all ranks together, then loaded into live tensors.
 
-    `state.json` and the index of the tensors are read once, when they are first used. `verify`
-    reads each data file on one rank, which reuses it in `load`; see Note [One reading per file].
+    `state.json` and the index of the tensors are read once, when they are first used.
 
     Args:
         path: Folder of the checkpoint.
@@ -57,9 +40,6 @@ class StoredCheckpoint:
         self.path = path
         self._verified = False
         self._converted: set[tuple[torch.dtype, torch.dtype]] = set()  # logged already
-        # Verified files by name, until `load` or `index` reads them.
-        self._files: dict[str, IO[bytes]] = {}
-        weakref.finalize(self, _close, self._files)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -84,10 +64,10 @@ class StoredCheckpoint:
         """The index of the tensors, in the format of torch.distributed.checkpoint (DCP).
 
         Raises:
-            CheckpointError: If it is damaged, would run code, or does not describe complete tensors
-                in files of the checkpoint.
+            CheckpointError: If it is damaged, would run code, or does not describe tensors in files
+                of the checkpoint.
         """
-        return index.read_index(self.path, self.state.files, self._files.pop(INDEX_FILE, None))
+        return index.read_index(self.path, self.state.files)
 
     @property
     def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -147,10 +127,7 @@ class StoredCheckpoint:
             self.verify()
         all_or_checkpoint_error(ranks, goal, lambda: self.check_fit(tensors))
         self._report_conversions(tensors, ranks)
-        try:
-            dcp.read(goal, self.path, self.index, tensors, ranks, self._files)
-        finally:
-            _close(self._files)
+        dcp.read(goal, self.path, self.index, tensors, ranks)
         return sorted(self.index.state_dict_metadata.keys() - tensors.keys())
 
     def _verify_share(self, ranks: Ranks) -> int:
@@ -163,25 +140,10 @@ class StoredCheckpoint:
         files = self.state.files
         # In the order of the ranks that wrote them: at the same world size a rank verifies the file
         # that it wrote (which its host may still cache) and that it is going to load.
-        spare_bytes = _spare_bytes(ranks)
         for name in list(files)[ranks.rank :: ranks.world_size]:
-            spare_bytes -= self._verify_file(name, files[name], spare_bytes)
+            manifest.verify_file(self.path / name, files[name])
         _ = self.index  # `load` needs it on every rank
         return self.state.crc32
-
-    def _verify_file(self, name: str, expected: FileSum, spare_bytes: int) -> int:
-        """Check one file; return how many bytes of memory it takes until it is loaded."""
-        path = self.path / name
-        if not isinstance(path, RemotePath):
-            self._files[name] = manifest.open_verified(path, expected)
-            return 0
-        fits = name == INDEX_FILE or expected.size <= spare_bytes
-        content = io.BytesIO() if fits else None
-        manifest.open_verified(path, expected, content).close()
-        if content is None:
-            return 0
-        self._files[name] = content
-        return expected.size
 
     def check_fit(self, tensors: Mapping[str, Tensor]) -> None:
         """Check that the stored values can be loaded into `tensors`, without communication.
@@ -202,19 +164,6 @@ class StoredCheckpoint:
         lines = sorted(f"{old} to {new}" for old, new in conversions if old != new)
         if lines and ranks.rank == 0:
             logger.warning("tensors of %s are converted from %s", self.path, ", ".join(lines))
-
-
-def _close(files: dict[str, IO[bytes]]) -> None:
-    while files:
-        files.popitem()[1].close()
-
-
-def _spare_bytes(ranks: Ranks) -> int:
-    """Return how much host memory this rank may fill with files.
-
-    Half of what is free, shared by the ranks of this machine: the model is still to be built.
-    """
-    return free_host_bytes() // (2 * local_world_size(ranks.world_size))
 
 
 def _misfits(

@@ -25,14 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.clock import SaveClock
 from distmp.checkpoint.host_buffers import HostBuffers
 from distmp.checkpoint.layout import discard, final_path
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.rank_failures import all_or_checkpoint_error
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.checkpoint.snapshot import Snapshot, expect, written_here
+from distmp.checkpoint.snapshot import Snapshot, allocate, written_here
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
@@ -111,7 +110,6 @@ class CheckpointWriter:
         self._stopped = False
         self._pending: _Pending | None = None
         self._buffers = HostBuffers()
-        self._clock = SaveClock(settings.every_minutes, world)
         self._timeout = timedelta(seconds=timeout_seconds)
         self._group: dist.ProcessGroup | None = None
 
@@ -130,19 +128,16 @@ class CheckpointWriter:
         optimizer.register_step_pre_hook(lambda *_: self.release())
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Pin host memory for asynchronous saves of a state like `tensors`, in a thread.
+        """Allocate host memory for asynchronous saves of a state like `tensors`.
 
         Call it when the optimizer has its state, which is after the first step. Without this, the
-        update after the first save waits longer for the copy.
+        first save allocates and pins it.
 
         Args:
             tensors: All tensors of the state by name, see `store.save`.
         """
-        if not self._settings.asynchronous:
-            return
-        expect(written_here(tensors, self._world.rank, self._world.world_size), self._buffers)
-        if self._pending is None:
-            self._buffers.start_pinning()
+        if self._settings.asynchronous:
+            allocate(written_here(tensors, self._world.rank, self._world.world_size), self._buffers)
 
     def resumed(self, step: int, *, saved: bool) -> None:
         """Record that the state of `step` was loaded.
@@ -152,17 +147,15 @@ class CheckpointWriter:
             saved: Whether the checkpoint is in the directory of this run.
         """
         self.saved_step = step if saved else None
-        self._clock.restart(step)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after `step`, the same on all ranks. Collective.
+        """Return whether to save after `step`, the same on all ranks.
 
         Also reports a save that has failed in the meantime.
         """
         self.report()
         every = self._settings.every
-        by_time = self._clock.is_due(step, busy=self._pending is not None)
-        return by_time or (every > 0 and step % every == 0)
+        return every > 0 and step % every == 0
 
     def save(
         self,
@@ -211,9 +204,7 @@ class CheckpointWriter:
         if self._stopped:  # the trainer saves with `wait` next
             return
         started = time.perf_counter()
-        self._clock.restart(step)
         written = written_here(tensors, self._world.rank, self._world.world_size)
-        self._buffers.stop_pinning()
         pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
             target=self._write,
@@ -232,7 +223,6 @@ class CheckpointWriter:
         if self.saved_step == step and not self._overwrite:
             return
         started = time.perf_counter()
-        self._clock.restart(step)
         problem = None
         try:
             write(tensors)
@@ -268,10 +258,9 @@ class CheckpointWriter:
         self.stalled_seconds += time.perf_counter() - started
 
     def report(self) -> None:
-        """Record a save that has ended, and pin the memory that it lacked."""
+        """Record a save that has ended."""
         if self._pending is not None and not self.is_writing:
             self._join(timeout=None)
-            self._buffers.start_pinning()
 
     def check(self) -> None:
         """Raise once if the last save failed, and always if a failed save has stopped the run.
@@ -305,7 +294,7 @@ class CheckpointWriter:
         interrupted = not (together or isinstance(error, Exception))
         timeout = None if together else 0.0 if interrupted else PATIENCE_SECONDS
         self._join(timeout)
-        self._buffers.close(timeout)
+        self._buffers.clear()
         self._group = None
 
     def _write(

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distmp.data.checks import check_workers, problem_of
-from distmp.data.documents import PackedDocuments
-from distmp.data.loading import is_stream
 from distmp.data.open_tokens import check_validation, open_tokens
 from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
@@ -45,30 +43,7 @@ def build_datasets(config: DataConfig) -> Datasets:
             one sample, or a user's callable does not return a dataset.
     """
     build = {"text": _build_text, "tokens": _build_tokens}.get(config.source, _build_from_callable)
-    datasets = build(config)
-    return _packed(config, datasets) if config.document_masking else datasets
-
-
-def _packed(config: DataConfig, datasets: Datasets) -> Datasets:
-    train, validation = datasets.train, datasets.validation
-    end = config.end_of_text
-    if end is None:
-        end = getattr(train, "end_of_text", None)
-    if end is None:
-        raise ConfigError(
-            "data.end_of_text",
-            None,
-            "set it to the token id that ends each document, which data.document_masking needs",
-        )
-    size = getattr(train, "vocabulary_size", None)
-    if size is not None and end >= size:
-        raise ConfigError(
-            "data.end_of_text", end, f"is no token id: the data has a vocabulary of {size:,}"
-        )
-    return datasets._replace(
-        train=PackedDocuments(train, end),
-        validation=None if validation is None else PackedDocuments(validation, end),
-    )
+    return build(config)
 
 
 def is_held_out(name: str, share: float) -> bool:
@@ -110,8 +85,7 @@ def _build_text(config: DataConfig) -> Datasets:
         name = f"text below {folder}"
     train, validation = _split_text(config, folder, files)
     _require_window("data.path", str(folder), train)
-    sizes = f"{_extent(train)} for training, {_held_out(validation)}"
-    return Datasets(train, validation, TextFolder.vocabulary_size, f"{name}: {sizes}")
+    return _described(name, train, validation, TextFolder.vocabulary_size)
 
 
 def _split_text(
@@ -136,42 +110,32 @@ def _split_text(
     return _split(config, str(folder), everything)
 
 
-def _extent(dataset: TextFolder) -> str:
-    """Return the number of files and bytes of a dataset, as text."""
-    begin, end = dataset.starts[:-1], dataset.starts[1:]
-    used = int(((end > dataset.first) & (begin < dataset.last)).sum())
-    size = (dataset.last - dataset.first) / 1e6
-    return f"{used:,} file{'s' if used != 1 else ''}, {size:,.1f} MB"
-
-
-def _held_out(validation: TextFolder | None) -> str:
-    return f"{_extent(validation)} held out" if validation else "nothing held out"
-
-
 # --- token files ---
 
 
 def _build_tokens(config: DataConfig) -> Datasets:
-    path = Path(config.path or "").expanduser()
-    everything, metadata = open_tokens(config, path, "data.path")
+    path, length = Path(config.path or "").expanduser(), config.sequence_length
+    everything, metadata = open_tokens(path, length, "data.path")
     train, validation = everything, None
     if config.validation_path is not None:
         other = Path(config.validation_path).expanduser()
-        validation, of_validation = open_tokens(config, other, "data.validation_path")
-        check_validation(config, metadata, of_validation, other)
+        validation, of_validation = open_tokens(other, length, "data.validation_path")
+        check_validation(metadata, of_validation, other)
         _require_window("data.validation_path", str(other), validation)
     elif config.held_out > 0.0:
         train, validation = _split(config, str(path), everything)
     _require_window("data.path", str(path), train)
-    held_out = validation.last - validation.first if validation else 0
-    description = (
-        f"tokens of {path}: {train.last:,} for training, {held_out:,} held out,"
-        f" vocabulary of {train.vocabulary_size:,}"
-    )
-    return Datasets(train, validation, train.vocabulary_size, description)
+    return _described(f"tokens of {path}", train, validation, train.vocabulary_size)
 
 
-# --- both ---
+# --- all ---
+
+
+def _described(name: str, train: Any, validation: Any, vocabulary_size: int | None) -> Datasets:
+    sizes = [0 if data is None else length_of(data) for data in (train, validation)]
+    of_train, of_validation = ("a stream" if size is None else f"{size:,}" for size in sizes)
+    text = f"{name}: samples for training: {of_train}, held out: {of_validation}"
+    return Datasets(train, validation, vocabulary_size, text)
 
 
 def _split(config: DataConfig, path: str, everything: W) -> tuple[W, W]:
@@ -218,16 +182,8 @@ def _build_from_callable(config: DataConfig) -> Datasets:
     if train is None:
         raise ConfigError("data.source", config.source, "returned None for split='train'")
     validation = _call(config, function, "validation")
-    size = config.vocabulary_size or getattr(train, "vocabulary_size", None)
-    samples = "a stream of" if length_of(train) is None else f"{len(train):,}"
-    description = f"{config.source}: {samples} samples for training, {_size(validation)} held out"
-    return Datasets(train, validation, size, description)
-
-
-def _size(validation: Any | None) -> str:
-    if validation is None:
-        return "nothing"
-    return "a stream" if length_of(validation) is None else f"{len(validation):,}"
+    size = getattr(train, "vocabulary_size", None)
+    return _described(config.source, train, validation, size)
 
 
 def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
@@ -240,12 +196,6 @@ def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
             "data.source",
             config.source,
             f"for split={split!r} it returned a {kind}, which {problem}",
-        )
-    if config.document_masking and is_stream(dataset):
-        raise ConfigError(
-            "data.document_masking",
-            True,
-            "needs a map-style dataset; let the samples of the iterable one contain 'positions'",
         )
     if split == "train":
         check_workers("data.workers", config.workers, dataset)

@@ -49,8 +49,6 @@ def problem_of(dataset: Any) -> str | None:
             "is not a dataset; pass its dataset (loader.dataset), without a DistributedSampler: "
             "distmp shuffles, divides the samples over the ranks, and collates"
         )
-    if isinstance(dataset, str | bytes | type):
-        return "is not a dataset; pass an object with __len__ and __getitem__, or with __iter__"
     if isinstance(dataset, Mapping):
         return f"holds several datasets; pass one of {', '.join(map(repr, list(dataset)[:5]))}"
     if isinstance(dataset, Iterator):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from distmp.data.errors import DataError
-from distmp.errors import ConfigError
+from distmp.utils.tensor_trees import described
 
 
 def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
@@ -17,23 +17,10 @@ def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
 
     It is the attribute `collate_fn` of the dataset, or of the dataset that is split into
     `torch.utils.data.Subset`s; without one, `collate`.
-
-    Raises:
-        ConfigError: If the attribute cannot be called.
     """
     while not hasattr(dataset, "collate_fn") and isinstance(dataset, Subset):
         dataset = dataset.dataset
-    own = getattr(dataset, "collate_fn", None)
-    if own is None:
-        return collate
-    if not callable(own):
-        raise ConfigError(
-            "data.source",
-            type(dataset).__name__,
-            f"its attribute collate_fn is a {type(own).__name__}; make it a function that takes a "
-            "list of samples and returns a microbatch",
-        )
-    function: Callable[[list[Any]], Any] = own
+    function: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", None) or collate
     return function
 
 
@@ -52,7 +39,7 @@ def collate(samples: Sequence[Any]) -> Any:
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"the samples of a microbatch cannot be stacked: {str(error).splitlines()[0]}; "
-            f"the first is {_describe(converted[0])}; pad or crop the samples, or give a "
+            f"the first is {described(converted[0])}; pad or crop the samples, or give a "
             "collate_fn(samples) that returns a microbatch",
         ) from error
 
@@ -74,12 +61,3 @@ def _as_tensor(value: Any) -> Any:
         return torch.tensor(value)
     except (ValueError, TypeError, RuntimeError):  # lists of several lengths or types
         return value
-
-
-def _describe(sample: Any) -> str:
-    if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_describe(item)}" for key, item in sample.items()) + "}"
-    if isinstance(sample, tuple):
-        return "(" + ", ".join(map(_describe, sample)) + ")"
-    shape = getattr(sample, "shape", None)
-    return type(sample).__name__ if shape is None else f"{type(sample).__name__} {tuple(shape)}"

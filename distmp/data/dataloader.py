@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distmp.data.checks import check_dataset
 from distmp.data.evaluation import evaluation_batches
@@ -12,26 +12,7 @@ from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError, attribute, brief, check_argument_names
-
-_ARGUMENTS = ("microbatch_size", "collate_fn", "workers", "seed", "shuffle", "first_sample")
-# What to do about arguments of torch's data loader.
-_INSTEAD_OF = {
-    "num_workers": "use workers",
-    "micro_batch_size": "use microbatch_size",
-    "drop_last": "leave it out: all steps are full, and no sample is dropped",
-    "sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
-    "batch_sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
-    "generator": "use seed, the same on every rank",
-    "worker_init_fn": "leave it out: random numbers follow seed and the position of the sample",
-    "pin_memory": "leave it out: memory is pinned if the device is a GPU",
-}
-# What to do about attributes of torch's data loader and its samplers.
-_ATTRIBUTES_INSTEAD = {
-    "set_epoch": "leave it out: each epoch has another order, which follows from seed",
-    "sampler": "leave it out: distmp shuffles and divides the samples over the ranks",
-    "num_workers": "use workers",
-}
+from distmp.errors import ConfigError, brief
 
 
 class DataLoader:
@@ -90,15 +71,18 @@ class DataLoader:
         seed: int = 0,
         shuffle: bool | None = None,
         first_sample: int = 0,
-        **unknown: Any,
     ) -> None:
-        check_argument_names(unknown, _ARGUMENTS, _INSTEAD_OF)
         check_dataset("dataset", dataset, workers)
         self._world = world_of_process()
         if microbatch_size is None:
             _check_count("batch_size", batch_size)
             microbatch_size = max(batch_size // self._world.world_size, 1)
-        _check_numbers(batch_size, microbatch_size, workers, seed, first_sample)
+        _check_count("batch_size", batch_size)
+        _check_count("microbatch_size", microbatch_size)
+        _check_count("workers", workers)
+        _check_count("first_sample", first_sample)
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ConfigError("seed", seed, "must be an integer, the same on every rank")
         names = ("batch_size", "microbatch_size")
         microbatches_per_rank(batch_size, microbatch_size, self._world.world_size, names)
         self.dataset = dataset
@@ -129,19 +113,7 @@ class DataLoader:
             )
         super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # mypy would accept any name
-
-        def __getattr__(self, name):
-            """Name the replacement of what torch's data loader has."""
-            attribute(self, name, _ATTRIBUTES_INSTEAD)
-
     def _check_combinations(self) -> None:
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise ConfigError(
-                "collate_fn",
-                type(self.collate_fn).__name__,
-                "is not a function; pass collate_fn(samples), or None",
-            )
         if self.shuffle and is_stream(self.dataset):
             raise ConfigError(
                 "shuffle",
@@ -307,20 +279,6 @@ class DataLoader:
             self._steps = None
         self._samples = state["samples"]
         self._epoch = state.get("epoch", 0)
-
-
-def _check_numbers(
-    batch_size: object, microbatch_size: object, workers: object, seed: object, first_sample: object
-) -> None:
-    for name, value in {
-        "batch_size": batch_size,
-        "microbatch_size": microbatch_size,
-        "workers": workers,
-        "first_sample": first_sample,
-    }.items():
-        _check_count(name, value)
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ConfigError("seed", seed, "must be an integer, the same on every rank")
 
 
 def _check_count(name: str, value: object) -> None:

@@ -33,31 +33,23 @@ Collate = Callable[[list[Any]], Any]
 def step_batches(
     dataset: Any,
     *,
-    seed: int,
     first_sample: int,
     global_batch_size: int,
     microbatch_size: int,
     rank: int,
     world_size: int,
-    workers: int = 0,
-    pin_memory: bool = False,
-    collate_fn: Collate | None = None,
-    group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> Generator[list[Batch], None, None]:
     """Return an endless generator of the microbatches of this rank, one list per step.
 
     Args:
         dataset: Map-style or iterable dataset, see `steps`.
-        seed: Seed of the order (see `distmp.data.order`).
         first_sample: Number of samples that all ranks together have consumed before.
         global_batch_size: Samples of one step, over all ranks.
         microbatch_size: Samples of one forward and backward.
         rank: This rank.
         world_size: Number of ranks that share the batch.
-        workers: Processes that prepare microbatches; 0 prepares them in this process.
-        pin_memory: Whether tensors are in page-locked memory, for faster copies to a GPU.
-        collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-        group: Ranks that compare their datasets, see `steps`.
+        options: Further arguments of `steps`.
 
     Returns:
         A generator. Its workers end when it is closed or deleted.
@@ -66,17 +58,7 @@ def step_batches(
         ConfigError: Immediately, if the global batch cannot be divided over the ranks.
     """
     division = Division(first_sample, global_batch_size, microbatch_size, rank, world_size)
-    return _microbatches_of(
-        steps(
-            dataset,
-            division,
-            seed=seed,
-            workers=workers,
-            pin_memory=pin_memory,
-            collate_fn=collate_fn,
-            group=group,
-        )
-    )
+    return _microbatches_of(steps(dataset, division, **options))
 
 
 def _microbatches_of(
@@ -126,19 +108,15 @@ def steps(
         # Without a separate generator, the loader would draw from the one that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
-    same = _SameOnAllRanks(group, setting)
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):
-        read = StreamSteps(dataset, division, seed, combine, compared=same.needed)
+        read = StreamSteps(dataset, division, seed, combine, compared=_has_peers(group))
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
-        return _compared(loader, division, same)
+        return _compared(loader, division, group, setting)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
-    seeded = SeededMicrobatches(dataset, seed, combine)
-    if collate_fn is None and getattr(dataset, "draws_nothing", False):
-        loader = loads(dataset, batch_sampler=sampler, collate_fn=combine)
-    else:
-        loader = loads(seeded, batch_sampler=_Places(sampler), collate_fn=_unchanged)
-    return _grouped(loader, sampler, seeded, same)
+    seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
+    loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
+    return _grouped(loader, sampler, seeded, group, setting)
 
 
 def check_same_data(
@@ -149,10 +127,10 @@ def check_same_data(
     Raises:
         ConfigError: On every rank, if ranks have different datasets.
     """
-    same = _SameOnAllRanks(group, setting)
-    if same.needed:
+    if _has_peers(group):
         sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=False)
-        same.check(_description(sampler, SeededMicrobatches(dataset, seed, _unchanged)))
+        seeded = SeededMicrobatches(dataset, seed, _unchanged)
+        _check_same(group, setting, _description(sampler, seeded))
 
 
 def is_stream(dataset: Any) -> bool:
@@ -167,39 +145,19 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-class _Places:
-    """The (position, index) of the samples of each microbatch."""
-
-    def __init__(self, sampler: MicrobatchSampler) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for indices, positions in zip(self._sampler, self._sampler.positions(), strict=False):
-            yield list(zip(positions, indices, strict=True))
+def _has_peers(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and dist.get_world_size(group) > 1
 
 
-class _SameOnAllRanks:
-    """Checks that all ranks read the same samples, of which each then keeps its own."""
+def _check_same(group: dist.ProcessGroup | None, setting: str, description: str) -> None:
+    """Check that all ranks read the same samples, of which each then keeps its own.
 
-    def __init__(self, group: dist.ProcessGroup | None, setting: str) -> None:
-        self._group = group
-        self._setting = setting
-
-    @property
-    def needed(self) -> bool:
-        """Whether there are other ranks to compare with."""
-        return self._group is not None and dist.get_world_size(self._group) > 1
-
-    def check(self, description: str) -> None:
-        """Compare a description of the data with that of the other ranks.
-
-        Raises:
-            ConfigError: On every rank, with the descriptions by rank.
-        """
-        if self.needed:
-            with explain_lost_peers(self._group):
-                device = device_of_host_values(self._group)
-                check_same(self._group, device, {self._setting: description}, _SAME_DATA)
+    Raises:
+        ConfigError: On every rank, with the descriptions by rank.
+    """
+    if _has_peers(group):
+        with explain_lost_peers(group):
+            check_same(group, device_of_host_values(group), {setting: description}, _SAME_DATA)
 
 
 _SAME_DATA = (
@@ -213,16 +171,17 @@ def _grouped(
     loader: TorchDataLoader[Any],
     sampler: MicrobatchSampler,
     seeded: SeededMicrobatches,
-    same: _SameOnAllRanks,
+    group: dist.ProcessGroup | None,
+    setting: str,
 ) -> Generator[Step, None, None]:
     """Yield the microbatches of a map-style dataset, step by step."""
     division, size = sampler.division, sampler.size
-    if same.needed:
-        same.check(_description(sampler, seeded))
+    if _has_peers(group):
+        _check_same(group, setting, _description(sampler, seeded))
     with _iterator_of(loader) as microbatches:
         for first in division.steps():
-            group = [next(microbatches) for _ in range(division.microbatches)]
-            yield Step(group, first // size, (first + division.global_batch_size) // size)
+            own = [next(microbatches) for _ in range(division.microbatches)]
+            yield Step(own, first // size, (first + division.global_batch_size) // size)
 
 
 def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
@@ -237,14 +196,19 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
 
 
 def _compared(
-    loader: TorchDataLoader[Any], division: Division, same: _SameOnAllRanks
+    loader: TorchDataLoader[Any],
+    division: Division,
+    group: dist.ProcessGroup | None,
+    setting: str,
 ) -> Generator[Step, None, None]:
     """Yield the steps of a stream."""
     with _iterator_of(loader) as all_steps:
         for first, step in zip(division.steps(), all_steps, strict=False):
-            same.check(
+            _check_same(
+                group,
+                setting,
                 f"a stream with checksum {step.checksum:08x} of its sample at position {first:,}, "
-                f"and {step.offset:,} samples into pass {step.next_epoch + 1} after this step"
+                f"and {step.offset:,} samples into pass {step.next_epoch + 1} after this step",
             )
             yield step
 

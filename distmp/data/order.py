@@ -168,7 +168,7 @@ class Division:
 
 
 class MicrobatchSampler:
-    """Endless sequence of the microbatches of one rank, as lists of sample indices.
+    """Endless sequence of the microbatches of one rank: lists of positions and sample indices.
 
     Args:
         division: How samples are divided over steps, ranks and microbatches.
@@ -183,21 +183,14 @@ class MicrobatchSampler:
         self.seed = seed
         self.shuffle = shuffle
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield an endless sequence of lists of `microbatch_size` indices."""
-        length = self.division.microbatch_size
-        for first in self.division.steps():
-            indices = self.indices(self.division.own(first))
-            for start in range(0, len(indices), length):
-                yield indices[start : start + length]
-
-    def positions(self) -> Iterator[range]:
-        """Yield the positions of each microbatch in the order of the data."""
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield an endless sequence of lists of `microbatch_size` pairs (position, index)."""
         length = self.division.microbatch_size
         for first in self.division.steps():
             own = self.division.own(first)
+            places = [*zip(own, self.indices(own), strict=True)]
             for start in range(0, len(own), length):
-                yield own[start : start + length]
+                yield places[start : start + length]
 
     def indices(self, positions: range) -> list[int]:
         """Return the index of the sample at each position."""

@@ -20,13 +20,22 @@ class SeededMicrobatches:
         dataset: Map-style dataset. An attribute `draws_nothing = True` disables the seeding for
             each sample, which takes time.
         seed: Seed of the run.
-        collate: Combines samples into a microbatch; it may draw random numbers, too.
+        collate: Combines samples into a microbatch.
+        collate_draws: Whether `collate` may draw random numbers, too.
     """
 
-    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+        *,
+        collate_draws: bool = True,
+    ) -> None:
         self.dataset = dataset
         self.seed = seed
         self.collate = collate
+        self._collate_draws = collate_draws
         self._draws = not getattr(dataset, "draws_nothing", False)
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
@@ -35,6 +44,8 @@ class SeededMicrobatches:
         Args:
             places: (position, index) of each sample.
         """
+        if not (self._draws or self._collate_draws):
+            return self.collate([self.dataset[index] for _, index in places])
         with generators_kept():
             samples = self._samples(places)
             seed_generators(f"microbatch {self.seed} {places[0][0]}")

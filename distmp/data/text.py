@@ -20,9 +20,6 @@ from distmp.data.windows import Windows
 from distmp.errors import ConfigError
 from distmp.utils.visible_files import visible_files
 
-RECORDS = (".jsonl", ".ndjson", ".parquet")
-"""Ends of names of files whose text has to be extracted from records."""
-
 _TOKENIZE = (
     "run `distmp data tokenize`, and set data.source to tokens and {} to the directory that it "
     "writes"
@@ -75,13 +72,10 @@ def list_text_files(
             file matches or has content.
     """
     if not folder.is_dir():
-        if not folder.exists():
-            problem = "there is no such folder; name a folder of text files"
-        else:
-            problem = (
-                "is not a directory; name a directory of text files, or make token ids of the "
-                f"file: {_TOKENIZE.format(setting)}"
-            )
+        problem = (
+            "is not a directory; name a directory of text files, or make token ids of the file: "
+            f"{_TOKENIZE.format(setting)}"
+        )
         raise ConfigError(setting, str(folder), problem)
     matches = re.compile(_regular_expression(pattern)).fullmatch
     names = sorted(
@@ -94,14 +88,6 @@ def list_text_files(
             f"no file below it matches data.pattern = {pattern!r}; change data.pattern, or make "
             f"token ids of JSON Lines and parquet: {_TOKENIZE.format(setting)}",
         )
-    for name in names:
-        if name.endswith(RECORDS):
-            raise ConfigError(
-                setting,
-                str(folder),
-                f"{name} holds records, which would be trained as they are stored; exclude it by "
-                f"data.pattern, or make token ids of it: {_TOKENIZE.format(setting)}",
-            )
     files = [TextFile(name, _readable_size(folder, name, setting)) for name in names]
     if not any(file.size for file in files):
         raise ConfigError(
@@ -145,7 +131,6 @@ class TextFolder(Windows):
     """
 
     vocabulary_size = VOCABULARY_SIZE
-    end_of_text = END_OF_FILE
 
     def __init__(self, folder: Path, files: Sequence[TextFile], sequence_length: int) -> None:
         super().__init__((file.size + 1 for file in files), sequence_length)

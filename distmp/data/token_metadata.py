@@ -7,9 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from distmp.data.settings import TokenType
 from distmp.errors import ConfigError
 from distmp.utils.files import read_regular, replacing
 
@@ -23,6 +22,7 @@ VOCABULARY_SIZE = 257
 """The 256 bytes and END_OF_FILE."""
 
 _FORMAT = 1
+_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _LARGEST_BYTES = 2**28
 
 
@@ -33,23 +33,23 @@ class TokenMetadata:
     Attributes:
         dtype: numpy name of the type of an id.
         vocabulary_size: Number of ids of the tokenizer.
+        files: Number of tokens of each file, by name, in the order in which they are read.
         end_of_text: Id after each document. It occurs nowhere else, so it marks the boundaries of
-            documents.
+            documents. None if it is unknown.
         tokenizer: Name of the tokenizer.
         tokenizer_sha256: Hash of its definition, hexadecimal; None for the built-in one of bytes.
         documents: Number of documents in all files.
         tokens: Number of tokens in all files, including `end_of_text`.
-        files: Number of tokens of each file, by name, in the order in which they are read.
     """
 
     dtype: str
     vocabulary_size: int
-    end_of_text: int
-    tokenizer: str
-    tokenizer_sha256: str | None
-    documents: int
-    tokens: int
     files: Mapping[str, int]
+    end_of_text: int | None = None
+    tokenizer: str = "unknown"
+    tokenizer_sha256: str | None = None
+    documents: int = 0
+    tokens: int = 0
 
     def write(self, folder: Path) -> None:
         """Write `tokens.json` in a folder, atomically."""
@@ -69,12 +69,20 @@ class TokenMetadata:
             ConfigError: If it cannot be read, or was written by a later version.
         """
         file = folder / NAME
+        if not file.exists():
+            raise ConfigError(
+                setting,
+                str(folder),
+                f"is no folder with {NAME}, which `distmp data tokenize` writes; describe other "
+                'files of ids by {"format": 1, "dtype": "uint16", "vocabulary_size": NUMBER, '
+                '"files": {"NAME": NUMBER OF IDS}}',
+            )
         try:
             content: dict[str, Any] = json.loads(read_regular(file, _LARGEST_BYTES))
             found = content.pop("format")
             metadata = cls(**content) if found == _FORMAT else None
-            if metadata is not None:
-                metadata._check()
+            if metadata is not None and metadata.dtype not in _DTYPES:
+                raise ValueError(f"dtype = {metadata.dtype!r} is not one of {', '.join(_DTYPES)}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"cannot read {file}: {error}; tokenize the data again"
             raise ConfigError(setting, str(folder), problem) from error
@@ -82,29 +90,3 @@ class TokenMetadata:
             problem = f"{file} has format {found!r}; this version of distmp reads {_FORMAT}"
             raise ConfigError(setting, str(folder), problem)
         return metadata
-
-    def _check(self) -> None:
-        dtypes = get_args(TokenType)
-        if self.dtype not in dtypes:
-            raise ValueError(f"dtype = {self.dtype!r} is not one of {', '.join(dtypes)}")
-        numbers = (self.vocabulary_size, self.end_of_text, self.documents, self.tokens)
-        for number in (*numbers, *self.files.values()):
-            if not isinstance(number, int) or number < 0:
-                raise ValueError(f"{number!r} is not an integer of at least 0")
-
-
-def metadata_of(path: Path, setting: str = "data.path") -> TokenMetadata | None:
-    """Return the metadata of a folder of token files or of one of its files; None without any.
-
-    Args:
-        path: The folder or file.
-        setting: Name of the setting that holds the path, for error messages.
-
-    Raises:
-        ConfigError: If the metadata cannot be read.
-    """
-    folder = path if path.is_dir() else path.parent
-    if not (folder / NAME).exists():
-        return None
-    metadata = TokenMetadata.read(folder, setting)
-    return metadata if path.is_dir() or path.name in metadata.files else None

@@ -22,12 +22,8 @@ def count_tokens(path: Path, dtype: str, setting: str = "data.path") -> int:
         setting: Name of the setting that holds the path, for error messages.
 
     Raises:
-        ConfigError: If there is no such file, it cannot be read, or its size is not a multiple of
-            the type's.
+        ConfigError: If it cannot be read, or its size is not a multiple of the type's.
     """
-    if not path.is_file():
-        problem = "is a folder, not a file" if path.is_dir() else "there is no such file"
-        raise ConfigError(setting, str(path), f"{problem}; name a file of {dtype} token ids")
     try:
         with open(path, "rb", buffering=0) as file:
             size = file.seek(0, 2)
@@ -37,7 +33,7 @@ def count_tokens(path: Path, dtype: str, setting: str = "data.path") -> int:
     if size % item:
         problem = (
             f"its size of {size:,} bytes is not a multiple of {item}, the size of {dtype}; check"
-            " data.token_dtype, or write the file again"
+            " its tokens.json, or write the file again"
         )
         raise ConfigError(setting, str(path), problem)
     return size // item
@@ -58,9 +54,6 @@ class TokenFiles(Windows):
     Raises:
         ConfigError: If a file cannot be read, or its size is not a multiple of the type's.
     """
-
-    end_of_text: int | None = None
-    """Token id that ends each document; None if it is unknown."""
 
     def __init__(
         self,
@@ -95,6 +88,5 @@ class TokenFiles(Windows):
         if wrong.size:
             raise DataError(
                 f"{path}: token {first + wrong[0]:,} is {ids[wrong[0]]}, outside the"
-                f" vocabulary of {self.vocabulary_size:,}; check data.vocabulary_size and"
-                " data.token_dtype"
+                f" vocabulary of {self.vocabulary_size:,}; check its tokens.json"
             )

@@ -32,7 +32,6 @@ from distmp.engine.step_checks import (
     check_evaluated,
     check_gradients_enabled,
     check_loss_function,
-    check_metric,
     check_not_inference,
     check_outcome,
     check_stop,
@@ -94,7 +93,7 @@ class Engine:
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
         config: The settings; None uses the defaults.
         schedule: Builds a torch learning-rate scheduler on an optimizer. It follows the number of
-            applied updates, or with `ReduceLROnPlateau` the metric of `schedule_step`.
+            applied updates.
         device: The device to train on; None uses the GPU of this rank if there is one.
         initialize: Whether to compute the initial values of parameters on the meta device. With
             False they are NaN until a state is loaded.
@@ -372,27 +371,6 @@ class Engine:
             )
         raise TrainingError(f"{problem}; {self.explain(outcome) or advice(numbers)}")
 
-    def schedule_step(self, metric: float | Tensor) -> float:
-        """Let `schedule` adapt the learning rate to a metric; every rank has to call it.
-
-        The schedule must follow a metric: `torch.optim.lr_scheduler.ReduceLROnPlateau`. Call this
-        method instead of `scheduler.step(metric)`, for example after each validation.
-
-        Args:
-            metric: The metric over all ranks, such as the result of `evaluate`: one number, the
-                same on every rank. As in torch, a NaN counts as no improvement.
-
-        Returns:
-            The learning rate of the next step, of the first parameter group.
-
-        Raises:
-            ConfigError: If `schedule` follows no metric, or the metric differs between ranks.
-        """
-        with self._calls.call("schedule_step"):
-            value = check_metric(metric)
-            check_same(self.world.group, self.device, {"metric": repr(value)})
-            return self._setup.updates.learning_rates.follow(value)
-
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Any]) -> float:
         """Return the mean loss over the microbatches of all ranks; every rank has to call it.
@@ -560,8 +538,7 @@ class Engine:
         loads under any strategy, policy and number of ranks.
 
         Args:
-            folder: Directory of the checkpoints, on storage that all ranks share: a path, or a URL
-                for fsspec.
+            folder: Directory of the checkpoints, on storage that all ranks share.
             numbers: Values to load with the checkpoint, such as the position in the data: the same
                 on all ranks, of types that JSON keeps. If `samples` is among them, the number of
                 samples consumed by all ranks, a run of the trainer can continue from there.

@@ -19,15 +19,12 @@ from distmp.engine.nominal_weight import round_up_to_power_of_two
 from distmp.engine.setup import Setup
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
-from distmp.optim.converted import KEYS, ConvertedMoment, convert_moment
 from distmp.optim.state import (
     check_shapes,
     create_state,
     named_state,
     never_stepped,
     prepare_for_device_skip,
-    rates_by_group,
-    rates_by_parameter,
 )
 from distmp.scaling import LossScale, loss_scale_rules
 from distmp.utils.flat_shard import global_shape
@@ -42,9 +39,6 @@ SCHEDULE = "schedule/"
 
 # Prefix of the name of the number of tokens that `precision.phases` needs.
 NARROW = "narrow/"
-
-# Prefixes of names that states of older versions lack; their initial values are kept.
-ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/", "engine/seed")
 
 # Shape and dtype of a stored tensor.
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -82,8 +76,6 @@ class EngineState:
         )
         self.max_norm = config.max_norm
         self.seed = setup.first_seed
-        # Moments that `prepare` could not load in place.
-        self._converted: list[ConvertedMoment] = []
 
     @property
     def steps(self) -> int:
@@ -103,8 +95,6 @@ class EngineState:
         for name, value in self.divergence.state_dict().items():
             state[f"divergence/{name}"] = value
         for name, value in self._updates.learning_rates.state_dict().items():
-            if name == "rates":
-                value = rates_by_parameter(self._updates.optimizer, self._updates.names, value)
             state[f"{SCHEDULE}{name}"] = value
         if self._products.schedule is not None:
             for name, value in self._products.schedule.state_dict().items():
@@ -145,8 +135,8 @@ class EngineState:
             stored: Shape and dtype of every stored tensor.
 
         Returns:
-            The live tensors to fill: all of `tensors`, except those that states of older versions
-            lack and the state of parameters that no rank has used.
+            The live tensors to fill: all of `tensors`, except the state of parameters that no rank
+            has used.
         """
         prefix = "optimizer/"
         optimizer_state = {
@@ -176,15 +166,9 @@ class EngineState:
             )
         # Some optimizers create the state of a parameter before its first gradient.
         unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
-        temporary, replaced = self._to_convert(optimizer_state)
         live = self.tensors()
-        live = {name: tensor for name, tensor in live.items() if name not in replaced} | temporary
         lacking = [name for name in live if name not in stored]
-        kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
-        if older := sorted(name for name in kept if not name.startswith(unused)):
-            self._warn(
-                "the state is from an older version: %s starts from its initial value", older
-            )
+        kept = {name for name in lacking if name.startswith(unused)}
         kept |= self._rates_to_keep(live, stored)
         if self._products.schedule is not None:
             names = {name for name in lacking if name.startswith(NARROW)}
@@ -192,37 +176,6 @@ class EngineState:
                 self._products.schedule.reset()
             kept |= names
         return {name: tensor for name, tensor in live.items() if name not in kept}
-
-    def _to_convert(self, stored: Mapping[str, TensorSpec]) -> tuple[dict[str, Tensor], set[str]]:
-        """Prepare moments that are stored in another format, which `finish` converts.
-
-        Returns:
-            Temporary tensors to load into, by name; and the names of the live tensors, which are
-            not loaded themselves.
-        """
-        self._converted = []
-        names = []
-        temporary: dict[str, Tensor] = {}
-        replaced: set[str] = set()
-        for name, tensor in self._strategy.optimizer_parameters():
-            state = self._updates.optimizer.state.get(tensor, {})
-            dtypes = {key: stored[f"{name}/{key}"][1] for key in KEYS if f"{name}/{key}" in stored}
-            weight = self._strategy.as_stored(name, tensor.detach())
-            moment = convert_moment(name, state, dtypes, weight)
-            if moment is not None:
-                self._converted.append(moment)
-                names.append(name)
-                replaced |= {f"optimizer/{name}/{key}" for key in moment.live}
-                for key, value in moment.loaded.items():
-                    as_stored = self._strategy.as_stored(name, value)
-                    temporary[f"optimizer/{name}/{key}"] = as_stored
-        if names:
-            self._warn(
-                "the state has another format of moments than this engine (optim.state); those of "
-                "%s are converted",
-                names,
-            )
-        return temporary, replaced
 
     def _rates_to_keep(
         self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]
@@ -232,7 +185,7 @@ class EngineState:
         kept = {name for name, shape in rates.items() if stored.get(name, (None,))[0] != shape}
         if kept:
             self._warn(
-                "the state has no %s for the trained parameters and the schedule of this engine: "
+                "the state has no %s for the parameter groups and the schedule of this engine: "
                 "its learning rates stay unchanged",
                 sorted(kept),
             )
@@ -261,40 +214,22 @@ class EngineState:
         Args:
             live: The result of `prepare`.
         """
-        for moment in self._converted:
-            moment.finish()
-        self._converted = []
         prefix = "loss_scale/"
         self.loss_scale.load_state_dict(
             {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},
             quiet=self._is_quiet,
         )
-        if any(name.startswith("divergence/") for name in live):
-            self.divergence.load_state_dict(
-                {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
-            )
-        self._load_learning_rates(
+        self.divergence.load_state_dict(
+            {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
+        )
+        self._updates.learning_rates.load_state_dict(
             {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
         )
         self._strategy.copy_master_to_model()
-        if "engine/seed" in live:
-            self.seed = int(live["engine/seed"])
+        self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._updates.max_applied = int(self.counts[0])
         self._products.continue_from(self.steps)
-
-    def _load_learning_rates(self, state: dict[str, Tensor]) -> None:
-        if "rates" in state:
-            state["rates"] = rates_by_group(
-                self._updates.optimizer, self._updates.names, state["rates"]
-            )
-            if state["rates"].isnan().any():
-                self._warn(
-                    "parameter groups %s of this engine have parameters with several learning "
-                    "rates in the state: the rates of these groups stay unchanged",
-                    [str(index) for index in state["rates"].isnan().nonzero().flatten().tolist()],
-                )
-        self._updates.learning_rates.load_state_dict(state)
 
     def _warn(self, message: str, names: list[str]) -> None:
         if not self._is_quiet:

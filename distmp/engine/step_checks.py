@@ -270,18 +270,6 @@ def check_gradients_enabled() -> None:
         )
 
 
-def check_metric(metric: object) -> float:
-    """Return a metric as a number.
-
-    Raises:
-        ConfigError: If it is not one number.
-    """
-    is_number = isinstance(metric, int | float | np.number) and not isinstance(metric, bool)
-    if is_number or (isinstance(metric, Tensor) and metric.numel() == 1):
-        return float(metric)  # type: ignore[arg-type]
-    raise ConfigError("metric", _describe(metric), "is not one number; pass loss.item()")
-
-
 def check_stop(stop: object) -> None:
     """Refuse a value that is not a bool, such as a tensor.
 

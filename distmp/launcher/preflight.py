@@ -236,12 +236,10 @@ def _ranks_without_directory(ranks: _Ranks, config: RunConfig) -> list[int]:
 
 
 def _checkpoint_directory(config: RunConfig) -> Path | None:
-    """Return the nearest existing directory above the checkpoints; None for an object store."""
-    path: object = Path(config.run_dir)
+    """Return the nearest existing directory above the checkpoints."""
+    path = Path(config.run_dir)
     if config.checkpoint.path is not None:
         path = locate("checkpoint.path", config.checkpoint.path)
-    if not isinstance(path, Path):
-        return None
     path = path.absolute()
     return next((parent for parent in (path, *path.parents) if parent.is_dir()), None)
 
@@ -262,5 +260,5 @@ def _not_shared(config: RunConfig, ranks: Collection[int], hosts: Sequence[str])
         f"{setting} = {value!r} is not the same directory on all machines: "
         f"{_on_hosts(ranks, hosts)} cannot see what rank 0 ({hosts[0]}) writes there, so no "
         "checkpoint could be written; set run_dir or checkpoint.path to a directory on shared "
-        "storage, or checkpoint.path to a URL such as s3://bucket/directory"
+        "storage"
     )

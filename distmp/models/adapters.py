@@ -8,20 +8,18 @@ The model keeps its class. peft replaces each selected layer by one that holds i
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, listed
+from distmp.errors import ConfigError, listed, nearest
 from distmp.precision.keep import parameters_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.deferred import record_more
@@ -32,62 +30,22 @@ _ADAPTER = "default"
 _MARKS = (".lora_A.", ".lora_B.")
 
 
-@dataclass(frozen=True)
-class LoraSettings:
-    """The settings of `model.peft`, with the names and defaults of peft's `LoraConfig`.
-
-    Initializations that read the weights of the model are not among them: weights are loaded after
-    the adapters are created.
-    """
-
-    r: int = 8
-    """Rank of each update."""
-
-    lora_alpha: float = 8
-    """Updates are multiplied by `lora_alpha / r`."""
-
-    lora_dropout: float = 0.0
-    """Probability that an input of an update is dropped."""
-
-    target_modules: tuple[str, ...] | str | None = None
-    """Last names of the layers, a regular expression of full names, or 'all-linear'. null: peft's
-    choice for the model type."""
-
-    exclude_modules: tuple[str, ...] | str | None = None
-    """Layers to leave out, with the notation of `target_modules`."""
-
-    layers_to_transform: tuple[int, ...] | int | None = None
-    """Indices of the blocks to change; null: all."""
-
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    """Values of `r` for single layers."""
-
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """Values of `lora_alpha` for single layers."""
-
-    use_rslora: bool = False
-    """Divide `lora_alpha` by the square root of `r` instead of `r`."""
-
-    init_lora_weights: Literal[True, "gaussian"] = True
-    """Initial values: those of peft, or normally distributed ones."""
-
-    bias: Literal["none"] = "none"
-    """peft can train biases too, which is not supported."""
-
-    task_type: Literal["CAUSAL_LM"] | None = None
-    """Written to adapter_config.json; null: CAUSAL_LM for a Hugging Face model."""
-
-    def __post_init__(self) -> None:
-        """Refuse values under which adapters would train nothing; peft checks the ranks."""
-        if not 0 <= self.lora_dropout < 1:
-            raise ConfigError(
-                f"{SETTING}.lora_dropout", self.lora_dropout, "use 0 or more, and less than 1"
-            )
-        alphas = {"lora_alpha": self.lora_alpha}
-        alphas |= {f"alpha_pattern.{name}": alpha for name, alpha in self.alpha_pattern.items()}
-        for name, alpha in alphas.items():
-            if not (math.isfinite(alpha) and alpha > 0):
-                raise ConfigError(f"{SETTING}.{name}", alpha, "use a finite number above 0")
+# The settings of peft's `LoraConfig` that `model.peft` may set. Biases are not trained.
+# Initializations that read the weights of the model are not supported: weights are loaded after the
+# adapters are created.
+KNOWN = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "init_lora_weights",
+)
+_INITIALIZATIONS = (True, "gaussian")
 
 
 class Update(NamedTuple):
@@ -102,44 +60,21 @@ class Update(NamedTuple):
     transposed: bool
 
 
-def check_settings(values: Mapping[str, Any]) -> LoraSettings:
-    """Return the settings of `model.peft`.
+def check_settings(values: Mapping[str, Any]) -> None:
+    """Check the settings of `model.peft`; peft checks their values.
 
     Raises:
-        ConfigError: If peft is not installed, or a setting is unknown or has a wrong type.
+        ConfigError: If peft is not installed, or a setting is unknown.
     """
-    # Import lazily: your own loop needs neither YAML nor the command line.
-    from distmp.utils.settings import from_mapping
-
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(SETTING, dict(values), "needs peft; run pip install 'distmp[hf]'")
-    _check_lists(values)
-    return from_mapping(LoraSettings, values, SETTING)
-
-
-def _check_lists(values: Mapping[str, Any]) -> None:
-    """Refuse names of layers that are separated by commas, and are not a list.
-
-    In YAML, `{target_modules: q_proj,v_proj}` sets `target_modules` to q_proj, and v_proj to null.
-
-    Raises:
-        ConfigError: With the list to write.
-    """
-    known = {field.name for field in fields(LoraSettings)}
-    more = [name for name, value in values.items() if value is None and name not in known]
-    for setting in ("target_modules", "exclude_modules"):
-        names = values.get(setting)
-        if not isinstance(names, str):
-            continue
-        # A regular expression may have a comma in braces.
-        separate = names.split(",") if re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names) else [names]
-        if len(separate) > 1 or more:
-            listed_names = ", ".join([*map(str.strip, separate), *map(str, more)])
-            raise ConfigError(
-                f"{SETTING}.{setting}",
-                names,
-                f"write several names as a list: {{{setting}: [{listed_names}]}}",
-            )
+    for name, value in values.items():
+        if name not in KNOWN:
+            raise ConfigError(f"{SETTING}.{name}", value, nearest(str(name), KNOWN))
+    initialization = values.get("init_lora_weights", True)
+    if initialization not in _INITIALIZATIONS:
+        problem = "use true or 'gaussian'"
+        raise ConfigError(f"{SETTING}.init_lora_weights", initialization, problem)
 
 
 def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None:
@@ -157,19 +92,19 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     """
     import peft
 
-    settings = check_settings(values)
+    check_settings(values)
     is_hugging_face = hasattr(getattr(model, "config", None), "model_type")
-    task = settings.task_type or ("CAUSAL_LM" if is_hugging_face else None)
+    task = "CAUSAL_LM" if is_hugging_face else None
     forwards = {name: type(part).forward for name, part in model.named_modules()}
     tied = _tied(model)
     if any(_layers(model)):
         raise ConfigError(SETTING, dict(values), "the model has adapters already; remove either")
-    if settings.target_modules is None and not is_hugging_face:
+    if values.get("target_modules") is None and not is_hugging_face:
         raise ConfigError(
             f"{SETTING}.target_modules", None, f"name layers to adapt; {_linear_layers(forwards)}"
         )
     try:
-        config = peft.LoraConfig(**_as_lists(asdict(settings)) | {"task_type": task})
+        config = peft.LoraConfig(**{"task_type": task, **values})
         with warnings.catch_warnings(record=True) as caught, _without_memory():
             peft.inject_adapter_in_model(config, model)
     except (ValueError, TypeError, KeyError, re.error) as error:
@@ -179,10 +114,12 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     for warning in caught:
         if "ignored" in str(warning.message):  # a setting that selects nothing
             raise ConfigError(SETTING, dict(values), f"refused: {warning.message}")
-    _check_selection(model, settings, forwards)
+    _check_selection(model, values, forwards)
     _check_layers(model, values, forwards, tied)
     model.requires_grad_(False)
-    record_more(model, lambda: _create(model, settings.init_lora_weights), seed, stored_name)
+    record_more(
+        model, lambda: _create(model, values.get("init_lora_weights", True)), seed, stored_name
+    )
 
 
 @contextmanager
@@ -198,10 +135,6 @@ def _without_memory() -> Iterator[None]:
         yield
 
 
-def _as_lists(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-
-
 def _linear_layers(forwards: Mapping[str, Any]) -> str:
     linear = {name for name, forward in forwards.items() if forward is nn.Linear.forward}
     names = sorted({name.rpartition(".")[2] for name in linear})
@@ -214,19 +147,17 @@ def _tied(model: nn.Module) -> set[int]:
     return {key for key, count in counts.items() if count > 1}
 
 
-def _check_selection(model: nn.Module, settings: LoraSettings, forwards: Mapping[str, Any]) -> None:
-    """Refuse names and numbers that select nothing: peft only needs one that selects a layer."""
+def _check_selection(
+    model: nn.Module, values: Mapping[str, Any], forwards: Mapping[str, Any]
+) -> None:
+    """Refuse names that select nothing: peft only needs one that selects a layer."""
     adapted = [name for name, _ in _layers(model)]
-    problem = f"selects no layer; {_linear_layers(forwards)}"
     for setting, names in (("target_modules", adapted), ("exclude_modules", [*forwards])):
-        value = getattr(settings, setting)
-        for entry in value if isinstance(value, tuple) else ():
+        value = values.get(setting)
+        for entry in value if isinstance(value, list | tuple) else ():
             if not any(f".{name}".endswith(f".{entry}") for name in names):
+                problem = f"selects no layer; {_linear_layers(forwards)}"
                 raise ConfigError(f"{SETTING}.{setting}", entry, problem)
-    blocks = settings.layers_to_transform
-    for number in blocks if isinstance(blocks, tuple) else ():
-        if not any(str(number) in name.split(".") for name in adapted):
-            raise ConfigError(f"{SETTING}.layers_to_transform", number, "selects no layer")
 
 
 def _check_layers(

@@ -66,8 +66,7 @@ def model_inputs(
     elif mask is not None:
         _check_padding(mask)
     if "position_ids" in batch:
-        name = "position_ids" if "position_ids" in arguments else "positions"
-        options[name] = batch["position_ids"]
+        options["position_ids"] = batch["position_ids"]
     return ids, F.pad(_labels(batch)[:, 1:], (0, 1), value=IGNORED), options
 
 

@@ -70,7 +70,6 @@ def describe(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         config: The transformer.
         dtype: Name of the dtype of the weights, such as "float32".
     """
-    scaling = config.rotary_scaling
     return {
         "model_type": QWEN3 if config.qk_norm else LLAMA,
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
@@ -88,15 +87,7 @@ def describe(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tied_head,
         "rope_theta": config.rotary_base,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.length,
-        },
+        "rope_scaling": None,
         "dtype": dtype,
         "torch_dtype": dtype,
     }

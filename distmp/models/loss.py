@@ -12,18 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
-from distmp.errors import ConfigError
 from distmp.models.hugging_face_batch import is_hugging_face, model_inputs
 from distmp.models.linear_cross_entropy import check_targets
-from distmp.utils.tensor_trees import described
 
 # Largest number of wrappers of a model: DDP, a compiled module, FSDP1.
 _WRAPPERS = 3
-
-NO_POSITIONS = (
-    "{} does not take the positions of tokens in their documents; use distmp's transformer, or "
-    "give your model a keyword `positions` and the attribute takes_positions = True"
-)
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -37,8 +30,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         model: Called with "inputs"; returns logits [batch, time, vocabulary], or an output with an
             attribute `logits`, as models of Hugging Face do. If it takes targets, it returns the
             loss sum in place of logits.
-        batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time]. "positions" int64
-            [batch, time], if any, go to the model; see `Transformer.forward`. Or the keys of
+        batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time]. Or the keys of
             Hugging Face, see `distmp.models.hugging_face_batch`.
 
     Returns:
@@ -46,17 +38,13 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
 
     Raises:
-        ConfigError: For positions, if the model has no attribute `takes_positions`, and for
-            targets outside of the vocabulary, see `check_targets`, and a batch without these keys.
+        ConfigError: For targets outside of the vocabulary, see `check_targets`.
     """
-    _check_batch(batch)
+    options: Mapping[str, Tensor] = {}
     if is_hugging_face(batch):
         inputs, targets, options = model_inputs(batch, arguments_of(model))
     else:
         inputs, targets = batch["inputs"], batch["targets"]
-        options = {"positions": batch["positions"]} if "positions" in batch else {}
-    if "positions" in options and not takes_positions(model):
-        raise ConfigError("batch", [*batch], NO_POSITIONS.format(type(model).__name__))
     if takes_targets(model):
         loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:
@@ -68,27 +56,10 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
     return loss_sum, (targets != IGNORED).sum().to(torch.float32)
 
 
-def _check_batch(batch: Any) -> None:
-    keys = batch if isinstance(batch, Mapping) else ()
-    if "input_ids" in keys or ("inputs" in keys and "targets" in keys):
-        return
-    raise ConfigError(
-        "batch",
-        described(batch),
-        "the loss next_token reads the keys inputs and targets, both int64 [batch, time], or those "
-        "of Hugging Face, input_ids and labels; return them from the dataset, or set model.loss "
-        "to a function that reads what is there",
-    )
-
-
 def takes_targets(model: nn.Module) -> bool:
     """Return whether a model, perhaps wrapped, computes its loss itself."""
-    return _has(model, "takes_targets")
-
-
-def takes_positions(model: nn.Module) -> bool:
-    """Return whether a model, perhaps wrapped, takes the positions of tokens in their documents."""
-    return _has(model, "takes_positions")
+    found = (part.takes_targets for part in _in_wrappers(model) if hasattr(part, "takes_targets"))
+    return bool(next(found, False))
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
@@ -100,14 +71,6 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
         if not passes_more:
             break
     return names
-
-
-def _has(model: nn.Module, attribute: str) -> bool:
-    """Return the attribute of a model, or of the model in its wrappers."""
-    found = (
-        getattr(module, attribute) for module in _in_wrappers(model) if hasattr(module, attribute)
-    )
-    return bool(next(found, False))
 
 
 def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
-from distmp.utils.files import check_name
 from distmp.utils.imports import check_arguments, load_callable
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
 
@@ -52,7 +51,7 @@ last three have the shapes of Llama 3."""
 # No machine can hold a model with more.
 _MOST_LAYERS, _MOST = 10_000, 2**31
 _OVERRIDES = ("layers", "dimension", "heads", "key_value_heads", "hidden")
-_TRANSFORMER_OPTIONS = ("tied_head", "rotary_base", "qk_norm", "rotary_scaling", "norm_epsilon")
+_TRANSFORMER_OPTIONS = ("tied_head", "rotary_base", "qk_norm", "norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -95,19 +94,9 @@ class ModelConfig:
     """'next_token' (cross entropy) or the import path 'module:callable' of a function
     loss(model, batch) -> (loss sum, weight)."""
 
-    weight_unit: str | None = field(default=None, metadata=HARMLESS)
-    """What the weight that the loss returns counts, in the singular, for logs: token, sample,
-    pixel, ... (default: token for next_token; for your loss, sample if the weight of a step is at
-    most its number of samples)."""
-
     weights: str | None = field(default=None, metadata=IGNORED)
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
-
-    unmatched_weights: tuple[str, ...] = field(default=(), metadata=IGNORED)
-    """Patterns (`*` and `?`) for the names of weights that only the directory of a Hugging Face
-    model has, which are left out, for example `model.layers.1.*` with fewer layers, or only the
-    model, which get random values; others are an error."""
 
     deferred: bool = field(default=True, metadata=HARMLESS)
     """Build the model without memory for its parameters, and compute them one at a time, so that a
@@ -123,8 +112,7 @@ class ModelConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
     replace those in config.json. The transformer takes `tied_head` (true, false), `rotary_base` (a
-    number), `qk_norm` (true, false), `rotary_scaling` (factor, low_frequency, high_frequency and
-    length, as in Llama 3.1) and `norm_epsilon`."""
+    number), `qk_norm` (true, false) and `norm_epsilon`."""
 
     def __post_init__(self) -> None:
         """Check each value, and that the dimensions are consistent.
@@ -132,8 +120,6 @@ class ModelConfig:
         Raises:
             ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
-        check_name("model.weights", self.weights)
-        check_name("model.name", self.name)
         if self.is_hugging_face:
             locate(self.name)
         elif not self.is_import_path and self.name != "transformer":
@@ -146,18 +132,21 @@ class ModelConfig:
             raise ConfigError(
                 "model.loss", self.loss, "write 'next_token' or an import path 'module:callable'"
             )
-        if self.weight_unit is not None and not self.weight_unit.isalpha():
-            raise ConfigError(
-                "model.weight_unit",
-                self.weight_unit,
-                "write one word in the singular, such as token",
-            )
         if self.size not in SIZES:
             raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
         for name in (*_OVERRIDES, "vocabulary_size", "sequence_length"):
             self._check_count(name)
         if self.name == "transformer":
-            self._check_transformer()
+            for option, value in self.options.items():
+                if option not in _TRANSFORMER_OPTIONS:
+                    raise ConfigError(
+                        f"model.options.{option}",
+                        value,
+                        f"the transformer has no such option; "
+                        f"{nearest(option, _TRANSFORMER_OPTIONS)}",
+                    )
+            if self.options or any(getattr(self, name) is not None for name in _OVERRIDES):
+                self.transformer(vocabulary_size=1, sequence_length=1)
         if self.peft is not None:
             from distmp.models import adapters  # imports torch
 
@@ -227,37 +216,3 @@ class ModelConfig:
         most = _MOST_LAYERS if name == "layers" else _MOST
         if not 1 <= value <= most:
             raise ConfigError(f"model.{name}", value, f"must be from 1 to {most:,}")
-
-    def _check_transformer(self) -> None:
-        _, dimension, heads, _, groups, *_ = self.dimensions
-        if dimension % (2 * heads):
-            raise ConfigError(
-                "model.heads",
-                heads,
-                f"does not divide model.dimension = {dimension} into heads of even width, which "
-                f"rotary embeddings need; choose {_fitting_heads(dimension, heads)}",
-            )
-        if heads % (groups or heads):
-            raise ConfigError(
-                "model.key_value_heads",
-                groups,
-                f"does not divide model.heads = {heads}; each head of keys and values serves the "
-                "same number of heads",
-            )
-        for option in self.options:
-            if option not in _TRANSFORMER_OPTIONS:
-                raise ConfigError(
-                    f"model.options.{option}",
-                    self.options[option],
-                    f"the transformer has no such option; {nearest(option, _TRANSFORMER_OPTIONS)}",
-                )
-        if self.options:
-            self.transformer(vocabulary_size=1, sequence_length=1)
-
-
-def _fitting_heads(dimension: int, heads: int) -> str:
-    """Return the number of heads nearest to `heads` that fits, as text."""
-    fitting = [n for n in range(1, dimension // 2 + 1) if dimension % (2 * n) == 0]
-    if not fitting:
-        return "an even model.dimension"
-    return str(min(fitting, key=lambda n: abs(n - heads)))

@@ -8,71 +8,16 @@ model built on the meta device.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.models.documents import attend, document_mask
 from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
 
-if TYPE_CHECKING:
-    from distmp.models.documents import Mask
-
 _STD = 0.02
-
-
-@dataclass(frozen=True)
-class RotaryScaling:
-    """Scaling of the wavelengths of rotary positions, as in Llama 3.1.
-
-    Wavelengths shorter than `length / high_frequency` tokens stay as they are, those longer than
-    `length / low_frequency` are multiplied by `factor`, and those between are interpolated.
-    """
-
-    factor: float = 8.0
-    """Factor of the longest wavelengths; 1 or more."""
-
-    low_frequency: float = 1.0
-    """Number of waves in `length` tokens up to which a wavelength is multiplied by `factor`."""
-
-    high_frequency: float = 4.0
-    """Number of waves in `length` tokens from which a wavelength is not scaled; larger than
-    `low_frequency`."""
-
-    length: int = 8192
-    """Longest sequence of the original training, in tokens."""
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: If one is invalid.
-        """
-        section = "model.options.rotary_scaling"
-        if not 1 <= self.factor < math.inf:
-            raise ConfigError(f"{section}.factor", self.factor, "must be 1 or more, and finite")
-        if not self.high_frequency < math.inf:
-            raise ConfigError(f"{section}.high_frequency", self.high_frequency, "must be finite")
-        if not 0 < self.low_frequency < self.high_frequency:
-            raise ConfigError(
-                f"{section}.low_frequency",
-                self.low_frequency,
-                f"must be above 0 and below high_frequency = {self.high_frequency}",
-            )
-        if self.length < 1:
-            raise ConfigError(f"{section}.length", self.length, "must be 1 or more")
-
-    def scaled(self, frequencies: Tensor) -> Tensor:
-        """Return the scaled frequencies, in radians per token."""
-        waves = self.length * frequencies / (2 * math.pi)
-        kept = (waves - self.low_frequency) / (self.high_frequency - self.low_frequency)
-        kept = kept.clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -80,7 +25,7 @@ class TransformerConfig:
     """Dimensions of a transformer. `dimension` is a multiple of twice `heads`.
 
     Raises:
-        ValueError: If dimensions do not fit together, or an option is invalid.
+        ConfigError: If dimensions do not fit together, or an option is invalid.
     """
 
     vocabulary_size: int
@@ -114,24 +59,25 @@ class TransformerConfig:
     qk_norm: bool = False
     """Whether queries and keys have an RMSNorm, over the width of a head, before their rotation."""
 
-    rotary_scaling: RotaryScaling | None = None
-    """Scaling of long wavelengths, for sequences longer than those of the original training."""
-
     norm_epsilon: float = 1e-5
     """Added to the mean square in each norm."""
 
     def __post_init__(self) -> None:
-        """Check the dimensions, and read `rotary_scaling` if it is a mapping (from a file)."""
+        """Check the dimensions."""
         if self.dimension % (2 * self.heads):
-            raise ValueError(
-                f"dimension = {self.dimension} is not a multiple of twice heads = {self.heads}"
+            raise ConfigError(
+                "model.options.heads",
+                self.heads,
+                f"does not divide model.options.dimension = {self.dimension} into heads of even "
+                "width, which rotary embeddings need",
             )
         if self.heads % self.groups:
-            raise ValueError(
-                f"key_value_heads = {self.key_value_heads} does not divide heads = {self.heads}"
+            raise ConfigError(
+                "model.options.key_value_heads",
+                self.key_value_heads,
+                f"does not divide model.options.heads = {self.heads}; each head of keys and values "
+                "serves the same number of heads",
             )
-        if isinstance(self.rotary_scaling, dict):
-            object.__setattr__(self, "rotary_scaling", RotaryScaling(**self.rotary_scaling))
         # FP32, in which angles and norms are computed, has no larger base.
         if not 1 <= self.rotary_base <= 1e38:
             raise ConfigError(
@@ -230,7 +176,7 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(width, config.norm_epsilon) if config.qk_norm else None
         self.output = Projection(config.dimension, config.dimension, residual_std)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, mask: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Return the attention output, [batch, time, dimension].
 
         Args:
@@ -238,7 +184,6 @@ class Attention(nn.Module):
             cosine: Cosines of the rotary angles, FP32 [time, 1, dimension / heads]; see
                 `rotary_tables`.
             sine: Signed sines of the rotary angles, with the same shape and dtype.
-            mask: Which tokens attend to which, see `document_mask`; None: to all before them.
         """
         batch, time, dimension = x.shape
         parts = self.query_key_value(x).view(batch, time, self.heads + 2 * self.groups, -1)
@@ -248,7 +193,13 @@ class Attention(nn.Module):
             query_key = torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
         query_key = rotate(query_key, cosine, sine).transpose(1, 2)
         query, key = query_key.split((self.heads, self.groups), dim=1)
-        mixed = attend(query, key, value.transpose(1, 2), mask)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.groups != self.heads,
+        )
         output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, dimension))
         return output
 
@@ -280,9 +231,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dimension, config.norm_epsilon)
         self.feed_forward = FeedForward(config, residual_std)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, mask: Mask | None = None) -> Tensor:
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Return the residual stream after this block, [batch, time, dimension]."""
-        x = x + self.attention(self.attention_norm(x), cosine, sine, mask)
+        x = x + self.attention(self.attention_norm(x), cosine, sine)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -290,7 +241,6 @@ class Transformer(nn.Module):
     """Decoder-only transformer. Its blocks are in `blocks`."""
 
     takes_targets = True
-    takes_positions = True
     # With a tied head, this computes the loss.
     loss_backend: Backend | None = None
 
@@ -303,17 +253,13 @@ class Transformer(nn.Module):
         # A tied head is not a module: `to_empty` would turn a shared parameter into two.
         self.head = None if config.tied_head else Head(config.dimension, config.vocabulary_size)
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the token after each position.
 
         Args:
             tokens: Token ids, int64 [batch, time]; time is at most `config.sequence_length`.
             targets: Token ids to predict, int64 [batch, time], for the loss without a tensor of all
                 logits; see `distmp.models.linear_cross_entropy`.
-            positions: Positions of tokens in their documents, int64 [batch, time]. Tokens attend
-                only to their own document; each 0 begins a new one. None: each row is one document.
 
         Returns:
             Logits [batch, time, vocabulary_size]; the parameters or autocast determine the dtype.
@@ -329,16 +275,12 @@ class Transformer(nn.Module):
                 f" {self.config.sequence_length}"
             )
         config = self.config
-        cosine, sine = rotary_tables(
-            torch.arange(time, device=tokens.device) if positions is None else positions,
-            config.dimension // config.heads,
-            config.rotary_base,
-            config.rotary_scaling,
-        )
+        positions = torch.arange(time, device=tokens.device)
+        width = config.dimension // config.heads
+        cosine, sine = rotary_tables(positions, width, config.rotary_base)
         x = self.embedding(tokens)
-        mask = None if positions is None else document_mask(positions, x)
         for block in self.blocks:
-            x = block(x, cosine, sine, mask)
+            x = block(x, cosine, sine)
         x = self.norm(x)
         if self.head is None:
             return project(x, self.embedding.weight, targets, self.loss_backend)
@@ -355,12 +297,7 @@ def project(
     return linear_cross_entropy(x, weight, targets, backend)
 
 
-def rotary_tables(
-    positions: Tensor,
-    width: int,
-    base: float,
-    scaling: RotaryScaling | None = None,
-) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
     """Return the tables of rotary positions: cosine, and sine with the signs of a rotation.
 
     They are computed in each forward, which costs little compared to one block. A buffer would be
@@ -370,7 +307,6 @@ def rotary_tables(
         positions: Positions of tokens, int64 [..., time].
         width: Width of an attention head.
         base: Approximate ratio of the longest to the shortest wavelength.
-        scaling: Scaling of long wavelengths; None: as they are.
 
     Returns:
         Two FP32 tensors [..., time, 1, width]. Both halves of the last dimension hold the same
@@ -378,8 +314,6 @@ def rotary_tables(
     """
     pairs = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
     frequencies = base ** (-pairs / width)
-    if scaling is not None:
-        frequencies = scaling.scaled(frequencies)
     angles = positions[..., None, None].float() * frequencies
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)

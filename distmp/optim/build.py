@@ -14,21 +14,13 @@ from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest
 from distmp.optim.adamw import AdamW
-from distmp.optim.checks import check_kind, cycles_momentum, refuse_kind
-from distmp.optim.names import (
-    NOT_BY_NAME,
-    OWN_SETTINGS,
-    find_optimizer,
-    optimizer_options,
-    torch_schedules,
-)
+from distmp.optim.names import OWN_SETTINGS, find_optimizer
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
+from distmp.utils.imports import load_callable
 
 NamedParameters = Sequence[tuple[str, Tensor]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
-# Options of `distmp.optim.AdamW` in `optim.options`.
-ADAMW_OPTIONS = ("betas", "eps")
 NOT_WITH_FUSED = ("foreach", "differentiable")
 
 
@@ -46,88 +38,26 @@ def optimizer_factory(
         ConfigError: If the optimizer or one of its options is unknown. The returned function raises
             it for values that the optimizer refuses.
     """
-    if config.state is not None or stochastic_rounding:
-        return _adamw_factory(config, stochastic_rounding=stochastic_rounding, seed=seed)
     build = find_optimizer(config.name)
-    if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
-        refuse_kind(build, "optim.name", config.name)
+    options: dict[str, Any] = {"lr": config.lr}
+    if config.name == "adamw" and stochastic_rounding:
+        build = AdamW
+        options |= {"stochastic_rounding": True, "seed": seed}
     accepted = inspect.signature(build).parameters
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    choices = [name for name in accepted if name not in ("params", *OWN_SETTINGS, *options)]
     for name, value in config.options.items():
         if name in OWN_SETTINGS:
             raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
-        if name not in accepted and not accepts_any:
-            choices = optimizer_options(config.name)
+        if name not in choices and not accepts_any:
             problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
             raise ConfigError(f"optim.options.{name}", value, problem)
-        _check_like_default(f"optim.options.{name}", value, accepted.get(name))
-    options = {"lr": config.lr, **config.options}
+    options |= config.options
     if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
         # The fused kernel unscales, clips and skips on the device, without a host synchronization.
         # Older releases of torch have no fused Adagrad for CUDA.
         options.setdefault("fused", build is not torch.optim.Adagrad)
     return _with_groups(config, build, options)
-
-
-def _adamw_factory(
-    config: OptimizerConfig, *, stochastic_rounding: bool, seed: int
-) -> OptimizerFactory:
-    """Return the function that builds `distmp.optim.AdamW`.
-
-    Raises:
-        ConfigError: For another optimizer, or an option that only torch's AdamW has.
-    """
-    if config.name != "adamw":
-        raise ConfigError(
-            "precision.policy.stochastic_rounding",
-            True,
-            f"needs an optimizer that rounds, which {config.name!r} does not; set optim.name to "
-            "adamw, or remove it",
-        )
-    for name, value in config.options.items():
-        if name in OWN_SETTINGS:
-            raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
-        if name not in ADAMW_OPTIONS:
-            cause = "optim.state" if config.state else "stochastic rounding"
-            raise ConfigError(
-                f"optim.options.{name}",
-                value,
-                f"AdamW with {cause} takes {' and '.join(ADAMW_OPTIONS)} only; remove it",
-            )
-        _check_like_default(
-            f"optim.options.{name}", value, inspect.signature(AdamW).parameters[name]
-        )
-    options = {
-        "lr": config.lr,
-        "state": config.state,
-        "stochastic_rounding": stochastic_rounding,
-        "seed": seed,
-        **config.options,
-    }
-    return _with_groups(config, AdamW, options)
-
-
-def _check_like_default(setting: str, value: object, parameter: inspect.Parameter | None) -> None:
-    """Refuse a value that is no number where the default is one, or not as many numbers.
-
-    Optimizers and schedulers of torch accept some of these, and fail in a later step.
-
-    Raises:
-        ConfigError: If the value is of another kind than the default.
-    """
-    default = getattr(parameter, "default", None)
-    wanted = default if isinstance(default, tuple) else (default,)
-    given = value if isinstance(default, tuple) else (value,)
-    if not all(map(_is_number, wanted)):
-        return
-    if not isinstance(given, tuple | list) or len(given) != len(wanted):
-        raise ConfigError(setting, value, f"write {len(wanted)} numbers, as in {list(wanted)}")
-    if not all(map(_is_number, given)):
-        raise ConfigError(setting, value, f"write {'numbers' if wanted is default else 'a number'}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _with_groups(
@@ -147,7 +77,6 @@ def _with_groups(
             raise ConfigError(
                 "optim.options", config.options, f"refused by {config.name}: {error}"
             ) from error
-        check_kind(optimizer, "optim.name", config.name)
         return optimizer
 
     return create
@@ -181,7 +110,7 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
             raise ConfigError(
                 "schedule.options",
                 config.options,
-                f"{config.name!r} takes none; name a scheduler of torch.optim.lr_scheduler",
+                f"{config.name!r} takes none; name a scheduler by its import path",
             )
         most = max(0, steps - config.warmup(steps))
         if (config.decay_steps or 0) > most:
@@ -191,62 +120,27 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
                 f"is more than the run has after its warm-up; use at most {most}",
             )
         return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
-    if config.name in NOT_BY_NAME:
-        raise ConfigError("schedule.name", config.name, NOT_BY_NAME[config.name])
-    known = torch_schedules()
-    if config.name not in known:
-        raise ConfigError("schedule.name", config.name, nearest(config.name, [*SHAPES, *known]))
-    accepted = inspect.signature(known[config.name]).parameters
-    for name, value in config.options.items():
-        _check_like_default(f"schedule.options.{name}", value, accepted.get(name))
-    _try_steps(known[config.name], config)
+    if ":" not in config.name:
+        problem = f"{nearest(config.name, SHAPES)}, or write an import path 'module:callable'"
+        raise ConfigError("schedule.name", config.name, problem)
+    build = load_callable("schedule.name", config.name)
 
-    def from_torch(
+    def imported(
         optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
     ) -> lr_scheduler.LRScheduler:
         try:
-            scheduler = known[config.name](optimizer, **config.options)
+            scheduler: lr_scheduler.LRScheduler = build(optimizer, **config.options)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "schedule.options", config.options, f"refused by {config.name}: {error}"
             ) from error
-        _check_from_torch(scheduler, config, steps)
+        _check_end(scheduler, config, steps)
         return scheduler
 
-    return lambda optimizer: _with_warmup(optimizer, config, steps, from_torch)
+    return lambda optimizer: _with_warmup(optimizer, config, steps, imported)
 
 
-def _try_steps(build: ScheduleFactory, config: ScheduleConfig) -> None:
-    """Refuse options with which a scheduler is built, but fails when it is stepped.
-
-    Raises:
-        ConfigError: If it fails.
-    """
-    optimizer = torch.optim.AdamW([torch.zeros(())])
-    try:
-        scheduler = build(optimizer, **config.options)
-    except (TypeError, ValueError, KeyError):
-        return  # reported with the optimizer of the run
-    optimizer.step()
-    try:
-        for _ in range(3):
-            scheduler.step()
-    except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
-        raise ConfigError(
-            "schedule.options", config.options, f"refused by {config.name}: {error}"
-        ) from error
-
-
-def _check_from_torch(
-    scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int
-) -> None:
-    if cycles_momentum(scheduler):
-        raise ConfigError(
-            "schedule.options.cycle_momentum",
-            True,
-            f"only learning rates follow a schedule, but {config.name} also changes the momentum; "
-            "set it to false",
-        )
+def _check_end(scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int) -> None:
     # OneCycleLR ends: it has one rate for the start, and one after each of `total_steps` updates.
     last = getattr(scheduler, "total_steps", None)
     if last is not None and steps > last + 1:

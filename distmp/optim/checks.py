@@ -1,13 +1,11 @@
 """Refuses optimizers and schedules that cannot work in a step of the engine.
 
-The engine computes the loss once per step, sums gradients in dense FP32 tensors, and makes learning
-rates a function of the number of applied updates. Optimizers and schedules that need something else
-are refused when they are built.
+The engine makes learning rates a function of the number of applied updates, and saves the state of
+the optimizer. Optimizers and schedules that would silently do something else are refused.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,97 +15,47 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import ConfigError
 
-# torch's DTensor lacks operations of these (torch 2.13). A test fails when it supports them.
-NOT_ON_DTENSORS = ("Adafactor", "Rprop")
-
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
 
 
-def check_kind(
-    optimizer: torch.optim.Optimizer, setting: str = "optimizer", value: object = None
-) -> None:
+# Optimizers by the name of their class: what the engine cannot do.
+_REFUSED = {
+    "LBFGS": (
+        "needs a closure that computes the loss again several times in one step, and the engine "
+        "computes it once; use an optimizer that steps without a closure, such as AdamW"
+    ),
+    "SparseAdam": (
+        "takes sparse gradients only, and the engine sums gradients in dense FP32 tensors; use "
+        "Adam or AdamW"
+    ),
+    "ZeroRedundancyOptimizer": (
+        "does not expose its state, so checkpoints would not contain it; use the optimizer "
+        "inside it directly, with shard_optimizer=True"
+    ),
+}
+
+
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Check that the engine can step an optimizer.
 
     Args:
         optimizer: An optimizer on the tensors that it updates.
-        setting: Name of the setting that selects it.
-        value: Value of that setting; None for the name of its class.
 
     Raises:
         ConfigError: If it cannot; it names the optimizer, what it needs, and an alternative.
     """
     kind = type(optimizer)
-    value = value or kind.__name__
-    refuse_kind(kind, setting, value)
-    if any("lr" not in group for group in optimizer.param_groups):
+    for base in kind.__mro__:
+        if base.__name__ in _REFUSED:
+            raise ConfigError("optimizer", kind.__name__, _REFUSED[base.__name__])
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    if issubclass(kind, torch.optim.Muon) and any(map(is_traceable_wrapper_subclass, tensors)):
         raise ConfigError(
-            setting,
-            value,
-            "has a group without a learning rate; put 'lr' into its defaults, as AdamW does",
-        )
-    sharded = any(
-        is_traceable_wrapper_subclass(tensor)
-        for group in optimizer.param_groups
-        for tensor in group["params"]
-    )
-    if sharded and issubclass(kind, torch.optim.Muon):
-        raise ConfigError(
-            setting,
-            value,
+            "optimizer",
+            kind.__name__,
             "computes with sharded parameters (DTensor), and its updates then depend on the number "
             "of ranks; use distmp.optim.Muon (optim.name = 'muon'), which exchanges full matrices",
         )
-    if sharded and kind.__name__ in NOT_ON_DTENSORS:
-        raise ConfigError(
-            setting,
-            value,
-            "needs operations that torch does not have for sharded parameters (DTensor); use the "
-            "strategy ddp, or an optimizer such as AdamW",
-        )
-
-
-def refuse_kind(kind: type[torch.optim.Optimizer], setting: str, value: object) -> None:
-    """Refuse an optimizer that the engine cannot step on any tensors.
-
-    Args:
-        kind: Class of the optimizer.
-        setting: Name of the setting that selects it.
-        value: Value of that setting.
-
-    Raises:
-        ConfigError: If `kind` is such an optimizer.
-    """
-    if _needs_closure(kind):
-        raise ConfigError(
-            setting,
-            value,
-            "needs a closure that computes the loss again several times in one step, and the "
-            "engine computes it once; use an optimizer that steps without a closure, such as AdamW",
-        )
-    names = {base.__name__ for base in kind.__mro__}
-    if "SparseAdam" in names:
-        raise ConfigError(
-            setting,
-            value,
-            "takes sparse gradients only, and the engine sums gradients in dense FP32 tensors; use "
-            "Adam or AdamW",
-        )
-    if "ZeroRedundancyOptimizer" in names:
-        raise ConfigError(
-            setting,
-            value,
-            "does not expose its state, so checkpoints would not contain it; use the optimizer "
-            "inside it directly, with shard_optimizer=True",
-        )
-
-
-def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
-    parameters = [*inspect.signature(kind.step).parameters.values()][1:]
-    return any(
-        parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        for parameter in parameters
-    )
 
 
 def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -118,27 +66,18 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
         optimizer: An SGD optimizer with momentum 0.
 
     Raises:
-        ConfigError: If `build` is a scheduler, does not return one, or torch refuses to build it;
-            if the scheduler changes the momentum, or is built on another optimizer.
+        ConfigError: If `build` cannot be called with an optimizer, does not return a scheduler, or
+            the scheduler follows a metric,
+            changes the momentum, or is built on another optimizer.
     """
-    if isinstance(build, lr_scheduler.LRScheduler):
-        raise ConfigError(
-            "schedule",
-            type(build).__name__,
-            f"is built already, on another optimizer; pass a function that builds it: {_EXAMPLE}",
-        )
-    name = getattr(build, "__name__", type(build).__name__)
     try:
         schedule: lr_scheduler.LRScheduler = build(optimizer)
-    except TypeError as error:
-        raise ConfigError(
-            "schedule",
-            name,
-            f"cannot be called with an optimizer ({error}); pass a function that builds a "
-            f"scheduler on it: {_EXAMPLE}. A function of the number of updates goes into LambdaLR",
-        ) from error
-    except ValueError as error:  # such as a ChainedScheduler with ReduceLROnPlateau
-        raise ConfigError("schedule", name, f"cannot be built: {error}") from error
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        name = getattr(build, "__name__", type(build).__name__)
+        problem = f"cannot be called with an optimizer ({error}); pass a function that builds a "
+        raise ConfigError("schedule", name, f"{problem}scheduler on it: {_EXAMPLE}") from error
     if not callable(getattr(schedule, "step", None)):
         raise ConfigError(
             "schedule",
@@ -150,11 +89,6 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
     return schedule
 
 
-def cycles_momentum(schedule: lr_scheduler.LRScheduler) -> bool:
-    """Return whether a scheduler changes the momentum besides the learning rate."""
-    return bool(getattr(schedule, "cycle_momentum", False))
-
-
 def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRScheduler]:
     yield schedule
     for part in getattr(schedule, "_schedulers", ()):
@@ -163,7 +97,14 @@ def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRSchedu
 
 def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer) -> None:
     name = type(part).__name__
-    if cycles_momentum(part):
+    if isinstance(part, lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "schedule",
+            name,
+            "follows a metric, and the engine schedules by the number of updates; build the engine "
+            "without `schedule`, and step it on engine.optimizer yourself",
+        )
+    if getattr(part, "cycle_momentum", False):
         raise ConfigError(
             "schedule",
             name,

@@ -13,15 +13,11 @@ from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError
 from distmp.optim.checks import build_schedule
-from distmp.optim.plateau import learned, load_learned, rates_after_reductions
 
 # The table first grows by FIRST_CHUNK rows, then doubles, and finally grows by CHUNK rows, so that
 # short runs do not compute rows that they never use. Each growth is one host-to-device copy.
 FIRST_CHUNK = 16
 CHUNK = 1024
-
-# The engine warns if a schedule that follows a metric has had none after so many updates.
-METRIC_UPDATES = 1000
 
 
 class LearningRates:
@@ -33,8 +29,6 @@ class LearningRates:
     stored in a table on the device. A step indexes the table with the number of applied updates,
     which is on the device, too. So a skipped step does not advance the schedule, and the host need
     not know whether it was skipped. A checkpoint needs only that number.
-
-    A schedule that follows a metric (`ReduceLROnPlateau`) has one row, which `follow` computes.
 
     Args:
         optimizer: The optimizer; the rates of its groups are the base rates of the schedule.
@@ -78,7 +72,6 @@ class LearningRates:
         build = self._build_schedule
         if build is None:
             return
-        before = self._rows
         self._base_rates += [float(group["lr"]) for group in groups]
         if self._on_device:
             for group in groups:
@@ -90,12 +83,9 @@ class LearningRates:
             ],
             lr=0.0,
         )
-        former, self._schedule = self._plateau, build_schedule(build, self._placeholder)
-        if former is not None and self._plateau is not None:
-            load_learned(self._plateau, learned(former))
-            rates = rates_after_reductions(before[0], self._base_rates)
-            _set_rates(self._placeholder.param_groups, rates)
-        self._update_row()
+        self._schedule = build_schedule(build, self._placeholder)
+        self._rows = [self._current_rates()]
+        self._table = self._make_table(self._rows)
 
     def set(self, applied: Tensor, at_most: int) -> Tensor:
         """Set the rates of the next update in all groups; return that of the first group.
@@ -117,10 +107,7 @@ class LearningRates:
                 _check_rate(index, group["lr"])
             return _as_tensor(self._groups[0]["lr"], self._device)
         self._check_untouched()
-        if self._plateau is not None:
-            applied, at_most = torch.zeros_like(applied), 0
-        else:
-            self._extend(at_most + 1)
+        self._extend(at_most + 1)
         # Not table[applied]: indexing with a 0-dim tensor synchronizes with the host.
         rates = self._table.index_select(0, applied.reshape(1))[0]
         for index, group in enumerate(self._groups):
@@ -135,67 +122,27 @@ class LearningRates:
 
     def planned(self, update: int) -> list[float]:
         """Return the rate of each group for an update; empty if the host has not computed it."""
-        update = 0 if self._plateau is not None else update
         return self._rows[update] if self._build_schedule and update < len(self._rows) else []
-
-    def follow(self, metric: float) -> float:
-        """Let the schedule adapt the rates to a metric; return the next rate of the first group.
-
-        Args:
-            metric: The value to minimize, or to maximize if the schedule says so.
-
-        Raises:
-            ConfigError: If the schedule does not follow a metric.
-        """
-        if self._plateau is None:
-            raise ConfigError(
-                "schedule",
-                type(self._schedule).__name__,
-                "does not follow a metric; build the engine with a schedule of ReduceLROnPlateau, "
-                "or step your own scheduler",
-            )
-        self._plateau.step(metric)
-        self._update_row()
-        return self._rows[0][0]
-
-    def lacks_metric(self, updates: int) -> bool:
-        """Return whether the schedule has had no metric in `METRIC_UPDATES` updates, once."""
-        plateau = self._plateau
-        return updates == METRIC_UPDATES and plateau is not None and plateau.last_epoch == 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the rates depend on besides the number of updates: FP64 copies by name.
 
         `rates` has the rate of each group, in shape (groups,).
         """
-        if self._plateau is not None:
-            rates = torch.tensor(self._rows[0], dtype=torch.float64)
-            return {"rates": rates, "plateau": learned(self._plateau)}
         if self._build_schedule is not None:
             return {}
         current = [float(group["lr"]) for group in self._groups]
         return {"rates": torch.tensor(current, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the rates of a state; rates that are missing or NaN stay unchanged."""
-        if self._plateau is not None and "plateau" in state:
-            load_learned(self._plateau, state["plateau"])
-        if "rates" not in state:
+        """Continue with the rates of a state; rates that are missing stay unchanged."""
+        if "rates" not in state or self._build_schedule is not None:
             return
-        if self._plateau is not None:
-            _set_rates(self._placeholder.param_groups, state["rates"].tolist())
-            self._update_row()
-        elif self._build_schedule is None:
-            _set_rates(self._groups, state["rates"].tolist())
-
-    @property
-    def _plateau(self) -> lr_scheduler.ReduceLROnPlateau | None:
-        schedule = self._schedule
-        return schedule if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else None
-
-    def _update_row(self) -> None:
-        self._rows = [self._current_rates()]
-        self._table = self._make_table(self._rows)
+        for group, rate in zip(self._groups, state["rates"].tolist(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def _check_untouched(self) -> None:
         """Refuse rates that were set outside of the schedule since the last step."""
@@ -250,17 +197,6 @@ class LearningRates:
 
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._placeholder.param_groups]
-
-
-def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
-    """Set the rates of groups, except those for which the rate is NaN."""
-    for group, rate in zip(groups, rates, strict=True):
-        if math.isnan(rate):
-            continue
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
 
 
 def _check_rate(index: int, rate: Any) -> None:

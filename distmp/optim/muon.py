@@ -41,6 +41,10 @@ ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
     # The update has the RMS of AdamW's (https://arxiv.org/abs/2502.16982).
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+# The Newton-Schulz iteration of torch.optim.Muon.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_LEAST_NORM = 1e-7
 NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -57,11 +61,7 @@ class Muon(torch.optim.Optimizer):
             Muon, False for AdamW for all of its tensors.
         lr: Learning rate of Muon and AdamW.
         weight_decay: Decoupled weight decay of Muon and AdamW.
-        momentum: Momentum of Muon.
-        nesterov: Whether Muon uses Nesterov momentum.
-        ns_coefficients: Coefficients of the Newton-Schulz polynomial.
-        ns_steps: Number of Newton-Schulz iterations.
-        eps: Lower bound of the norm that a matrix is divided by.
+        momentum: Nesterov momentum of Muon.
         adjust_lr_fn: How the learning rate of a matrix depends on its shape: "match_rms_adamw", for
             which AdamW's learning rates fit, or "original".
         ns_dtype: Dtype of the iterations. "fp32": updates agree between numbers of ranks to 1e-5.
@@ -71,7 +71,6 @@ class Muon(torch.optim.Optimizer):
             embeddings and heads. `describe` returns which matrices these are.
         adamw_lr: Learning rate of AdamW; None: `lr`.
         betas: Coefficients of AdamW's moments.
-        adamw_eps: Term in the denominator of AdamW's update.
         fused: Whether to unscale and skip on the device.
 
     Raises:
@@ -84,25 +83,19 @@ class Muon(torch.optim.Optimizer):
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
-        ns_steps: int = 5,
-        eps: float = 1e-7,
         adjust_lr_fn: str = "match_rms_adamw",
         ns_dtype: str = "fp32",
         adamw: Sequence[str] | None = None,
         adamw_lr: float | None = None,
         betas: Sequence[float] = (0.9, 0.999),
-        adamw_eps: float = 1e-8,
         fused: bool = True,
     ) -> None:
-        _check(momentum, ns_coefficients, ns_steps, adjust_lr_fn, ns_dtype, adamw)
+        _check(momentum, adjust_lr_fn, ns_dtype, adamw)
         # Its parameters are replaced in each step.
         self._adamw = torch.optim.AdamW(
             [torch.zeros(1)],
             lr=lr if adamw_lr is None else adamw_lr,
             betas=(betas[0], betas[1]),
-            eps=adamw_eps,
             weight_decay=weight_decay,
             fused=fused,
         )
@@ -110,17 +103,17 @@ class Muon(torch.optim.Optimizer):
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "ns_steps": ns_steps,
-            "eps": eps,
             "adjust_lr_fn": adjust_lr_fn,
             "fused": fused,
         }
         self._adamw_patterns = adamw
         self._step_supports_amp_scaling = fused
         self._ns_dtype = NS_DTYPES[ns_dtype]
-        self._shards: _Shards | None = None
+        self._shards: Mapping[int, ShardedMatrix] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._device = torch.device("cpu")
+        # The matrices that have a gradient, and their owners; the same ones on all ranks.
+        self._owners: tuple[list[int], Owners] | None = None
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -138,21 +131,6 @@ class Muon(torch.optim.Optimizer):
         for part in _divided(param_group, self._adamw_patterns):
             defaults = self._muon_defaults if part["muon"] else self._adamw.defaults
             super().add_param_group({**defaults, **part})
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch keeps only groups and state. A copy has other tensors, whose shards are not set.
-        kept = (
-            "_adamw",
-            "_adamw_patterns",
-            "_muon_defaults",
-            "_ns_dtype",
-            "_step_supports_amp_scaling",
-        )
-        return {
-            **super().__getstate__(),
-            **{name: getattr(self, name) for name in kept},
-            "_shards": None,
-        }
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -184,7 +162,8 @@ class Muon(torch.optim.Optimizer):
             group: The ranks that share the matrices.
             device: Device that communicates and computes.
         """
-        self._shards = _Shards(matrices, group, device)
+        self._shards, self._group, self._device = matrices, group, device
+        self._owners = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -221,24 +200,27 @@ class Muon(torch.optim.Optimizer):
             for tensor in group["params"]
             if tensor.grad is not None
         ]
-        shards = self._shards
-        divided = shards.matrices if shards is not None else {}
-        exchanged = [matrix for matrix in work if id(matrix.tensor) in divided]
-        own = [matrix for matrix in work if id(matrix.tensor) not in divided]
+        exchanged = [matrix for matrix in work if id(matrix.tensor) in self._shards]
+        own = [matrix for matrix in work if id(matrix.tensor) not in self._shards]
         _check_whole(matrix.tensor for matrix in own)
         for matrix in own:
             direction = self._direction(matrix).to(self._ns_dtype)
-            matrix.update(matrix.orthogonalized(direction))
-        if exchanged and shards is not None:
-            self._exchange(exchanged, shards)
+            matrix.update(orthogonalized(direction))
+        if exchanged and self._group is not None:
+            self._exchange(exchanged, self._group)
 
-    def _exchange(self, work: list[_Matrix], shards: _Shards) -> None:
+    def _exchange(self, work: list[_Matrix], group: dist.ProcessGroup) -> None:
         def shard(index: int) -> Tensor:
-            return self._direction(work[index]).reshape(-1).to(shards.device, self._ns_dtype)
+            return self._direction(work[index]).reshape(-1).to(self._device, self._ns_dtype)
 
-        owners = shards.owners([id(matrix.tensor) for matrix in work])
-        for index, update in owners.compute(shard, lambda i, full: work[i].orthogonalized(full)):
-            work[index].update(update, shards.matrices[id(work[index].tensor)].shape)
+        ids = [id(matrix.tensor) for matrix in work]
+        matrices = [self._shards[key] for key in ids]
+        if self._owners is None or self._owners[0] != ids:
+            costs = [_cost(*matrix.shape) for matrix in matrices]
+            self._owners = ids, Owners(matrices, costs, group)
+        owners = self._owners[1]
+        for index, update in owners.compute(shard, lambda _, full: orthogonalized(full)):
+            work[index].update(update, matrices[index].shape)
 
     def _direction(self, matrix: _Matrix) -> Tensor:
         """Update the momentum of this rank's part of a matrix; return what is orthogonalized."""
@@ -253,7 +235,7 @@ class Muon(torch.optim.Optimizer):
         old, momentum = local_values(state["momentum_buffer"]), matrix.group["momentum"]
         new = old.lerp(gradient, 1 - momentum)
         matrix.store(old, new)
-        return gradient.lerp(new, momentum) if matrix.group["nesterov"] else new
+        return gradient.lerp(new, momentum)
 
 
 class _Matrix(NamedTuple):
@@ -268,11 +250,6 @@ class _Matrix(NamedTuple):
     tensor: Tensor
     group: dict[str, Any]
     skip: Tensor | None
-
-    def orthogonalized(self, full: Tensor) -> Tensor:
-        """Return the full matrix, orthogonalized with the settings of the group."""
-        group = self.group
-        return orthogonalized(full, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def update(self, direction: Tensor, shape: torch.Size | None = None) -> None:
         """Decay the weights and move them against the direction.
@@ -295,34 +272,7 @@ class _Matrix(NamedTuple):
             torch.where(self.skip, old, new, out=old)
 
 
-class _Shards:
-    """The matrices of an optimizer whose shards are on several ranks.
-
-    Args:
-        matrices: Shape and division of each matrix, by the `id` of its tensor.
-        group: The ranks that share the matrices.
-        device: Device that communicates and computes.
-    """
-
-    def __init__(
-        self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.matrices, self.device = matrices, device
-        self._group = group
-        self._owners: tuple[list[int], Owners] | None = None
-
-    def owners(self, ids: list[int]) -> Owners:
-        """Return the owners of the matrices that have a gradient; the same ones on all ranks."""
-        if self._owners is None or self._owners[0] != ids:
-            matrices = [self.matrices[key] for key in ids]
-            costs = [_cost(*matrix.shape) for matrix in matrices]
-            self._owners = ids, Owners(matrices, costs, self._group)
-        return self._owners[1]
-
-
-def orthogonalized(
-    matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float = 1e-7
-) -> Tensor:
+def orthogonalized(matrix: Tensor) -> Tensor:
     """Return a matrix with about the same singular vectors, and with singular values near 1.
 
     The Newton-Schulz iteration of Muon, as in https://github.com/KellerJordan/Muon and
@@ -330,17 +280,14 @@ def orthogonalized(
 
     Args:
         matrix: Floating point, 2-dim.
-        coefficients: The three coefficients of the polynomial.
-        steps: Number of iterations.
-        eps: Lower bound of the norm that the matrix is divided by.
     """
-    a, b, c = coefficients
+    a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    norm = chunk_norms([x]).norm().clamp(min=eps)
+    norm = chunk_norms([x]).norm().clamp(min=_LEAST_NORM)
     # A power of two, so that a norm beyond FP32 fits, too.
     x = x * PRESCALE / (norm * PRESCALE).to(x.dtype)
-    for _ in range(steps):
+    for _ in range(_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
@@ -416,8 +363,6 @@ def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict
 
 def _check(
     momentum: float,
-    coefficients: Sequence[float],
-    steps: int,
     adjust_lr_fn: str,
     ns_dtype: str,
     adamw: Sequence[str] | None,
@@ -431,10 +376,6 @@ def _check(
         raise ConfigError(
             "optim.options.momentum", momentum, "use a number of at least 0 and less than 1"
         )
-    if len(coefficients) != 3:
-        raise ConfigError("optim.options.ns_coefficients", coefficients, "use three numbers")
-    if not 1 <= steps < 100:
-        raise ConfigError("optim.options.ns_steps", steps, "use 1 to 99 iterations")
     if adjust_lr_fn not in ADJUSTMENTS:
         raise ConfigError(
             "optim.options.adjust_lr_fn", adjust_lr_fn, nearest(adjust_lr_fn, ADJUSTMENTS)

@@ -1,12 +1,10 @@
-"""Optimizers and schedules by name, and the options of each."""
+"""Optimizers by name."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import torch
-from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest
 from distmp.optim.muon import Muon
@@ -21,25 +19,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 # Settings of section `optim`; as options of the optimizer they would conflict with those.
 OWN_SETTINGS = ("lr", "weight_decay")
-# Schedulers of torch that cannot be configured with numbers.
-_NEEDS_FUNCTION = (
-    "needs a Python function; pass it to distmp.Engine as `schedule` in your own loop, or use "
-    "CosineAnnealingLR, PolynomialLR or another one that only needs numbers"
-)
-_NEEDS_SCHEDULERS = (
-    "consists of other schedulers; pass it to distmp.Engine as `schedule` in your own loop. "
-    "schedule.warmup_steps adds a warm-up to any schedule"
-)
-NOT_BY_NAME = {
-    "ReduceLROnPlateau": (
-        "follows a metric; only schedules that depend on the number of updates work, such as "
-        "CosineAnnealingLR"
-    ),
-    "LambdaLR": _NEEDS_FUNCTION,
-    "MultiplicativeLR": _NEEDS_FUNCTION,
-    "SequentialLR": _NEEDS_SCHEDULERS,
-    "ChainedScheduler": _NEEDS_SCHEDULERS,
-}
 
 
 def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -53,33 +32,3 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     if name not in OPTIMIZERS:
         raise ConfigError("optim.name", name, nearest(name, OPTIMIZERS))
     return OPTIMIZERS[name]
-
-
-def optimizer_options(name: str) -> list[str]:
-    """Return the valid names in `optim.options` for an optimizer.
-
-    Raises:
-        ConfigError: For an unknown optimizer.
-    """
-    accepted = inspect.signature(find_optimizer(name)).parameters
-    return [option for option in accepted if option not in ("params", *OWN_SETTINGS)]
-
-
-def schedule_options(name: str) -> list[str]:
-    """Return the valid names in `schedule.options` for a scheduler of torch; none for others."""
-    build = torch_schedules().get(name)
-    parameters = () if build is None else inspect.signature(build).parameters
-    return [option for option in parameters if option != "optimizer"]
-
-
-def torch_schedules() -> dict[str, Callable[..., lr_scheduler.LRScheduler]]:
-    """Return torch's schedulers that can be configured with numbers, by name."""
-    return {
-        name: value
-        for name, value in vars(lr_scheduler).items()
-        if inspect.isclass(value)
-        and issubclass(value, lr_scheduler.LRScheduler)
-        and value is not lr_scheduler.LRScheduler
-        and name not in NOT_BY_NAME
-        and not name.startswith("_")
-    }

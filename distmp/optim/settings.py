@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError
 from distmp.utils.resume_rules import consequential, dangerous
 
-# Schedules of distmp; others are those of torch.
+# Schedules of distmp; others are import paths.
 SHAPES = ("cosine", "linear", "constant", "wsd")
-
-# Dtypes of the moments of `distmp.optim.AdamW`.
-STATES = ("fp32", "bf16", "fp8")
-
-
-def _is_optimizer_option(section: Mapping[str, Any], name: str) -> bool:
-    from distmp.optim.names import optimizer_options  # imports torch
-
-    return name in optimizer_options(str(section.get("name", OptimizerConfig.name)))
-
-
-def _is_schedule_option(section: Mapping[str, Any], name: str) -> bool:
-    from distmp.optim.names import schedule_options
-
-    return name in schedule_options(str(section.get("name", ScheduleConfig.name)))
 
 
 @dataclass(frozen=True)
@@ -51,28 +35,14 @@ class OptimizerConfig:
     clipping."""
     options: dict[str, Any] = field(
         default_factory=dict,
-        metadata={
-            "takes": _is_optimizer_option,
-            **consequential("the optimizer keeps the state that it built up under other options"),
-        },
+        metadata=consequential(
+            "the optimizer keeps the state that it built up under other options"
+        ),
     )
     """Further arguments of the optimizer, such as betas or momentum; for muon see
     `distmp.optim.Muon`."""
-    state: str | None = field(
-        default=None, metadata=consequential("moments are rounded differently from here on")
-    )
-    """Dtype of AdamW's moments: fp32 (8 bytes per parameter), bf16 (4) or fp8 (3: the first moment
-    in FP8 with a scale per block, the second in bfloat16). null: the dtype of the weights."""
 
     def __post_init__(self) -> None:
-        check_state(self.state, "optim.state")
-        if self.state is not None and self.name != "adamw":
-            raise ConfigError(
-                "optim.state",
-                self.state,
-                f"sets the moments of adamw, and optim.name = {self.name!r}; remove it, or use "
-                "adamw",
-            )
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ConfigError("optim.lr", self.lr, "use a finite number of 0 or more")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
@@ -85,33 +55,23 @@ class OptimizerConfig:
             )
 
 
-def check_state(state: object, setting: str) -> None:
-    """Refuse an unknown dtype of moments.
-
-    Raises:
-        ConfigError: If `state` is neither None nor one of `STATES`.
-    """
-    if state is not None and state not in STATES:
-        raise ConfigError(setting, state, nearest(str(state), STATES))
-
-
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate as a function of the number of applied updates."""
 
     name: str = "cosine"
     """cosine, linear, constant, wsd (warm-up, stable, decay: constant, then linear over the last
-    `decay_steps`), or a scheduler of torch.optim.lr_scheduler by its name."""
+    `decay_steps`), or the import path of a scheduler, such as torch.optim.lr_scheduler:StepLR."""
     warmup_steps: int | None = 0
     """Number of updates over which the learning rate rises linearly to its peak; null: 5% of
-    `steps`, rounded down, and 0 for a scheduler of torch."""
+    `steps`, rounded down, and 0 for an import path."""
     final: float = 0.1
     """Learning rate at the end of cosine, linear and wsd, as a share of the peak from 0 to 1."""
     decay_steps: int | None = None
     """Number of updates over which wsd falls from the peak, at the end of the run; null: a tenth of
     those after the warm-up."""
-    options: dict[str, Any] = field(default_factory=dict, metadata={"takes": _is_schedule_option})
-    """Arguments of a torch scheduler."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the scheduler of an import path."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps is not None and self.warmup_steps < 0:

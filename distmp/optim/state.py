@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -12,7 +11,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
 from distmp.optim.adamw import AdamW
-from distmp.optim.converted import SCALES
 from distmp.optim.muon import Muon
 from distmp.utils.flat_shard import FlatShard, global_shape
 
@@ -113,7 +111,7 @@ def check_state(state: object) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{name!r} of the state is a {type(value).__name__}; {expected}")
-    if "engine/counts" not in state:  # those of all versions have it
+    if "engine/counts" not in state:
         raise CheckpointError(
             f"the mapping of {len(state)} tensors is not a state of an engine; {expected}"
         )
@@ -153,8 +151,8 @@ def create_state(
     """Create state tensors to load into, with shape and sharding of their parameters.
 
     They have the stored dtypes; those of torch's optimizers have the dtypes of their parameters,
-    which torch's kernels need, and those of `AdamW` the dtypes of its setting `state`. Removes the
-    state of parameters without a stored state: they had not been updated then.
+    which torch's kernels need. Removes the state of parameters without a stored state: they had not
+    been updated then.
 
     Args:
         optimizer: A new optimizer, or one that returns to an earlier state.
@@ -164,9 +162,6 @@ def create_state(
 
     Returns:
         Names of parameters with a stored state that the optimizer does not have.
-
-    Raises:
-        CheckpointError: If a stored state of one of torch's optimizers is not floating-point.
     """
     owners = {
         names[id(parameter)]: (parameter, group)
@@ -186,17 +181,12 @@ def create_state(
         parameter, group = owners[name]
         state = optimizer.state[parameter]
         if isinstance(optimizer, AdamW) and not state:
-            state.update(optimizer.new_state(parameter, group))
-        if key in state or key == SCALES or isinstance(optimizer, AdamW):
+            state.update(optimizer.new_state(parameter))
+        if key in state or isinstance(optimizer, AdamW):
             continue
-        if dtype.is_floating_point and (dtype.itemsize == 1 or _is_of_torch(optimizer)):
+        if dtype.is_floating_point and _is_of_torch(optimizer):
             dtype = parameter.dtype if shape else dtype
         full = parameter.shape if shapes is None else shapes[name]
-        if shape and shape == full and _is_of_torch(optimizer) and not dtype.is_floating_point:
-            raise CheckpointError(
-                f"the stored {entry} is of {dtype}, and {type(optimizer).__name__} has "
-                "floating-point state; the index of the checkpoint is not that of its data"
-            )
         if shape == full and parameter.dim() > 0 and (shape or key not in _COUNTS):
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
@@ -212,48 +202,6 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def rates_by_parameter(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], rates: Tensor
-) -> Tensor:
-    """Return the rate of each parameter, in the order of their names.
-
-    So a state does not depend on how the parameters are divided into groups.
-
-    Args:
-        optimizer: The optimizer.
-        names: Name of each parameter by its `id`.
-        rates: Rate of each group, shape (groups,).
-    """
-    by_name = {
-        name: rate
-        for group, rate in zip(_names_in_groups(optimizer, names), rates.tolist(), strict=True)
-        for name in group
-    }
-    return torch.tensor([by_name[name] for name in sorted(by_name)], dtype=rates.dtype)
-
-
-def rates_by_group(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], rates: Tensor
-) -> Tensor:
-    """Return the rate of each group; NaN if its parameters have none in common.
-
-    Args:
-        optimizer: The optimizer.
-        names: Name of each parameter by its `id`.
-        rates: What `rates_by_parameter` returned.
-    """
-    groups = _names_in_groups(optimizer, names)
-    known = sorted(name for group in groups for name in group)
-    by_name = dict(zip(known, rates.tolist(), strict=True))
-    found = [{by_name[name] for name in group} for group in groups]
-    common = [rate.pop() if len(rate) == 1 else math.nan for rate in found]
-    return torch.tensor(common, dtype=rates.dtype)
-
-
-def _names_in_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    return [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
-
-
 def never_stepped(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], stored: Iterable[str]
 ) -> list[str]:
@@ -265,11 +213,9 @@ def never_stepped(
         stored: Names of the stored states, as in `named_state`.
     """
     stepped = {entry.rpartition("/")[0] for entry in stored}
-    groups = _names_in_groups(optimizer, names)
-    return [
-        name
-        for group in groups
-        if not stepped.isdisjoint(group)
-        for name in group
-        if name not in stepped
-    ]
+    missing = []
+    for group in optimizer.param_groups:
+        own = [names[id(tensor)] for tensor in group["params"]]
+        if not stepped.isdisjoint(own):
+            missing += [name for name in own if name not in stepped]
+    return missing

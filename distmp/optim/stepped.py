@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from typing import Any
 
@@ -25,18 +24,18 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         parameters: The tensors to update, `[(name, tensor), ...]`.
 
     Raises:
-        ConfigError: If `factory` is an optimizer, cannot be called with `parameters`, or returns
-            something else; if the engine cannot step the optimizer; or if the optimizer lacks a
-            tensor, has one twice, or has others.
+        ConfigError: If `factory` cannot be called with `parameters`, does not return an optimizer,
+            or one that the engine cannot step,
+            that lacks a tensor, has one twice, or has others.
     """
-    if isinstance(factory, torch.optim.Optimizer):
-        raise ConfigError(
-            "optimizer",
-            type(factory).__name__,
-            "is built already, but its tensors may not be those that the engine updates (FP32 "
-            f"master weights, shards); pass a function that builds it: {_EXAMPLE}",
-        )
-    optimizer = _call(factory, parameters)
+    try:
+        optimizer: Any = factory(parameters)
+    except ConfigError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        problem = f"cannot be called with [(name, tensor), ...] ({error}); pass a function that "
+        raise ConfigError("optimizer", name, f"{problem}builds it: {_EXAMPLE}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "optimizer",
@@ -139,30 +138,6 @@ class SteppedTensors:
                 "engine.optimizer.step() was called outside of engine.step(), which steps the "
                 "optimizer with the gradients of all ranks; remove the call"
             )
-
-
-def _call(factory: OptimizerFactory, parameters: NamedParameters) -> Any:
-    name = getattr(factory, "__name__", type(factory).__name__)
-    try:
-        inspect.signature(factory).bind(parameters)
-    except TypeError as error:
-        raise ConfigError(
-            "optimizer", name, f"is called with one argument, [(name, tensor), ...]: {_EXAMPLE}"
-        ) from error
-    except ValueError:  # a callable in C has no signature
-        return factory(parameters)
-    try:
-        return factory(parameters)
-    except (AttributeError, TypeError) as error:
-        if isinstance(error, ConfigError) or "tuple" not in str(error):
-            raise
-        raise ConfigError(
-            "optimizer",
-            name,
-            f"does not accept its argument, [(name, tensor), ...] ({error}); build groups as "
-            "[{'params': [(name, tensor), ...]}, ...] or extract the tensors: "
-            "[tensor for _, tensor in named_parameters]",
-        ) from error
 
 
 def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.optim.adamw import AdamW
-from distmp.optim.moments import Place
 from distmp.optim.muon import Muon
 from distmp.parallel.strategy import Strategy, parameter_name
 from distmp.utils.dtensor import is_dtensor
@@ -24,19 +23,16 @@ def place_shards(
         optimizer: The optimizer, on the tensors of the strategy.
         strategy: The strategy.
         names: Name of each tensor by its `id`.
-
-    Raises:
-        ConfigError: If the strategy divides blocks of FP8 state.
     """
     group = strategy.shard_group
     if not isinstance(optimizer, AdamW) or group is None:
         return
-    places: dict[Tensor, Place] = {}
+    starts: dict[Tensor, int] = {}
     for tensor in (tensor for entry in optimizer.param_groups for tensor in entry["params"]):
         divided = None if is_dtensor(tensor) else strategy.sharded_matrix(names[id(tensor)])
         if divided is not None:
-            places[tensor] = Place(divided.shape, divided.bounds[group.rank()])
-    optimizer.shard(places)
+            starts[tensor] = divided.bounds[group.rank()]
+    optimizer.shard(starts)
 
 
 def place_matrices(

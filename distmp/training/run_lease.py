@@ -139,7 +139,7 @@ class RunLease:
             except StoppedWaitError:
                 self.release()
                 raise
-            except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+            except OSError as error:
                 self._warn(lease, error)
         self._thread.start()
 

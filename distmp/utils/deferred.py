@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import DistmpError, listed
+from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.tensors_of_modules import held_tensors, own_tensors, replace_tensors
@@ -112,16 +113,22 @@ class Recording:
     def describe(self) -> dict[str, str]:
         """Return what determines initial values as text, for a comparison between ranks.
 
-        Nothing is computed. Storages are numbered within one parameter, so that operations on
-        which it does not depend, such as a log on rank 0, change nothing.
+        Nothing is computed. Operations on which a parameter does not depend, such as a log on rank
+        0, change nothing.
         """
-        described = {}
-        for name, view in self.views.items():
-            text = _Text()
-            operations = [text.of(self._operations[index]) for index in self._needed(view.storage)]
-            for index, operation in enumerate([*operations, text.of_leaf(view)]):
-                described[f"initial values of {name}, operation {index + 1}"] = operation
-        return described
+        return {
+            f"initial values of {name}, operation {number}": operation
+            for name, view in self.views.items()
+            for number, operation in enumerate(self._described_operations(view), 1)
+        }
+
+    def _described_operations(self, view: _View) -> Iterator[str]:
+        for index in self._needed(view.storage):
+            operation = self._operations[index]
+            leaves = pytree.tree_leaves((operation.args, operation.kwargs, operation.results))
+            arguments = ", ".join(map(_text, leaves))
+            yield f"{operation.function}({arguments}), seed {operation.seed}"
+        yield _text(view)
 
     def is_set(self, view: _View) -> bool:
         """Return whether an operation has set the values of a tensor, or it has none."""
@@ -205,64 +212,18 @@ class Recording:
         return self._numbers[address]
 
 
-class _Text:
-    """Describes operations without what differs between equal ranks, such as addresses."""
-
-    def __init__(self) -> None:
-        # Numbers of storages, in the order of their appearance.
-        self._numbers: dict[int, int] = {}
-
-    def of(self, operation: _Operation) -> str:
-        """Describe a call."""
-        arguments = [self.of_leaf(leaf) for leaf in pytree.tree_leaves(operation.args)]
-        arguments += [
-            f"{key}={self.of_leaf(leaf)}"
-            for key, value in operation.kwargs.items()
-            for leaf in pytree.tree_leaves(value)
-        ]
-        created = [
-            self.of_leaf(leaf)
-            for leaf in operation.results
-            if isinstance(leaf, _View) and leaf.storage not in self._numbers
-        ]
-        seed = "" if operation.seed is None else f", seed {operation.seed}"
-        place = f" -> {', '.join(created)}" if created else ""
-        return f"{operation.function}({', '.join(arguments)}){seed}{place}"
-
-    def of_leaf(self, leaf: Any) -> str:
-        """Describe an argument or a result."""
-        if isinstance(leaf, _View):
-            number = self._numbers.setdefault(leaf.storage, len(self._numbers))
-            place = f"{leaf.size} of stride {leaf.stride} at {leaf.offset}"
-            return f"%{number} {dtype_name(leaf.dtype)} {place}"
-        if isinstance(leaf, torch.Generator):
-            return f"generator {_digest(leaf.get_state())}"
-        if isinstance(leaf, Tensor):
-            return f"{dtype_name(leaf.dtype)} {tuple(leaf.shape)} {_digest(leaf)}"
-        if isinstance(leaf, torch.device):
-            return leaf.type  # the index is that of the rank
-        return repr(leaf) if isinstance(leaf, _PRINTED) else type(leaf).__name__
-
-
-# Arguments of operators whose `repr` tells their value.
-_PRINTED = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    torch.dtype,
-    torch.layout,
-    torch.memory_format,
-)
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a digest of the values of a tensor."""
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    values = dense.cpu().resolve_conj().resolve_neg().contiguous().flatten()
-    return hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()[:16]
+def _text(leaf: Any) -> str:
+    """Describe an argument or a result without what differs between ranks, such as addresses."""
+    if isinstance(leaf, _View):
+        return f"{dtype_name(leaf.dtype)} {leaf.size} of stride {leaf.stride} at {leaf.offset}"
+    if isinstance(leaf, torch.Generator):
+        return f"generator {checksum(leaf.get_state()):08x}"
+    if isinstance(leaf, Tensor):
+        return f"{dtype_name(leaf.dtype)} {tuple(leaf.shape)} {checksum(leaf):08x}"
+    if isinstance(leaf, torch.device):
+        return leaf.type  # the index is that of the rank
+    printed = (bool, int, float, complex, str, type(None), torch.dtype)
+    return repr(leaf) if isinstance(leaf, printed) else type(leaf).__name__
 
 
 class _Replay:
@@ -398,7 +359,7 @@ def build_deferred(
         needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
     _leave_fake(module, recording, _is_fake)
-    _compute_attributes(module, recording, recorder.has_made)
+    _refuse_attributes(module, recorder.has_made)
     _recordings[module] = recording
     return module
 
@@ -544,41 +505,16 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
     replace_tensors(module, is_fake, lambda held: _on_meta(held.tensor))
 
 
-@torch.no_grad()
-def _compute_attributes(
-    module: nn.Module, recording: Recording, is_fake: Callable[[Any], bool]
-) -> None:
-    """Compute the fake tensors in attributes of modules that are not parameters or buffers."""
-    registered = {view.storage for view in recording.views.values()}
-    # What modules share stays shared. With the originals, so that no id is used again.
-    done: dict[int, tuple[Any, Any]] = {}
-
-    def value(tensor: Tensor, name: str) -> Tensor:
-        if recording.view(tensor).storage in registered or tensor.grad_fn is not None:
-            raise NotDeferrableError(f"keeps a view or a function of a parameter in {name}")
-        if not recording.is_known(tensor):
-            raise NotDeferrableError(_ASSIGNS.format(name))
-        real = recording.value(tensor).to(tensor.device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(real, tensor.requires_grad)
-        return real.requires_grad_(tensor.requires_grad)
-
-    def computed(tree: Any, name: str) -> Any:
-        if id(tree) not in done:
-            if is_fake(tree):
-                new = value(tree, name)
-            else:
-                new = pytree.tree_map_only(is_fake, lambda leaf: computed(leaf, name), tree)
-            done[id(tree)] = (tree, new)
-        return done[id(tree)][1]
-
+def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> None:
+    """Refuse fake tensors in attributes of modules that are not parameters or buffers."""
     for prefix, part in module.named_modules():
         # `weight_norm`, `spectral_norm` and pruning set these again before each forward.
         hooks = part._forward_pre_hooks.values()
         again = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
-        for key, attribute in list(vars(part).items()):
+        for key, attribute in vars(part).items():
             if key not in again and any(map(is_fake, pytree.tree_leaves(attribute))):
-                vars(part)[key] = computed(attribute, f"{prefix}.{key}".lstrip("."))
+                name = f"{prefix}.{key}".lstrip(".")
+                raise NotDeferrableError(f"keeps a tensor in the attribute {name}")
 
 
 def _is_fake(tensor: Tensor) -> bool:

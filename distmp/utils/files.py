@@ -15,8 +15,6 @@ from distmp.errors import ConfigError
 
 # Suffixes of files of weights and checkpoints, which the folders of distmp do not have.
 _OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-# Longest name of a file in bytes, on Linux.
-_LONGEST_NAME = 255
 # Permissions of files that may contain secrets: only the user can read them.
 PRIVATE = 0o600
 
@@ -59,19 +57,6 @@ def check_folder_name(setting: str, folder: str | os.PathLike[str]) -> None:
         raise ConfigError(
             setting, str(folder), f"names a folder, not a file; use a name without {suffix!r}"
         )
-
-
-def check_name(setting: str, path: str | None) -> None:
-    """Refuse a path that no file system can have.
-
-    Raises:
-        ConfigError: If a name in it is longer than 255 bytes.
-    """
-    for name in Path(path or "").parts:
-        if len(os.fsencode(name)) > _LONGEST_NAME:
-            raise ConfigError(
-                setting, path, f"has a name of more than {_LONGEST_NAME} bytes; shorten it"
-            )
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:

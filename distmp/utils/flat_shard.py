@@ -197,17 +197,4 @@ def gathered(tensor: Tensor) -> Tensor:
         # As integers: a floating-point sum with zeros would lose the sign of a zero.
         dist.all_reduce(flat.view(torch.uint8))
         return flat.view(tensor.global_shape)
-    if not is_dtensor(tensor):
-        return tensor
-    if tensor.dtype.itemsize > 1:
-        return tensor.full_tensor()
-    # gloo does not know FP8.
-    raw = type(tensor).from_local(
-        tensor.to_local().view(torch.uint8),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-    return raw.full_tensor().view(tensor.dtype)
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 # Start and stop, in any unit of time.
@@ -39,21 +41,8 @@ def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[
 
 def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """Return the times in the first set that are not in the second."""
-    result = []
-    index = 0
-    for begin, stop in first:
-        start = begin
-        while index < len(second) and second[index][1] <= start:
-            index += 1
-        hole = index
-        while hole < len(second) and second[hole][0] < stop:
-            if start < second[hole][0]:
-                result.append((start, second[hole][0]))
-            start = second[hole][1]
-            hole += 1
-        if start < stop:
-            result.append((start, stop))
-    return result
+    edges = [-math.inf, *itertools.chain(*second), math.inf]
+    return intersection(first, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -12,37 +12,22 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-PARAMETERS = "parameters"
-BUFFERS = "module buffers"
-MASTERS = "master weights"
-OPTIMIZER_STATE = "optimizer state"
-AVERAGE = "average of the weights"
-GRADIENTS = "FP32 gradients"
-PARTIAL_SUMS = "partial sums of microbatches"
-GATHERED = "gathered parameters"
-ACTIVATIONS = "activations, logits and loss"
-BACKWARD = "temporary in backward and reduction"
-OPTIMIZER = "temporary in the optimizer's step"
-COMMUNICATION = "sent and received"
-BATCHES = "batches"
-REST = "everything else"
-
 # In the order of the table: persistent parts first, then temporary ones.
 PARTS = (
-    PARAMETERS,
-    BUFFERS,
-    MASTERS,
-    OPTIMIZER_STATE,
-    AVERAGE,
-    GRADIENTS,
-    PARTIAL_SUMS,
-    GATHERED,
-    ACTIVATIONS,
-    BACKWARD,
-    OPTIMIZER,
-    COMMUNICATION,
-    BATCHES,
-    REST,
+    PARAMETERS := "parameters",
+    BUFFERS := "module buffers",
+    MASTERS := "master weights",
+    OPTIMIZER_STATE := "optimizer state",
+    AVERAGE := "average of the weights",
+    GRADIENTS := "FP32 gradients",
+    PARTIAL_SUMS := "partial sums of microbatches",
+    GATHERED := "gathered parameters",
+    ACTIVATIONS := "activations, logits and loss",
+    BACKWARD := "temporary in backward and reduction",
+    OPTIMIZER := "temporary in the optimizer's step",
+    COMMUNICATION := "sent and received",
+    BATCHES := "batches",
+    REST := "everything else",
 )
 # Parts that are assigned by the phase in which a tensor was allocated, until it gets a label.
 PHASES = (ACTIVATIONS, BACKWARD, OPTIMIZER, REST)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import signal
-import sys
 
 _PR_SET_PDEATHSIG = 1
 
 
 def signal_when_parent_ends(number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends. Does nothing off Linux.
+    """Let the kernel send this process a signal when its parent ends.
 
     Args:
         number: The signal; 0: none.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -56,11 +56,10 @@ def thread_seconds(thread_id: int) -> float:
 
 
 def lower_priority() -> None:
-    """Lower the scheduling priority of this thread, on Linux."""
-    if sys.platform == "linux":  # elsewhere priorities belong to processes
-        thread = threading.get_native_id()
-        nice = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, nice + NICENESS)
+    """Lower the scheduling priority of this thread."""
+    thread = threading.get_native_id()
+    nice = os.getpriority(os.PRIO_PROCESS, thread)
+    os.setpriority(os.PRIO_PROCESS, thread, nice + NICENESS)
 
 
 def child_seconds() -> float:
@@ -75,20 +74,12 @@ def child_seconds() -> float:
 
 
 def _machine() -> str:
-    try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{(_PROC / 'self/ns/pid').stat().st_ino}"
-    except OSError:  # not Linux
-        return f"{os.uname().nodename}/{psutil.boot_time():.0f}"
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{(_PROC / 'self/ns/pid').stat().st_ino}"
 
 
 def _started(pid: int) -> str | None:
     """Return when a process started, as text; None if it has ended."""
-    if not (_PROC / "self/stat").exists():
-        try:
-            return str(psutil.Process(pid).create_time())
-        except psutil.Error:
-            return None
     try:
         # The name in parentheses may hold anything; the fields follow it, see proc(5).
         state, *fields = (_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()

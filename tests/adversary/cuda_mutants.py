@@ -500,8 +500,8 @@ MUTANTS = [
     Mutant(
         "a snapshot is copied to memory that is not pinned",
         "distmp/checkpoint/host_buffers.py",
-        "dtype=spec.dtype, pin_memory=True)",
-        "dtype=spec.dtype)",
+        "dtype=dtype, pin_memory=True)",
+        "dtype=dtype)",
         SNAPSHOT,
     ),
     Mutant(

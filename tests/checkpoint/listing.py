@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distmp.checkpoint.location import Location
-from distmp.checkpoint.storage import is_checkpoint, storage
+from distmp.checkpoint.storage import LocalStorage, is_checkpoint
 
 
 def latest(directory: Location) -> Location | None:
@@ -15,7 +15,7 @@ def latest(directory: Location) -> Location | None:
 def checkpoints(directory: Location) -> dict[int, Location]:
     """Return the complete checkpoints in `directory` by step, in ascending order."""
     by_step: dict[int, Location] = {}
-    for entry in storage(directory).entries():
+    for entry in LocalStorage(directory).entries():
         if entry.finished and entry.step not in by_step and is_checkpoint(entry.path):
             by_step[entry.step] = entry.path
     return dict(sorted(by_step.items()))

@@ -23,7 +23,7 @@ from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import STATE_FILE, Health
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.checkpoint.storage import INDEX_FILE, storage
+from distmp.checkpoint.storage import INDEX_FILE, LocalStorage
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, TrainingError
@@ -33,7 +33,6 @@ from tests.ranks import ranks
 MARK = "NaN or infinite values in weight"
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64,
-    torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
 
 
@@ -43,9 +42,7 @@ def test_one_value_in_a_tensor_of_any_dtype_is_found(dtype: torch.dtype, bad: fl
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     assert is_finite(values.to(dtype))
     values[777] = bad
-    # This format has no infinity: its largest value takes the place of one.
-    saturates = dtype == torch.float8_e4m3fn and math.isinf(bad)
-    assert is_finite(values.to(dtype)) == (saturates and bool(values.to(dtype).float()[777] < 500))
+    assert not is_finite(values.to(dtype))
 
 
 def test_large_values_whose_sum_overflows_are_finite() -> None:
@@ -217,11 +214,11 @@ def test_a_rollback_passes_over_unhealthy_ones(tmp_path: Path) -> None:
 
 def manifest_only(directory: Path, step: int, skipped: int, retention: Retention) -> None:
     """Save a checkpoint whose only file is `state.json`, and apply the retention rules."""
-    writing = storage(directory).prepare(step)
+    writing = LocalStorage(directory).prepare(step)
     mark = f"the last {skipped} steps were all skipped" if skipped >= 10 else None
     (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, Health(mark, skipped)))
     (writing / INDEX_FILE).touch()
-    storage(directory).publish(writing)
+    LocalStorage(directory).publish(writing)
     layout.tidy(directory, step, retention)
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from distmp.checkpoint import layout
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import INDEX_FILE, is_checkpoint, storage
+from distmp.checkpoint.storage import INDEX_FILE, LocalStorage, is_checkpoint
 from tests.checkpoint import listing
 
 REMOVE_TREE = shutil.rmtree
@@ -23,7 +23,7 @@ REMOVE_TREE = shutil.rmtree
 
 def write(directory: Path, step: int, content: str = "") -> Path:
     """Write a checkpoint as `store.save` does, with `content` in place of tensors."""
-    writing = storage(directory).prepare(step)
+    writing = LocalStorage(directory).prepare(step)
     (writing / STATE_FILE).write_text(content)
     (writing / INDEX_FILE).touch()
     (writing / "data").touch()
@@ -31,7 +31,7 @@ def write(directory: Path, step: int, content: str = "") -> Path:
 
 
 def save(directory: Path, step: int, keep: int = 2, content: str = "") -> None:
-    storage(directory).publish(write(directory, step, content))
+    LocalStorage(directory).publish(write(directory, step, content))
     layout.tidy(directory, step, Retention(keep))
 
 
@@ -54,20 +54,6 @@ def test_keep(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         save(tmp_path, step, keep=3)
     assert names(tmp_path) == ["step-000030", "step-000040", "step-000050"]
-
-
-def test_too_large_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    retention = Retention(last=3, every=20, max_bytes=250)
-    for step in (10, 20, 30, 40):
-        storage(tmp_path).publish(write(tmp_path, step, "x" * 100))
-        layout.tidy(tmp_path, step, retention)
-    assert names(tmp_path) == ["step-000020", "step-000040"]
-    assert caplog.records == []
-    storage(tmp_path).publish(write(tmp_path, 50, "x" * 100))
-    layout.tidy(tmp_path, 50, retention)
-    assert names(tmp_path) == ["step-000020", "step-000040", "step-000050"]
-    [record] = caplog.records
-    assert "more than checkpoint.max_gib = 2.33e-07" in record.getMessage()
 
 
 def test_unfinished_and_foreign_directories_are_not_checkpoints(tmp_path: Path) -> None:
@@ -124,15 +110,6 @@ def test_the_latest_of_those_set_aside_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000010", "step-000015", *aside]
     save(tmp_path, 45, keep=2)
     assert names(tmp_path) == ["step-000015", aside[0], "step-000045", aside[1]]
-
-
-def test_those_set_aside_count_for_the_total_size(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        save(tmp_path, step, keep=9, content="x" * 100)
-    for step, expected in ((5, ["step-000005", "step-000030.abandoned"]), (6, None)):
-        storage(tmp_path).publish(write(tmp_path, step, "x" * 100))
-        layout.tidy(tmp_path, step, Retention(last=9, max_bytes=250))
-        assert names(tmp_path) == (expected or ["step-000005", "step-000006"])
 
 
 class Killed(BaseException):

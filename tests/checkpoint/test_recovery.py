@@ -112,7 +112,6 @@ def test_a_path(tmp_path: Path) -> None:
     elsewhere = tmp_path / "other"
     assert resolved(str(first), elsewhere) == first
     assert resolved(str(tmp_path / "run"), elsewhere) == second
-    assert resolved(f"file://{first}", elsewhere) == first
     kept = tmp_path / "the one of the paper"
     shutil.copytree(first, kept)
     assert resolved(str(kept), elsewhere) == kept
@@ -127,30 +126,22 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, name: str, probl
     assert error.value.setting == "resume"
 
 
-def test_a_named_one_that_is_damaged_is_an_error_that_names_another(tmp_path: Path) -> None:
-    first, second, third = save(tmp_path, 1, 2, 3)
-    damage(third)
+def test_a_named_one_that_is_damaged_is_an_error(tmp_path: Path) -> None:
+    _, second = save(tmp_path, 1, 2)
     report = damage(second)
     with pytest.raises(CheckpointError) as error:
         store.resolve(str(second), tmp_path)
     assert str(error.value).startswith(report)
-    assert str(error.value).endswith(f"; {first} is intact")
-    damage(first)
-    with pytest.raises(CheckpointError, match="; its directory has no other one"):
-        store.resolve(str(second), tmp_path)
 
 
 def test_a_named_one_that_lacks_everything_is_damaged(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1, 2)
     shutil.rmtree(second)
     second.mkdir()
-    with pytest.raises(CheckpointError, match=r"state\.json is missing; .*-000001 is intact"):
-        store.resolve(str(second), tmp_path)
     (first / "state.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"state\.json is missing; its directory has no other"
-    ):
-        store.resolve(str(first), tmp_path)
+    for path in (first, second):
+        with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+            store.resolve(str(path), tmp_path)
 
 
 # The ranks
@@ -162,14 +153,14 @@ def test_damage_that_one_rank_sees_counts_for_all(
 ) -> None:
     first, second = save(tmp_path, 1, 2)
     if dist.get_rank() == 1:
-        open_verified = manifest.open_verified
+        verify_file = manifest.verify_file
 
         def failing(path: Path, *args: Any) -> Any:
             if path.parent == second:
                 raise OSError(5, "Input/output error")
-            return open_verified(path, *args)
+            return verify_file(path, *args)
 
-        monkeypatch.setattr(manifest, "open_verified", failing)
+        monkeypatch.setattr(manifest, "verify_file", failing)
     found = store.usable(tmp_path)
     assert found.checkpoint.path == first
     assert found.damaged == [f"{second} cannot be used: OSError: [Errno 5] Input/output error"]
@@ -196,13 +187,13 @@ def test_every_file_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Monk
     tensors = {f"weight {i}": torch.randn(10) for i in range(4)}
     path = store.save(tmp_path, 1, tensors, {}, keep=1)
     read: list[str] = []
-    open_verified = manifest.open_verified
+    verify_file = manifest.verify_file
 
     def recording(path: Path, *args: Any) -> Any:
         read.append(path.name)
-        return open_verified(path, *args)
+        return verify_file(path, *args)
 
-    monkeypatch.setattr(manifest, "open_verified", recording)
+    monkeypatch.setattr(manifest, "verify_file", recording)
     store.StoredCheckpoint(path).verify()
     expected = [["__0_0.distcp", INDEX_FILE], ["__1_0.distcp"]]
     assert read == expected[dist.get_rank()]
@@ -238,7 +229,7 @@ def test_a_run_goes_on_from_the_one_before(
     report = damage(last)
 
     assert main([*arguments, f"--resume={last}"]) == 1
-    assert f"{last.with_name('step-000002')} is intact" in capsys.readouterr().err
+    assert report in capsys.readouterr().err
     assert main([*arguments, "--resume=auto"]) == 0
     assert report in "".join(messages_in(caplog))
     assert [record.loss for record in read_records(records)] == losses

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distmp.config import load
 from distmp.data.build import build_datasets, is_held_out
 from distmp.data.settings import DataConfig
-from distmp.data.token_metadata import TokenMetadata, metadata_of
+from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
 
 
@@ -42,8 +42,10 @@ def test_default_is_the_standard_library_and_quick_to_index() -> None:
     first = (folder / data.train.files[0].name).read_bytes()[:256]
     assert bytes(data.train[0]["inputs"].tolist()) == first
     version = sysconfig.get_python_version()
-    assert data.description.startswith(f"standard library of Python {version}: {len(names):,} file")
-    assert f"{len(held_out)} files, " in data.description
+    assert data.description == (
+        f"standard library of Python {version}: samples for training: {len(data.train):,}, held "
+        f"out: {len(data.validation):,}"
+    )
 
 
 @given(st.text(), st.floats(0, 1), st.floats(0, 1))
@@ -82,7 +84,7 @@ def test_nothing_is_held_out_at_zero(tmp_path: Path) -> None:
     data = build_datasets(DataConfig(path=path, held_out=0.0, sequence_length=16))
     assert data.validation is None
     assert data.train.last == 602
-    assert data.description == f"text below {path}: 2 files, 0.0 MB for training, nothing held out"
+    assert data.description == f"text below {path}: samples for training: 37, held out: 0"
 
 
 def test_validation_folder_keeps_all_of_the_other_for_training(tmp_path: Path) -> None:
@@ -116,7 +118,9 @@ def test_too_little_text_is_refused(
     assert caught.value.setting == setting
 
 
-@pytest.mark.parametrize(("name", "message"), [("none", "no such folder"), ("short", "too few")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("none", "is not a directory"), ("short", "too few")]
+)
 def test_errors_of_the_validation_folder_name_its_setting(
     tmp_path: Path, name: str, message: str
 ) -> None:
@@ -135,26 +139,26 @@ def test_errors_of_the_validation_folder_name_its_setting(
 # --- token files ---
 
 
-def tokens(path: Path, count: int) -> str:
-    np.arange(count, dtype=np.uint16).tofile(path)
-    return str(path)
+def tokens(folder: Path, count: int) -> str:
+    folder.mkdir()
+    np.arange(count, dtype=np.uint16).tofile(folder / "ids")
+    TokenMetadata("uint16", 2**16, {"ids": count}).write(folder)
+    return str(folder)
 
 
 def test_last_tokens_are_held_out(tmp_path: Path) -> None:
-    path = tokens(tmp_path / "a.bin", 1000)
+    path = tokens(tmp_path / "a", 1000)
     config = DataConfig(source="tokens", path=path, held_out=0.1, sequence_length=9)
     data = build_datasets(config)
     assert data.vocabulary_size == 65536
     assert data.train[len(data.train) - 1]["targets"][-1] == 891
     assert data.validation[0]["inputs"][0] == 900
-    assert data.description == (
-        f"tokens of {path}: 900 for training, 100 held out, vocabulary of 65,536"
-    )
+    assert data.description == f"tokens of {path}: samples for training: 99, held out: 11"
 
 
 def test_validation_file_and_none(tmp_path: Path) -> None:
-    values: dict[str, Any] = {"source": "tokens", "path": tokens(tmp_path / "a.bin", 100)}
-    other = tokens(tmp_path / "b.bin", 50)
+    values: dict[str, Any] = {"source": "tokens", "path": tokens(tmp_path / "a", 100)}
+    other = tokens(tmp_path / "b", 50)
     data = build_datasets(DataConfig(**values, validation_path=other, sequence_length=9))
     assert (data.train.last, data.validation.last) == (100, 50)
     alone = build_datasets(DataConfig(**values, held_out=0.0, sequence_length=9))
@@ -200,29 +204,18 @@ def test_a_tokenized_folder_needs_no_other_setting(tmp_path: Path) -> None:
     assert data.train[7]["inputs"].tolist() == ids[56:64]
     assert data.validation is not None
     assert data.validation[0]["inputs"].tolist() == ids[90:98]
-    assert metadata_of(tmp_path / "data" / "a.bin") == metadata
-    one = DataConfig(
-        source="tokens", path=str(tmp_path / "data" / "a.bin"), held_out=0, sequence_length=8
-    )
-    assert build_datasets(one).train[0]["inputs"].tolist() == ids[60:68]
-    # Another file in the folder is not described by it.
-    assert metadata_of(Path(tokens(tmp_path / "data" / "c.bin", 9))) is None
 
 
 @pytest.mark.parametrize(
     ("values", "setting", "message"),
     [
-        ({"token_dtype": "uint16"}, "data.token_dtype", "says uint32; remove this setting"),
-        ({"vocabulary_size": 99_999}, "data.vocabulary_size", "has 100,000 ids; set at least that"),
         ({"validation_path": "other"}, "data.validation_path", "with the tokenizer 'theirs'"),
-        ({"validation_path": "ends"}, "data.validation_path", "end with token 8, and .* with 7"),
-        ({"validation_path": "raw"}, "data.validation_path", "be read as uint16, and .* uint32"),
+        ({"validation_path": "ends"}, "data.validation_path", "token 8 after each .* and 7;"),
+        ({"path": "halves"}, "data.path", r"halves/tokens\.json: dtype = 'float64' is not one of"),
         ({"path": "damaged"}, "data.path", r"a\.bin has 3 tokens, not the 60 of tokens\.json"),
-        ({"path": "nothing"}, "data.path", r"is a folder without tokens\.json"),
+        ({"path": "nothing"}, "data.path", r"is no folder with tokens\.json"),
         ({"path": "begun"}, "data.path", "is not finished; remove it and run `distmp"),
         ({"path": "odd"}, "data.path", r"cannot read odd/tokens\.json"),
-        ({"path": "halves"}, "data.path", r"halves/tokens\.json: dtype = 'float64' is not one of"),
-        ({"path": "counted"}, "data.path", "'60' is not an integer of at least 0; tokenize the"),
         ({"path": "later"}, "data.path", r"has format 2; this version of distmp reads 1"),
     ],
 )
@@ -238,15 +231,13 @@ def test_settings_that_contradict_the_metadata_are_refused(
         tokenized(Path(name), PARTS)
     tokenized(Path("other"), PARTS, tokenizer="theirs", tokenizer_sha256="b2")
     tokenized(Path("ends"), PARTS, end_of_text=8)
-    np.arange(60, dtype=np.uint32).tofile("raw")
+    tokenized(Path("halves"), PARTS, dtype="float64")
     np.arange(3, dtype=np.uint32).tofile("damaged/a.bin")
     for name in ("nothing", "begun.partial", "odd"):
         Path(name).mkdir()
     Path("odd/tokens.json").write_text("{")
     later = Path("later/tokens.json")
     later.write_text(later.read_text().replace('"format": 1', '"format": 2'))
-    tokenized(Path("halves"), PARTS, dtype="float64")
-    tokenized(Path("counted"), PARTS, files={"a.bin": "60"})
     known: dict[str, Any] = {"source": "tokens", "path": "data", "sequence_length": 8}
     with pytest.raises(ConfigError, match=message) as caught:
         build_datasets(DataConfig(**known | values))
@@ -292,10 +283,8 @@ def test_callable_gets_split_length_and_options() -> None:
     )
     data = build_datasets(config)
     assert (len(data.train), len(data.validation), data.vocabulary_size) == (25, 3, 17)
-    assert data.description == f"{HERE}:squares: 25 samples for training, 3 held out"
-    alone = build_datasets(DataConfig(source=f"{HERE}:squares", vocabulary_size=40))
-    assert alone.validation is None
-    assert alone.vocabulary_size == 40
+    assert data.description == f"{HERE}:squares: samples for training: 25, held out: 3"
+    assert build_datasets(DataConfig(source=f"{HERE}:squares")).validation is None
 
 
 @pytest.mark.parametrize(
@@ -339,23 +328,3 @@ def test_options_that_the_function_does_not_take_are_refused_before_ranks_start(
     with pytest.raises(ConfigError) as at_the_start:
         load([f"--data.source={HERE}:{source}", "--data.options", str(options)])
     assert str(at_the_start.value) == problem
-
-
-def test_a_tokenized_folder_knows_the_end_of_its_documents(tmp_path: Path) -> None:
-    tokenized(tmp_path / "data", {"a.bin": [5, 6, 7, 5, 5, 7, 8, 8, 8]})
-    settings: dict[str, Any] = {"source": "tokens", "path": str(tmp_path / "data")}
-    settings |= {"held_out": 0.0, "sequence_length": 8, "document_masking": True}
-    sample = build_datasets(DataConfig(**settings)).train[0]
-    assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    with pytest.raises(ConfigError, match=r"end_of_text = 8: tokens\.json of .* says 7; remove"):
-        build_datasets(DataConfig(**settings, end_of_text=8))
-
-
-def test_an_end_of_documents_that_is_no_token_is_refused(tmp_path: Path) -> None:
-    np.arange(64, dtype=np.uint8).tofile(tmp_path / "data.bin")
-    settings: dict[str, Any] = {"source": "tokens", "path": str(tmp_path / "data.bin")}
-    settings |= {"token_dtype": "uint8", "sequence_length": 8, "document_masking": True}
-    settings |= {"held_out": 0.0}
-    build_datasets(DataConfig(**settings, end_of_text=255))
-    with pytest.raises(ConfigError, match=r"end_of_text = 256: is no token id: .* of 256$"):
-        build_datasets(DataConfig(**settings, end_of_text=256))

@@ -270,7 +270,7 @@ def test_lists_of_hugging_face_become_tensors() -> None:
 
 def test_samples_of_several_lengths_name_their_shapes() -> None:
     ragged = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
-    with pytest.raises(DataError, match=r"cannot be stacked.*'input_ids': Tensor \(2,\).*pad"):
+    with pytest.raises(DataError, match=r"cannot be stacked.*input_ids: int64 \[2\].*pad"):
         next(iter(DataLoader(ragged, 2, 2, shuffle=False)))
 
 
@@ -312,7 +312,6 @@ def stream_by_node() -> Any:
         (iter([1, 2]), {}, "can be read only once"),
         ((n for n in range(4)), {}, "can be read only once"),
         ({"train": [1]}, {}, "holds several datasets; pass one of 'train'"),
-        ("imdb", {}, "is not a dataset"),
         (3, {}, "it needs __len__ and __getitem__"),
         ([], {}, "has no sample"),
         (stream_by_node, {}, "divided over the ranks by split_dataset_by_node"),
@@ -322,29 +321,12 @@ def stream_by_node() -> Any:
         (range(3), {}, "is more than the 3 samples of an epoch"),
         (range(9), {"batch_size": 4.0}, "batch_size = 4.0: must be an integer"),
         (range(9), {"seed": None}, "seed = None: must be an integer"),
-        (range(9), {"collate_fn": 3}, "is not a function"),
-        (range(9), {"num_workers": 2}, "num_workers = 2: is not an argument; use workers"),
-        (range(9), {"micro_batch_size": 2}, "micro_batch_size = 2: .*; use microbatch_size"),
-        (range(9), {"drop_last": True}, "drop_last = True: .*no sample is dropped"),
-        (range(9), {"generator": CPU}, "generator = 'device': .*use seed"),
-        (range(9), {"suffle": True}, "suffle = True: .*did you mean 'shuffle'"),
     ],
 )
 def test_wrong_use_is_one_message(dataset: Any, options: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 4, "microbatch_size": 2} | options
     with pytest.raises(ConfigError, match=message):
         DataLoader(dataset() if dataset is stream_by_node else dataset, **arguments)
-
-
-def test_an_attribute_of_torchs_loader_has_a_replacement() -> None:
-    loader = DataLoader(range(10), 4, 2)
-    with pytest.raises(
-        AttributeError, match="has no attribute 'set_epoch'; leave it out: each epoch has another"
-    ):
-        loader.set_epoch(1)  # type: ignore[attr-defined]
-    assert not hasattr(loader, "sampler")
-    with pytest.raises(AttributeError, match=r"^'DataLoader' object has no attribute 'smpler'"):
-        loader.smpler  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_a_state_of_other_data_is_refused() -> None:

@@ -3,11 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distmp.data.build import build_datasets
 from distmp.data.identity import identity
 from distmp.data.settings import DataConfig
+from distmp.data.token_metadata import TokenMetadata
 
 LENGTH = 4
 
@@ -47,9 +49,11 @@ def test_another_part_of_the_text_is_other_data(tmp_path: Path, settings: dict[s
 
 
 def test_tokens_are_known_by_number_and_type(tmp_path: Path) -> None:
-    def tokens(size: int, **settings: Any) -> dict[str, Any]:
-        path = tmp_path / f"{size}.bin"
-        path.write_bytes(bytes(2 * size))
+    def tokens(size: int, dtype: str = "uint16", **settings: Any) -> dict[str, Any]:
+        path = tmp_path / f"{size} {dtype}"
+        path.mkdir(exist_ok=True)
+        (path / "ids").write_bytes(bytes(size * np.dtype(dtype).itemsize))
+        TokenMetadata(dtype, 9, {"ids": size}).write(path)
         config = DataConfig(
             source="tokens",
             path=str(path),
@@ -59,10 +63,10 @@ def test_tokens_are_known_by_number_and_type(tmp_path: Path) -> None:
         return identity(build_datasets(config))
 
     first = tokens(100)
-    assert first == {"samples": 24, "vocabulary": 2**16, "digest": "uint16 0 100"}
+    assert first == {"samples": 24, "vocabulary": 9, "digest": "uint16 0 100"}
     assert tokens(101)["digest"] != first["digest"]
     assert tokens(100, held_out=0.2)["digest"] != first["digest"]
-    assert tokens(100, token_dtype="uint8", vocabulary_size=9)["digest"] != first["digest"]
+    assert tokens(100, "uint8")["digest"] != first["digest"]
 
 
 def test_data_of_a_user_are_counted_and_may_say_more() -> None:

@@ -116,7 +116,9 @@ def test_ranks_together_read_the_global_batch_in_order(
         sampler = MicrobatchSampler(division, size, seed)
         microbatches = list(islice(sampler, step * count, (step + 1) * count))
         assert [len(m) for m in microbatches] == [microbatch] * count
-        read += [index for m in microbatches for index in m]
+        places = [place for m in microbatches for place in m]
+        assert [position for position, _ in places] == list(division.own(first + step * batch))
+        read += [index for _, index in places]
     assert read == sample_indices(seed, first + step * batch, batch, size).tolist()
 
 

@@ -18,7 +18,7 @@ def test_defaults_are_valid() -> None:
     ("values", "setting", "message"),
     [
         ({"source": "txt"}, "data.source", "did you mean 'text'"),
-        ({"source": "tokens"}, "data.path", "name the file or folder"),
+        ({"source": "tokens"}, "data.path", "name the folder"),
         ({"pattern": ""}, "data.pattern", "glob"),
         ({"pattern": "/a/*.txt"}, "data.pattern", "relative to data.path"),
         ({"sequence_length": 0}, "data.sequence_length", "at least 1"),
@@ -26,13 +26,6 @@ def test_defaults_are_valid() -> None:
         ({"held_out": -0.1}, "data.held_out", "share"),
         ({"held_out": float("nan")}, "data.held_out", "share"),
         ({"workers": -1}, "data.workers", "from 0 to 512"),
-        ({"source": "m:f", "vocabulary_size": 0}, "data.vocabulary_size", "at least 1"),
-        ({"vocabulary_size": 300}, "data.vocabulary_size", "model.vocabulary_size"),
-        (
-            {"source": "tokens", "path": "x.bin", "token_dtype": "uint32"},
-            "data.vocabulary_size",
-            "uint32 does not imply",
-        ),
         ({"options": {"a": 1}}, "data.options", "only an import path"),
         ({"source": "m:f", "options": {"split": 1}}, "data.options", "'split' is passed by"),
     ],
@@ -41,12 +34,3 @@ def test_impossible_values_are_refused(values: dict[str, Any], setting: str, mes
     with pytest.raises(ConfigError, match=message) as caught:
         DataConfig(**values)
     assert caught.value.setting == setting
-
-
-@pytest.mark.parametrize(
-    ("dtype", "given", "expected"),
-    [("uint8", None, 256), ("uint16", None, 65536), ("uint16", 50257, 50257), ("int32", 9, 9)],
-)
-def test_vocabulary_of_token_files(dtype: Any, given: int | None, expected: int) -> None:
-    config = DataConfig(source="tokens", path="x", token_dtype=dtype, vocabulary_size=given)
-    assert config.token_vocabulary_size == expected

@@ -1,4 +1,4 @@
-"""The examples of the page on data train, and its table is the one of the code."""
+"""The examples of the page on data train."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.figures import ROOT
 from distmp import cli
-from distmp.models.contracts import CONTRACTS, as_table
 from distmp.telemetry import read_records
 from distmp.training.train import main
 from tests.torchrun import SENTENCES
@@ -29,7 +28,6 @@ UNITS = {
     "Text files": ("token", "nats per byte"),
     "Tokenize text": ("token", "nats per token"),
     "A token file": ("token", "nats per token"),
-    "Documents": ("token", "nats per token"),
     "Columns of a Hugging Face dataset": ("token", "nats per token"),
     "Your own dataset": ("sample", ""),
     "Iterable datasets": ("token", "nats per token"),
@@ -73,8 +71,6 @@ def test_an_example_trains(heading: str, data: Path, capsys: pytest.CaptureFixtu
         columns = {"input_ids": [[*range(16)]] * 8, "attention_mask": [[1] * 16] * 8}
         rows = datasets.Dataset.from_dict(columns)
         datasets.DatasetDict({"train": rows}).save_to_disk(data / "columns")
-    if heading == "Documents":
-        exec(section("A token file")[0][1], {})
     for language, block in section(heading):
         if language == "console":
             assert cli.main(block.split()[1:]) == 0
@@ -98,12 +94,3 @@ def test_an_example_trains(heading: str, data: Path, capsys: pytest.CaptureFixtu
         assert "held-out" not in output
     else:
         assert re.search(rf"held-out loss [\d.]+ ?{of_loss}\n", output), output
-
-
-def test_the_page_and_the_help_have_the_contracts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert as_table() in PAGE
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for contract in CONTRACTS:
-        assert f"{contract.setting}: {contract.value} -> {contract.returns}" in shown

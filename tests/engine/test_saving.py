@@ -174,8 +174,6 @@ def test_a_folder_that_is_named_like_a_file_is_refused(tmp_path: Path, suffix: s
             assert str(error.value) == (
                 f"folder = '{folder}': names a folder, not a file; use a name without {suffix!r}"
             )
-    with pytest.raises(ConfigError, match="names a folder, not a file"):
-        engine.save(f"memory://{path}")
     assert not [*tmp_path.iterdir()]
     engine.save(tmp_path / "v1.2")  # another dot
 

@@ -18,7 +18,6 @@ from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
 from distmp.engine.setup import Setup
 from distmp.errors import ConfigError, TrainingError
-from distmp.models.loss import next_token_loss
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
@@ -146,8 +145,6 @@ MAPPING, LIST = "{inputs: float32 [4, 3], targets: int64 [4]}", "list of float32
         (takes_a_pair, {"a": X, "b": X, "c": X}, "{a: float32", "takes keys for tensors (too many"),
         (reads_keys, [X, Y], LIST, "return dictionaries from the dataset"),
         (passes_all, {"inputs": X, "targets": Y}, MAPPING, "'inputs'; it takes input"),
-        (next_token_loss, {"inputs": X}, "{inputs: float32 [4, 3]}", "the loss next_token reads"),
-        (next_token_loss, [X, Y], LIST, "the loss next_token reads the keys inputs and targets"),
     ],
 )
 def test_a_batch_that_the_loss_misreads_is_described(

@@ -101,16 +101,6 @@ def test_padding_at_the_end_does_not_change_the_loss_of_other_models() -> None:
     assert loss.item() == pytest.approx(total[0].item(), rel=1e-5)
 
 
-def test_position_ids_separate_documents() -> None:
-    batch = without(padded(), "attention_mask")
-    positions = torch.tensor([[*range(5), *range(7)]] * 3)
-    loss, _ = next_token_loss(own_model(), {**batch, "position_ids": positions})
-    targets = torch.cat([batch["labels"][:, 1:], torch.full((3, 1), IGNORED)], 1)
-    ours = {"inputs": batch["input_ids"], "targets": targets, "positions": positions}
-    assert loss == next_token_loss(own_model(), ours)[0]
-    assert loss != next_token_loss(own_model(), batch)[0]
-
-
 class Plain(nn.Module):
     """A user's model, which takes tokens only."""
 
@@ -129,7 +119,6 @@ class Plain(nn.Module):
         (padded(left=True), r"attention_mask = \[0, 0, 0, 0, 0, 1.*padding_side='right'"),
         ({"inputs": torch.zeros(3, 12)}, "has 'inputs' and 'input_ids'; return either"),
         ({"labels": torch.zeros(3, 11)}, r"'labels': \(3, 11\)}: input_ids and labels must be"),
-        ({"position_ids": torch.zeros(3, 12)}, "does not take the positions of tokens"),
     ],
 )
 def test_batches_that_would_train_something_else_are_refused(

@@ -17,7 +17,7 @@ from distmp.export.weights import load_weights
 from distmp.models import llama
 from distmp.models.architecture import TRANSFORMER, architecture
 from distmp.models.settings import ModelConfig
-from distmp.models.transformer import RotaryScaling, Transformer, TransformerConfig
+from distmp.models.transformer import Transformer, TransformerConfig
 from tests.reference import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -28,9 +28,7 @@ CASES = {
     "plain": PLAIN,
     "grouped": TransformerConfig(61, 64, 2, 32, 4, 24, tied_head=False, key_value_heads=2),
     "one group": TransformerConfig(61, 64, 2, 32, 4, 24, key_value_heads=1, norm_epsilon=1e-3),
-    "scaled": TransformerConfig(
-        61, 64, 2, 32, 4, 24, rotary_base=500.0, rotary_scaling=RotaryScaling(4.0, 1.0, 4.0, 16)
-    ),
+    "base": TransformerConfig(61, 64, 2, 32, 4, 24, rotary_base=500.0),
     "qwen3": TransformerConfig(61, 64, 2, 32, 4, 24, key_value_heads=2, qk_norm=True),
 }
 
@@ -147,19 +145,8 @@ def test_a_description_with_everything_can_be_rebuilt() -> None:
 
 
 def test_settings_that_do_not_fit_are_one_message() -> None:
-    for settings, message in (
-        ({"key_value_heads": 3}, r"^model\.key_value_heads = 3: does not divide model\.heads = 5"),
-        (
-            {"options": {"rotary_scaling": {"factor": 0.5}}},
-            r"rotary_scaling\.factor = 0.5: must be 1 or more",
-        ),
-        ({"options": {"rotary_scaling": {"facto": 2}}}, "facto"),
-        (
-            {"options": {"rotary_scaling": {"length": 0}}},
-            r"rotary_scaling\.length = 0: must be 1 or more",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            ModelConfig(**settings)  # type: ignore[arg-type]
+    message = r"^model\.options\.key_value_heads = 3: does not divide model\.options\.heads = 5"
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(key_value_heads=3)
     assert ModelConfig(size="8b", heads=64).dimensions.key_value_heads is None
     assert ModelConfig(size="8b").dimensions.key_value_heads == 8

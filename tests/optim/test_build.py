@@ -89,13 +89,6 @@ def test_fused_is_only_a_default(options: dict[str, Any]) -> None:
         ({"lr": math.nan}, r"optim\.lr = nan"),
         ({"weight_decay": -0.1}, r"optim\.weight_decay = -0\.1"),
         ({"weight_decay": math.inf}, r"optim\.weight_decay = inf"),
-        ({"state": "fp4"}, r"optim\.state = 'fp4': did you mean 'fp8'\?"),
-        ({"state": "fp8", "name": "sgd"}, r"sets the moments of adamw, and optim\.name = 'sgd'"),
-        (
-            {"state": "fp8", "options": {"fused": True}},
-            r"options\.fused = True: AdamW with optim\.state takes betas and eps only; remove it",
-        ),
-        ({"state": "fp8", "options": {"lr": 1.0}}, r"options\.lr = 1\.0: set optim\.lr instead"),
         ({"max_norm": 0.0}, r"optim\.max_norm = 0\.0: .* null for no clipping"),
         ({"max_norm": math.nan}, r"optim\.max_norm = nan"),
     ],
@@ -114,55 +107,13 @@ def test_what_the_optimizer_refuses(options: dict[str, Any]) -> None:
         create(named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("betas", [0.9], "write 2 numbers, as in "),
-        ("betas", [0.9, 0.99, 0.5], "write 2 numbers"),
-        ("betas", {"a": 1}, "write 2 numbers"),
-        ("betas", 5, "write 2 numbers"),
-        ("betas", [0.9, "b"], "write numbers"),
-        ("eps", "small", "write a number"),
-    ],
-)
-@pytest.mark.parametrize("state", [None, "bf16"])
-def test_options_of_another_kind_than_their_default(
-    name: str, value: Any, message: str, state: str | None
-) -> None:
-    config = OptimizerConfig("adamw", state=state, options={name: value})
-    with pytest.raises(ConfigError, match=rf"^optim\.options\.{name} = .*{message}"):
-        optimizer_factory(config)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step_size": 0}, "schedule.options = .*refused by StepLR: "),
-        ({"step_size": "a"}, "schedule.options = .*refused by StepLR: "),
-        ({"step_size": 1000, "gamma": "a"}, "schedule.options.gamma = 'a': write a number"),
-    ],
-)
-def test_options_with_which_a_scheduler_fails_later(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        schedule_factory(ScheduleConfig("StepLR", options=options), STEPS)
-
-
-def test_the_dtype_of_moments_selects_the_optimizer() -> None:
-    config = OptimizerConfig(state="fp8", lr=0.2, options={"betas": (0.8, 0.9)})
-    optimizer = optimizer_factory(config)(named_parameters())
+def test_stochastic_rounding_selects_the_optimizer() -> None:
+    config = OptimizerConfig(lr=0.2, options={"betas": (0.8, 0.9)})
+    optimizer = optimizer_factory(config, stochastic_rounding=True)(named_parameters())
     assert type(optimizer) is AdamW
-    assert [group["state"] for group in optimizer.param_groups] == ["fp8", "fp8"]
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert optimizer.param_groups[0]["lr"] == 0.2
-    assert not optimizer.stochastic_rounding
-    stochastic = optimizer_factory(OptimizerConfig(), stochastic_rounding=True)
-    assert stochastic(named_parameters()).stochastic_rounding  # type: ignore[attr-defined]
-
-
-def test_stochastic_rounding_needs_adamw() -> None:
-    for name in ("sgd", "muon"):
-        with pytest.raises(ConfigError, match=rf"stochastic_rounding = True: .* '{name}' does not"):
-            optimizer_factory(OptimizerConfig(name), stochastic_rounding=True)
+    assert optimizer.stochastic_rounding
 
 
 def test_an_optimizer_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +178,8 @@ def test_a_schedule_of_torch_is_torchs_own(name: str, warmup_steps: int) -> None
     if name == "OneCycleLR":  # it starts at its own rate, which the warm-up leads to
         start = expected[warmup_steps]
         expected[:warmup_steps] = [start / 0.5 * rate for rate in expected[:warmup_steps]]
-    config = ScheduleConfig(name, warmup_steps=warmup_steps, options=options)
+    path = f"torch.optim.lr_scheduler:{name}"
+    config = ScheduleConfig(path, warmup_steps=warmup_steps, options=options)
     assert rates_of(config) == pytest.approx(expected, rel=1e-9)
 
 
@@ -295,9 +247,7 @@ def test_shapes_keep_the_ratio_of_groups() -> None:
     ("config", "message"),
     [
         ({"name": "cosinus"}, r"schedule\.name = 'cosinus': did you mean 'cosine'\?"),
-        ({"name": "StepLr"}, "did you mean 'StepLR'"),
-        ({"name": "ReduceLROnPlateau"}, r"schedule\.name = 'ReduceLROnPlateau'"),
-        ({"name": "LRScheduler"}, r"schedule\.name = 'LRScheduler'"),
+        ({"name": "StepLR"}, r"schedule\.name = 'StepLR': .*import path"),
         ({"name": "cosine", "options": {"a": 1}}, r"schedule\.options = .*'cosine' takes none"),
         ({"name": "linear", "decay_steps": 3}, r"schedule\.decay_steps = 3: linear does not use"),
         ({"name": "wsd", "decay_steps": -3}, r"schedule\.decay_steps = -3"),
@@ -320,7 +270,8 @@ def test_schedule_settings_that_cannot_be_used(config: dict[str, Any], message: 
 def test_what_torchs_scheduler_refuses(
     name: str, options: dict[str, Any], warmup_steps: int
 ) -> None:
-    create = schedule_factory(ScheduleConfig(name, warmup_steps, options=options), STEPS)
+    path = f"torch.optim.lr_scheduler:{name}"
+    create = schedule_factory(ScheduleConfig(path, warmup_steps, options=options), STEPS)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    with pytest.raises(ConfigError, match=rf"^schedule\.options = .*refused by {name}: "):
+    with pytest.raises(ConfigError, match=rf"^schedule\.options = .*refused by {path}: "):
         create(optimizer)

@@ -5,74 +5,36 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
 from distmp.config import load
 from distmp.errors import ConfigError
 from distmp.optim import LearningRates
-from distmp.optim.build import optimizer_factory, schedule_factory
-from distmp.optim.checks import NOT_ON_DTENSORS, build_schedule
-from distmp.optim.settings import OptimizerConfig
-from distmp.optim.stepped import build_on
+from distmp.optim.build import schedule_factory
+from distmp.optim.checks import build_schedule
 from tests.ranks import ranks
 from tests.reference import make_engine, make_model
 
 # Optimizers
 
 
-class Closure(torch.optim.SGD):
-    """Steps with a closure."""
-
-    def step(self, closure: Any) -> None:  # type: ignore[override]
-        closure()
-
-
-class Generous(torch.optim.SGD):
-    """Accepts any arguments."""
-
-    def step(self, closure: Any = None, *rest: Any, **options: Any) -> None:  # type: ignore[override]
-        super().step(closure)
-
-
-class WithoutRate(torch.optim.Optimizer):
-    """Has no learning rate."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""
-
-
-# The message for each kind.
-REFUSED: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.LBFGS: "needs a closure",
-    Closure: "needs a closure",
-    WithoutRate: "without a learning rate",
-    torch.optim.SparseAdam: "takes sparse gradients only",
-}
-
-
 def on_tensors(kind: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda named: kind([tensor for _, tensor in named], lr=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": "bf16"}, {"shard_optimizer": True}], ids=str)
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.optim.LBFGS, "needs a closure"),
+        (torch.optim.SparseAdam, "takes sparse gradients only"),
+    ],
+)
 def test_an_optimizer_that_cannot_step_is_named_when_the_engine_is_built(
-    kind: type, options: dict[str, Any]
+    kind: Any, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=REFUSED[kind]) as caught:
-        make_engine(optimizer=on_tensors(kind), **options)
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_engine(optimizer=on_tensors(kind))
     assert (caught.value.setting, caught.value.value) == ("optimizer", kind.__name__)
-    assert "AdamW" in str(caught.value)
-
-
-def test_an_optimizer_of_any_signature_that_needs_nothing_is_taken() -> None:
-    make_engine(optimizer=on_tensors(Generous))
 
 
 @pytest.mark.slow
@@ -85,36 +47,6 @@ def test_an_optimizer_that_hides_its_state_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"'ZeroRedundancyOptimizer'.*shard_optimizer=True"):
         make_engine(optimizer=build)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("LBFGS", "needs a closure"), ("SparseAdam", "takes sparse gradients only")],
-)
-def test_a_configuration_of_them_is_refused_before_anything_starts(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        load(["--optim.name", f"torch.optim:{name}"])
-    assert (caught.value.setting, caught.value.value) == ("optim.name", f"torch.optim:{name}")
-
-
-@pytest.mark.parametrize("name", NOT_ON_DTENSORS)
-@ranks(2)
-def test_optimizers_that_cannot_step_shards_are_named(name: str) -> None:
-    kind = getattr(torch.optim, name)
-    with pytest.raises(ConfigError, match=rf"^optimizer = '{name}'.*sharded parameters"):
-        make_engine(strategy="fsdp", optimizer=on_tensors(kind))
-    make_engine(strategy="ddp", optimizer=on_tensors(kind))
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.ones(4, 6)
-    parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-    create = optimizer_factory(OptimizerConfig(f"torch.optim:{name}", weight_decay=0.0))
-    with pytest.raises(ConfigError, match=r"^optim\.name = 'torch\.optim:"):
-        build_on(create, [("weight", parameter)])
-    # torch raises, too, but later.
-    optimizer = kind([parameter], lr=0.1)
-    parameter.grad = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)])
-    with pytest.raises(RuntimeError):
-        optimizer.step()
 
 
 @ranks(2)
@@ -170,20 +102,15 @@ ELSEWHERE = optimizer_of_rates(1.0)
 @pytest.mark.parametrize(
     ("schedule", "value", "message"),
     [
-        (
-            chained(rising, lr_scheduler.ReduceLROnPlateau),
-            "<lambda>",
-            "cannot be built: ChainedScheduler does not support `ReduceLROnPlateau`",
-        ),
+        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau", "follows a metric"),
         (one_cycle, "OneCycleLR", "build it with cycle_momentum=False"),
         (chained(rising, one_cycle), "OneCycleLR", "build it with cycle_momentum=False"),
         (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0), "CyclicLR", "cycle_mom"),
         (lambda optimizer: halving(ELSEWHERE), "ExponentialLR", "is built on another optimizer"),
-        (halving(ELSEWHERE), "ExponentialLR", "is built already"),
-        (lambda optimizer: None, "NoneType", "is what the function returned"),
-        (lambda update: min(1.0, update / 100), "<lambda>", "goes into LambdaLR"),
+        (halving(ELSEWHERE), "ExponentialLR", "cannot be called with an optimizer"),
         (lambda: None, "<lambda>", "cannot be called with an optimizer"),
         (lr_scheduler.StepLR, "StepLR", "step_size"),
+        (lambda optimizer: None, "NoneType", "is what the function returned"),
     ],
 )
 def test_a_schedule_that_cannot_work_is_named(schedule: Any, value: str, message: str) -> None:
@@ -242,30 +169,20 @@ def test_the_end_of_a_schedule_in_a_loop_of_ones_own() -> None:
         rates.set(torch.tensor(11), 11)
 
 
+TORCH = "torch.optim.lr_scheduler"
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         (
-            "OneCycleLR",
-            "{max_lr: 0.1, total_steps: 1000}",
-            "schedule.options.cycle_momentum = True: only learning rates follow a schedule, but "
-            "OneCycleLR also changes the momentum; set it to false",
-        ),
-        (
-            "CyclicLR",
-            "{base_lr: 0.1, max_lr: 0.2}",
-            "schedule.options.cycle_momentum = True",
-        ),
-        (
-            "OneCycleLR",
+            f"{TORCH}:OneCycleLR",
             "{max_lr: 0.1, total_steps: 800, cycle_momentum: false}",
-            "schedule.options.total_steps = 800: OneCycleLR ends before the run, which has 1000 "
-            "updates; set it to 1000",
+            f"schedule.options.total_steps = 800: {TORCH}:OneCycleLR ends before the run, which "
+            "has 1000 updates; set it to 1000",
         ),
-        ("ReduceLROnPlateau", "{}", "schedule.name = 'ReduceLROnPlateau': follows a metric"),
-        ("LambdaLR", "{}", "schedule.name = 'LambdaLR': needs a Python function"),
-        ("SequentialLR", "{}", "schedule.name = 'SequentialLR': consists of other schedulers"),
-        ("StepLR", "{}", "schedule.options = {}: refused by StepLR"),
+        (f"{TORCH}:StepLR", "{}", f"schedule.options = {{}}: refused by {TORCH}:StepLR"),
+        ("StepLR", "{}", "schedule.name = 'StepLR': choose one of cosine, linear, constant, wsd"),
     ],
 )
 def test_a_configuration_of_a_schedule_that_cannot_work_names_its_setting(
@@ -282,7 +199,7 @@ def test_one_cycle_is_taken_where_it_lasts_for_the_run(warmup_steps: int) -> Non
         config = load(
             [
                 *("--steps", "20", "--schedule.warmup-steps", str(warmup_steps)),
-                *("--schedule.name", "OneCycleLR", "--schedule.options"),
+                *("--schedule.name", f"{TORCH}:OneCycleLR", "--schedule.options"),
                 f"{{max_lr: 0.1, total_steps: {total_steps}, cycle_momentum: false}}",
             ]
         )
@@ -305,7 +222,7 @@ def test_no_other_optimizer_of_torch_is_refused() -> None:
         for kind in vars(torch.optim).values()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
-    taken = kinds - {torch.optim.Optimizer, *REFUSED}
+    taken = kinds - {torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
     assert torch.optim.Adafactor in taken
     for kind in taken:
         model = make_model()

@@ -31,10 +31,9 @@ def set_gradients(named: list[tuple[str, Tensor]], step: int) -> None:
         tensor.grad = torch.randn(tensor.shape, generator=generator)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_updates_are_those_of_torchs_muon(adjust: str, nesterov: bool) -> None:
-    options: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjust}
+def test_updates_are_those_of_torchs_muon(adjust: str) -> None:
+    options: dict[str, Any] = {"lr": 0.02, "adjust_lr_fn": adjust}
     ours, theirs, exact = matrices(), matrices(), matrices()
     optimizer = Muon(ours, ns_dtype="bf16", **options)
     reference = torch.optim.Muon([tensor for _, tensor in theirs], **options)
@@ -57,7 +56,7 @@ def test_iterations_agree_with_float64_and_make_singular_values_near_1(
     shape: tuple[int, int],
 ) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    exact = orthogonalized(matrix, COEFFICIENTS, 5)
+    exact = orthogonalized(matrix)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     scaled = values / values.norm()
     a, b, c = COEFFICIENTS
@@ -66,12 +65,12 @@ def test_iterations_agree_with_float64_and_make_singular_values_near_1(
     torch.testing.assert_close(exact, left @ scaled.diag() @ right)
     assert scaled.min() > 0.3
     assert scaled.max() < 1.3
-    error = (orthogonalized(matrix.float(), COEFFICIENTS, 5) - exact).norm() / exact.norm()
+    error = (orthogonalized(matrix.float()) - exact).norm() / exact.norm()
     assert error < 1e-5
     for scale in (1e20, 3e38 / float(matrix.abs().max())):  # squares, or the norm, beyond FP32
-        found = orthogonalized(matrix.float() * scale, COEFFICIENTS, 5)
+        found = orthogonalized(matrix.float() * scale)
         assert (found - exact).norm() / exact.norm() < 1e-5
-    assert orthogonalized(torch.zeros(shape), COEFFICIENTS, 5).abs().sum() == 0
+    assert orthogonalized(torch.zeros(shape)).abs().sum() == 0
 
 
 def layers() -> nn.ModuleDict:
@@ -213,7 +212,9 @@ def test_gradients_are_divided_by_the_scale() -> None:
 def test_adamw_divides_by_the_scale_too() -> None:
     scaled, plain = (list(layers().named_parameters()) for _ in range(2))
     # Of a size at which an update depends on that of the gradient.
-    optimizer, reference = (Muon(named, lr=0.02, adamw_eps=1.0) for named in (scaled, plain))
+    optimizer, reference = (Muon(named, lr=0.02) for named in (scaled, plain))
+    for group in (*optimizer.param_groups, *reference.param_groups):
+        group["eps"] = 1.0
     optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
     optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
     for named in (scaled, plain):
@@ -224,18 +225,6 @@ def test_adamw_divides_by_the_scale_too() -> None:
     reference.step()
     for (name, one), (_, other) in zip(scaled, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=name)
-
-
-def test_the_norm_of_a_small_matrix_is_bounded() -> None:
-    named = matrices()[:1]
-    start = named[0][1].detach().clone()
-    optimizer = Muon(named, lr=1.0, weight_decay=0.0, eps=1e3)
-    set_gradients(named, 0)
-    optimizer.step()
-    # Divided by 1,000 in place of its norm, it is far from orthogonal after five iterations.
-    values = torch.linalg.svdvals(named[0][1].detach() - start) / (0.2 * 40**0.5)
-    assert values.max() < 0.9
-    assert values.min() < 0.3
 
 
 def test_steps_after_an_overflow_need_no_scaler() -> None:
@@ -257,30 +246,14 @@ def test_steps_after_an_overflow_need_no_scaler() -> None:
         assert moved == [value == 1.0] * len(moved)
 
 
-def test_a_copy_continues_as_the_original_does() -> None:
-    module = layers()
-    optimizer = Muon(module.named_parameters(), lr=0.02)
-    set_gradients(list(module.named_parameters()), 0)
-    optimizer.step()
-    copied, other = copy.deepcopy((module, optimizer))
-    assert other.describe() == optimizer.describe()
-    for each, step in ((module, optimizer), (copied, other)):
-        set_gradients(list(each.named_parameters()), 1)
-        step.step()
-    pairs = zip(module.parameters(), copied.parameters(), strict=True)
-    assert all(torch.equal(one, two) for one, two in pairs)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"momentum": 1.0}, r"optim\.options\.momentum = 1\.0"),
-        ({"ns_steps": 0}, r"optim\.options\.ns_steps = 0"),
-        ({"ns_coefficients": [1.0]}, r"ns_coefficients = \[1\.0\]: write 3 numbers"),
         ({"adjust_lr_fn": "orginal"}, r"adjust_lr_fn = 'orginal': did you mean 'original'"),
         ({"ns_dtype": "fp16"}, r"ns_dtype = 'fp16'.*"),
         ({"adamw": "*head*"}, r"optim\.options\.adamw = '\*head\*': use a list of patterns"),
-        ({"adamw_eps": -1.0}, r"optim\.options = .*refused by muon: "),
+        ({"betas": (2.0, 0.9)}, r"optim\.options = .*refused by muon: "),
     ],
 )
 def test_options_that_cannot_be_used(options: dict[str, Any], message: str) -> None:

@@ -130,10 +130,6 @@ def test_memory_of_a_run_on_a_stream_is_predicted(tmp_path: Path) -> None:
         ({"workers": 2}, r"data\.workers = 2: each worker would read the whole stream"),
         ({"options": {"kind": "of node"}}, "it returned a OfNode, which is divided over the ranks"),
         ({"options": {"kind": "iterator"}}, "generator, which can be read only once"),
-        (
-            {"document_masking": True, "end_of_text": 0},
-            r"data\.document_masking = True: needs a map-style dataset",
-        ),
     ],
 )
 def test_streams_that_cannot_be_divided_are_refused_before_training(

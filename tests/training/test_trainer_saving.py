@@ -29,7 +29,6 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> l
         ([], [6]),
         (["--checkpoint.every=4"], [4, 6]),
         (["--checkpoint.every=3", "--checkpoint.no-asynchronous"], [3, 6]),
-        (["--checkpoint.every-minutes=60"], [6]),
     ],
 )
 def test_steps_between_checkpoints(
@@ -38,19 +37,12 @@ def test_steps_between_checkpoints(
     assert saved(tmp_path, monkeypatch, *arguments) == expected
 
 
-def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Less than a step takes; the run waits for each save.
-    arguments = ["--checkpoint.every-minutes=1e-6", "--checkpoint.no-asynchronous"]
-    assert saved(tmp_path, monkeypatch, *arguments) == [1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ([], []),
         (["--checkpoint.every=4"], [1]),
         (["--checkpoint.every=6"], []),
-        (["--checkpoint.every-minutes=60"], [1]),
         (["--checkpoint.every=3", "--checkpoint.no-asynchronous"], []),
     ],
 )
@@ -63,6 +55,6 @@ def test_memory_is_prepared_once_if_saves_follow(
         assert any(name.startswith("optimizer/") for name in tensors)
         updates.append(int(tensors["engine/counts"][0]))
 
-    monkeypatch.setattr(writer, "expect", expecting)
+    monkeypatch.setattr(writer, "allocate", expecting)
     saved(tmp_path, monkeypatch, *arguments)
     assert updates == expected

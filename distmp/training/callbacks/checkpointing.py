@@ -157,9 +157,8 @@ class Checkpointing(Callback):
 def _saves_later(trainer: Trainer, step: int) -> bool:
     """Return whether a save may be due after `step` and before the end."""
     settings = trainer.config.checkpoint
-    if settings.every and (step // settings.every + 1) * settings.every < trainer.config.steps:
-        return True
-    return settings.every_minutes > 0
+    every = settings.every
+    return every > 0 and (step // every + 1) * every < trainer.config.steps
 
 
 def _state(trainer: Trainer) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], Health]:
@@ -182,7 +181,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 def _last_healthy(directory: store.Location) -> str:
     try:
         healthy = store.newest_healthy(directory)
-    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+    except OSError as error:
         return f"{directory} cannot be searched for a healthy checkpoint: {describe(error)}"
     if healthy is None:
         return f"there is no healthy checkpoint in {directory}, so start again without --resume"

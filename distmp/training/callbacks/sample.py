@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distmp.data import text
-from distmp.data.token_metadata import TokenMetadata, metadata_of
+from distmp.data.token_metadata import TokenMetadata
 from distmp.distributed.progress import current_phase
 from distmp.errors import ConfigError
 from distmp.models.sampling import generate
@@ -100,7 +100,7 @@ def _find_codec(config: RunConfig) -> _Codec | None:
         return _BYTES
     data = None
     if config.data.source == "tokens":
-        data = metadata_of(Path(config.data.path or "").expanduser())
+        data = TokenMetadata.read(Path(config.data.path or "").expanduser())
     if folder is None and data is not None and data.tokenizer == "bytes":
         return _BYTES
     return None if folder is None else _codec_of(folder, config.sample.prompt, data)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -13,8 +11,6 @@ from distmp.errors import ConfigError, listed, nearest
 from distmp.utils.annotations import accepts, expected, field_annotations, hint, members_of
 
 T = TypeVar("T")
-
-logger = logging.getLogger("distmp")
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -39,10 +35,6 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], section: str = "") -> 
 
     Absent settings keep their defaults. Conversion is strict: an integer is accepted for a float, a
     list for a tuple, an empty section for the defaults, and nothing else.
-
-    The field of a dictionary of options may define `takes` in its metadata. `takes(section, name)`
-    is called with the values of the section, and returns whether the dictionary accepts an option.
-    If a user sets an option outside of the dictionary, the error names the correct setting.
 
     `cls` may define `advice`: what to do, by names that are no settings of it and by sections.
 
@@ -97,38 +89,11 @@ def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> An
     for name, value in values.items():
         setting = join(where, str(name))
         if name not in fields:
-            option = option_setting(cls, values, setting)
-            problem = did_you_mean(option) if option else unknown_setting(cls, setting, known)
-            raise ConfigError(setting, value, problem)
+            raise ConfigError(setting, value, unknown_setting(cls, setting, known))
         if dataclasses.is_dataclass(fields[name]) and not isinstance(value, Mapping | None):
             raise ConfigError(setting, value, section_advice(cls, setting, where))
         arguments[name] = _convert(fields[name], value, setting, known)
     return cls(**arguments)
-
-
-def option_setting(cls: type[Any], values: Mapping[Any, Any], setting: str) -> str | None:
-    """Return the correct name of an unknown setting that is an option of its section, or None.
-
-    Args:
-        cls: Dataclass of the section.
-        values: The values of the section that are set.
-        setting: Dotted name, such as `optim.betas`.
-    """
-    section, _, name = setting.rpartition(".")
-    for field in dataclasses.fields(cls):
-        takes = field.metadata.get("takes")
-        if takes is None:
-            continue
-        # Other mistakes in the section raise their own errors.
-        with contextlib.suppress(ConfigError, TypeError, ValueError):
-            if takes(values, name):
-                return join(join(section, field.name), name)
-    return None
-
-
-def did_you_mean(setting: str) -> str:
-    """Return the message for an unknown setting with one likely alternative."""
-    return f"unknown setting; did you mean {setting!r}?"
 
 
 def unknown_setting(cls: type[Any], setting: str, known: frozenset[str]) -> str:
@@ -140,20 +105,17 @@ def unknown_setting(cls: type[Any], setting: str, known: frozenset[str]) -> str:
         known: Names of all settings and sections.
     """
     section, _, name = setting.rpartition(".")
-    if advice := advice_of(cls).get(setting):
+    if advice := getattr(cls, "advice", {}).get(setting):
         return f"unknown setting; {advice}"
     if setting in known:
         return f"unknown name; write {name!r} as a line below the section {section!r}"
-    same_name = [full for full in known if full.rpartition(".")[2] == name]
-    if same_name:
-        return did_you_mean(min(same_name, key=lambda full: (len(full), full)))
-    if section in known and not any(full.startswith(f"{section}.") for full in known):
-        return did_you_mean(section)
     siblings = [full for full in known if full.rpartition(".")[0] == section]
-    for candidates in (siblings, sorted(known)):
-        full_names = {full.rpartition(".")[2]: full for full in candidates}
-        if close := difflib.get_close_matches(name, full_names, n=1):
-            return did_you_mean(full_names[close[0]])
+    # The shortest name that ends so comes last.
+    candidates = sorted(known, key=lambda full: (full in siblings, -len(full), full))
+    full_names = {full.rpartition(".")[2]: full for full in candidates}
+    close = [name] if name in full_names else difflib.get_close_matches(name, full_names, n=1)
+    if close:
+        return f"unknown setting; did you mean {full_names[close[0]]!r}?"
     return f"unknown setting; {nearest(name, siblings or known)}"
 
 
@@ -166,13 +128,8 @@ def section_advice(cls: type[Any], section: str, where: str = "") -> str:
         where: Dotted name of `cls`.
     """
     names = [name for name in setting_names(cls, where) if name.rpartition(".")[0] == section]
-    return f"is a section; {advice_of(cls).get(section) or f'set {listed(names)}'}"
-
-
-def advice_of(cls: type[Any]) -> Mapping[str, str]:
-    """Return what to do, by names that are no settings of `cls` and by sections."""
-    advice: Mapping[str, str] = getattr(cls, "advice", {})
-    return advice
+    advice = getattr(cls, "advice", {}).get(section)
+    return f"is a section; {advice or f'set {listed(names)}'}"
 
 
 def _convert(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:

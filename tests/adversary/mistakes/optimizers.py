@@ -304,8 +304,7 @@ schedule("nothing that was returned", lambda opt: None)
 schedule("a rate that was returned", lambda opt: 0.1)
 schedule("a function of the step", lambda step: 0.1 * step)
 schedule("a function of nothing", lambda: None)
-# Without a metric, its rate is constant.
-schedule("ReduceLROnPlateau", lambda opt: lr_scheduler.ReduceLROnPlateau(opt), "right")
+schedule("ReduceLROnPlateau", lambda opt: lr_scheduler.ReduceLROnPlateau(opt))
 schedule("OneCycleLR", lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10))
 schedule(
     "of another optimizer", lambda opt: lr_scheduler.StepLR(sgd([nn.Parameter(torch.ones(1))]), 1)
