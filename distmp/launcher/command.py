@@ -12,8 +12,7 @@ from typing import NoReturn
 
 from distmp.errors import ConfigError
 from distmp.launcher.job import ENVIRONMENTS, detect, srun_command
-from distmp.launcher.job_files import KINDS, render
-from distmp.launcher.local import LaunchOptions, launch
+from distmp.launcher.local import launch
 from distmp.launcher.messages import log
 from distmp.launcher.network import Network
 
@@ -28,7 +27,6 @@ CUDA devices of each (on two CPU ranks where there is none).
   distmp launch --nproc-per-node 4 -- --config FILE
   distmp launch --preflight -- --config FILE   (only compare and measure the ranks)
   distmp launch --hosts node1,node2 -- --config FILE
-  distmp launch --render slurm --nnodes 2 --nproc-per-node 8 -- --config FILE
 
 {options}
 `torchrun --help` and `distmp train --help` list the options of each side.
@@ -51,19 +49,23 @@ def main(argv: list[str]) -> int:
         return 0
     own, torchrun_arguments = _parser().parse_known_args(before)
     _check(train_arguments)
-    if own.render is not None:
-        return _render(before, torchrun_arguments, train_arguments)
-    options = LaunchOptions(own.dry_run, own.environment, own.port, own.preflight)
     if own.follow_stdin:
         from distmp.launcher.hosts import follow_stdin
 
         follow_stdin()
     if own.hosts is not None:
-        return _launch_on_hosts(own, options, torchrun_arguments, train_arguments)
-    job = detect(os.environ, Network.of_this_machine().hostname, options.environment)
+        return _launch_on_hosts(own, torchrun_arguments, train_arguments)
+    job = detect(os.environ, Network.of_this_machine().hostname, own.environment)
     if job.spread and job.nodes is not None:
-        return _spread(job.nodes.value, argv, options)
-    return launch(torchrun_arguments, train_arguments, options)
+        return _spread(job.nodes.value, argv, dry_run=own.dry_run)
+    return launch(
+        torchrun_arguments,
+        "distmp.commands.preflight" if own.preflight else "distmp.train",
+        train_arguments,
+        dry_run=own.dry_run,
+        environment=own.environment,
+        port=own.port,
+    )
 
 
 def _import_torch_quietly() -> None:
@@ -131,11 +133,6 @@ def _parser() -> argparse.ArgumentParser:
         type=_port,
         help="rendezvous port of the first machine (default: derived from the job's name)",
     )
-    parser.add_argument(
-        "--render",
-        choices=KINDS,
-        help="print a job file for --nnodes machines with --nproc-per-node GPUs each",
-    )
     # Set by --hosts for its agents.
     parser.add_argument("--follow-stdin", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -166,22 +163,11 @@ def _check(train_arguments: list[str]) -> None:
     config.check_names()
 
 
-def _render(
-    launch_arguments: list[str], torchrun_arguments: list[str], train_arguments: list[str]
-) -> int:
-    from distmp.launcher.torchrun import read
-
-    text = render(launch_arguments, train_arguments)
-    read(torchrun_arguments)
-    sys.stdout.write(text)
-    return 0
-
-
-def _spread(nodes: int, argv: list[str], options: LaunchOptions) -> int:
+def _spread(nodes: int, argv: list[str], *, dry_run: bool) -> int:
     """Start this launcher once on every machine of this process's Slurm job."""
     agent = [sys.executable, "-m", "distmp", "launch", *argv]
     command = srun_command(os.environ, nodes, agent)
-    if options.dry_run:
+    if dry_run:
         words = [word for word in command if word != "--dry-run"]
         sys.stdout.write(
             "# environment: slurm, outside of a step; every machine of the job runs the command\n"
@@ -202,10 +188,7 @@ def _spread(nodes: int, argv: list[str], options: LaunchOptions) -> int:
 
 
 def _launch_on_hosts(
-    own: argparse.Namespace,
-    options: LaunchOptions,
-    torchrun_arguments: list[str],
-    train_arguments: list[str],
+    own: argparse.Namespace, torchrun_arguments: list[str], train_arguments: list[str]
 ) -> int:
     from distmp.launcher.hosts import plan_hosts, read_hosts, run_on_hosts
     from distmp.launcher.torchrun import read
@@ -214,13 +197,13 @@ def _launch_on_hosts(
     plan = plan_hosts(
         hosts,
         _ssh(own.ssh),
-        replace(read(torchrun_arguments), port=options.port),
+        replace(read(torchrun_arguments), port=own.port),
         train_arguments,
         Network.of_this_machine(),
         os.environ,
-        preflight=options.preflight,
+        preflight=own.preflight,
     )
-    if options.dry_run:
+    if own.dry_run:
         sys.stdout.write(plan.describe())
         return 0
     return run_on_hosts(plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,6 @@ from distmp.distributed.launcher_variables import (
 )
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
-from distmp.launcher.network import AddressError
 from distmp.launcher.nodelist import expand
 
 Variables = Mapping[str, str]
@@ -318,41 +316,6 @@ def srun_command(variables: Variables, nodes: int, command: list[str]) -> list[s
     if cores:
         words.append(f"--cpus-per-task={min(map(int, cores.split(',')))}")
     return [*words, *command]
-
-
-def slurm_resolver(resolve: Callable[[str], str]) -> Callable[[str], str]:
-    """Return a resolver that asks Slurm for the address of names that do not resolve.
-
-    Args:
-        resolve: Called first; raises AddressError for unknown names.
-    """
-
-    def resolve_with_slurm(name: str) -> str:
-        try:
-            return resolve(name)
-        except AddressError:
-            address = _node_address(name)
-            if address in ("", name):
-                raise
-            return resolve(address)
-
-    return resolve_with_slurm
-
-
-def _node_address(name: str) -> str:
-    """Return NodeAddr of `scontrol show node`, or an empty string."""
-    try:
-        output = subprocess.run(
-            ["scontrol", "show", "node", "--oneliner", name],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    match = re.search(r"\bNodeAddr=(\S+)", output)
-    return match[1] if match else ""
 
 
 # Shared helpers

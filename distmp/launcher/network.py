@@ -17,16 +17,6 @@ _DEFAULT_ROUTE_TARGETS = ("192.0.2.1", "2001:db8::1")
 
 _RETRY_SECONDS = 1.0
 
-# Sent to test a path: several packets even with jumbo frames, and quick on a slow link.
-LARGE_MESSAGE = "x" * (1 << 15)
-# Advice if small messages arrive and `LARGE_MESSAGE` does not.
-MTU_ADVICE = (
-    "small messages arrive there and large ones do not, as in an MTU black hole: a link on the way "
-    "has a smaller MTU than the interfaces, and drops larger packets silently. Set the MTU of the "
-    "interfaces of all machines to the smallest on the way (`ip link set dev NAME mtu 1400`), or "
-    "let ICMP pass firewalls"
-)
-
 
 class AddressError(DistmpError):
     """A name does not resolve, or no route leads to an address."""

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
@@ -58,7 +57,6 @@ class UserOptions:
     rdzv_id: str | None = None
     rdzv_conf: Mapping[str, str] | None = None
     local_addr: str | None = None
-    numa_binding: str | None = None
     own_rendezvous: str | None = None
     port: int | None = None
 
@@ -71,13 +69,11 @@ class Machine:
         network: Its names and addresses.
         cores: Number of processor cores that this process may use.
         ranks: Number of ranks to start.
-        binding: The option that binds each rank to the NUMA node of its GPU, or None.
     """
 
     network: Network
     cores: int
     ranks: ExplainedValue[int]
-    binding: ExplainedValue[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,6 @@ class Endpoint:
         hosts: All machines, if known.
         join_timeout_seconds: How long machines wait for each other.
         read_timeout_seconds: How long the first machine may be unreachable during the run.
-        provisional: Whether the address is one of several of this machine, and the other machines
-            may have to use another one.
     """
 
     head: str
@@ -111,7 +105,6 @@ class Endpoint:
     hosts: tuple[str, ...]
     join_timeout_seconds: int
     read_timeout_seconds: int
-    provisional: bool = False
 
     def others(self) -> list[str]:
         """Return the other known machines."""
@@ -131,7 +124,6 @@ class Plan:
         arguments: The user's options, and derived ones that must follow them.
         variables: Additions to the environment.
         endpoint: The rendezvous, or None for one machine or a rendezvous configured by the user.
-        notes: Messages to log.
     """
 
     job: Job
@@ -139,7 +131,6 @@ class Plan:
     arguments: tuple[str, ...]
     variables: Mapping[str, ExplainedValue[str]]
     endpoint: Endpoint | None = None
-    notes: tuple[str, ...] = ()
 
     def torchrun(self) -> list[str]:
         """Return torchrun's options."""
@@ -152,7 +143,7 @@ class Plan:
         entries = [*self.options, *map(ExplainedValue, variables, reasons)]
         width = max((len(entry.value) for entry in entries), default=0)
         lines = [f"# environment: {self.job.environment} ({self.job.evidence})"]
-        lines += [f"# note: {note}" for note in (*self.job.notes, *self.notes)]
+        lines += [f"# note: {note}" for note in self.job.notes]
         lines += [f"#   {entry.value:{width}}  {entry.reason}" for entry in entries]
         if self.endpoint is not None:
             others = ", ".join(self.endpoint.others()) or "the other machines"
@@ -182,8 +173,6 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
         options.append(
             ExplainedValue(f"--nproc-per-node={machine.ranks.value}", machine.ranks.reason)
         )
-    if machine.binding is not None and given.numa_binding is None:
-        options.append(machine.binding)
     plan = Plan(job, tuple(options), given.arguments, _threads(given, machine, variables))
     if given.own_rendezvous == "standalone":
         return _on_loopback(plan, given, machine.network, variables)
@@ -255,7 +244,8 @@ def _several(
         else job.node_rank
     )
     conf = dict(given.rdzv_conf or {})
-    address, address_reason, uncertain = address_of(head, rank, job, network)
+    min_nodes = given.nnodes[0] if given.nnodes else job.nodes.value if job.nodes else 1
+    address, address_reason = address_of(head, rank, job, network, min_nodes)
     is_host, host_reason = _is_host(conf, address, rank, network)
     local_address, local_reason = _local_address(given, address, network)
     run_id = given.rdzv_id or (job.name.value if job.name else "none")
@@ -267,11 +257,11 @@ def _several(
         run_id=run_id,
         local_address=local_address,
         node_rank=None if rank is None else rank.value,
-        min_nodes=_min_nodes(given, job),
-        hosts=job.hosts or _numbered_hosts(rank, given, job),
+        min_nodes=min_nodes,
+        # By node rank, for messages, if nothing names the machines.
+        hosts=job.hosts or tuple(f"node rank {n}" for n in range(min_nodes) if rank is not None),
         join_timeout_seconds=join_timeout_seconds(conf),
         read_timeout_seconds=_seconds(conf, "read_timeout", REJOIN_SECONDS),
-        provisional=uncertain and is_host and _min_nodes(given, job) > 1,
     )
     if given.nnodes is None and job.nodes is not None:
         plan = _with(plan, ExplainedValue(f"--nnodes={job.nodes.value}", job.nodes.reason))
@@ -297,8 +287,8 @@ def _several(
     if given.rdzv_conf:
         # torchrun uses only the last --rdzv-conf, so it has to contain all keys.
         plan = replace(plan, arguments=(*given.arguments, option), options=plan.options[:-1])
-    interface, notes = _interface(local_address, network, variables)
-    return replace(plan, endpoint=endpoint, variables={**plan.variables, **interface}, notes=notes)
+    interface = _interface(local_address, network, variables)
+    return replace(plan, endpoint=endpoint, variables={**plan.variables, **interface})
 
 
 def _with(plan: Plan, option: ExplainedValue[str]) -> Plan:
@@ -359,25 +349,14 @@ def random_port() -> ExplainedValue[int]:
     return ExplainedValue(secrets.choice(_PORTS), "random, new for every launch")
 
 
-class Address(NamedTuple):
-    """The address of the first machine.
-
-    Attributes:
-        value: The address.
-        reason: Why it is this one.
-        uncertain: Whether this machine is the first one and other machines may reach it only at
-            another of its addresses.
-    """
-
-    value: str
-    reason: str
-    uncertain: bool = False
-
-
 def address_of(
-    head: ExplainedValue[str], rank: ExplainedValue[int] | None, job: Job, network: Network
-) -> Address:
-    """Return the address at which all machines reach the first one.
+    head: ExplainedValue[str],
+    rank: ExplainedValue[int] | None,
+    job: Job,
+    network: Network,
+    min_nodes: int,
+) -> tuple[str, str]:
+    """Return the address at which all machines reach the first one, and why it is this one.
 
     Raises:
         AddressError: If there is no such address.
@@ -391,7 +370,7 @@ def address_of(
             "ADDRESS:PORT"
         ) from None
     if not is_loopback(address) or _is_local_run(head.value, job, network):
-        return Address(address, head.reason)
+        return address, head.reason
     if rank is not None and rank.value != 0:
         raise AddressError(
             f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
@@ -403,11 +382,16 @@ def address_of(
         with suppress(AddressError):
             source = network.source(network.resolve(host))
             if not is_loopback(source):
-                return Address(source, f"{reason}this machine's source address for {host} is used")
+                return source, f"{reason}this machine's source address for {host} is used"
+    if min_nodes > 1 and len(external_interfaces(network.interfaces)) > 1:
+        raise AddressError(
+            f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
+            f"{address} here, a loopback address, and this machine has several others: "
+            f"{network.describe_interfaces()}. Pass the one that all machines can reach: "
+            "--rdzv-endpoint ADDRESS:PORT"
+        )
     own, why = network.default_address()
-    return Address(
-        own, f"{reason}{why}", uncertain=len(external_interfaces(network.interfaces)) > 1
-    )
+    return own, f"{reason}{why}"
 
 
 def _is_local_run(head: str, job: Job, network: Network) -> bool:
@@ -463,24 +447,14 @@ def _local_address(given: UserOptions, address: str, network: Network) -> tuple[
 
 def _interface(
     local_address: str, network: Network, variables: Mapping[str, str]
-) -> tuple[dict[str, ExplainedValue[str]], tuple[str, ...]]:
+) -> dict[str, ExplainedValue[str]]:
     """Select one interface for gloo and NCCL, and check the user's own choice."""
+    if variables.get("GLOO_SOCKET_IFNAME"):
+        _check_interface(variables["GLOO_SOCKET_IFNAME"], local_address, network)
     interface = network.interface_of(local_address)
     if interface is None:
-        return {}, ()
-    additions = _interface_variables(
-        interface, f"the interface that has {local_address}", variables
-    )
-    notes: tuple[str, ...] = ()
-    given = variables.get("GLOO_SOCKET_IFNAME")
-    if given:
-        _check_interface(given, local_address, network)
-        if interface not in given.split(","):
-            notes = (
-                f"GLOO_SOCKET_IFNAME={given} is set and kept, but the first machine is reached "
-                f"through {interface}",
-            )
-    return additions, notes
+        return {}
+    return _interface_variables(interface, f"the interface that has {local_address}", variables)
 
 
 def _interface_variables(
@@ -509,19 +483,6 @@ def _check_interface(given: str, local_address: str, network: Network) -> None:
             given,
             f"{problem}; unset it, or use one of: {network.describe_interfaces()}",
         )
-
-
-def _numbered_hosts(
-    rank: ExplainedValue[int] | None, given: UserOptions, job: Job
-) -> tuple[str, ...]:
-    """Return the machines by node rank, for messages, if they have one and nothing names them."""
-    return () if rank is None else tuple(f"node rank {n}" for n in range(_min_nodes(given, job)))
-
-
-def _min_nodes(given: UserOptions, job: Job) -> int:
-    if given.nnodes is not None:
-        return given.nnodes[0]
-    return job.nodes.value if job.nodes else 1
 
 
 def join_timeout_seconds(conf: Mapping[str, str]) -> int:

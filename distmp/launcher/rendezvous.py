@@ -24,7 +24,7 @@ from distmp.distributed.beats import INTERVAL_SECONDS, ROSTER, Beats
 from distmp.distributed.limits import PROBE_SECONDS, SAY_AFTER_SECONDS
 from distmp.distributed.reachability import connection_error, responds
 from distmp.errors import DistmpError
-from distmp.launcher.network import LARGE_MESSAGE, MTU_ADVICE, join_port
+from distmp.launcher.network import join_port
 from distmp.launcher.plan import Endpoint
 from distmp.launcher.rendezvous_guard import open_store
 
@@ -67,16 +67,10 @@ class Rendezvous:
         self.endpoint = endpoint
         self.store = store
         self._number = store.add(ROSTER, 1)
-        self._key = f"{ROSTER}/{self._number}"
         self._beats = Beats(store, self._number)
-        self.move_to(endpoint)
-
-    def move_to(self, endpoint: Endpoint) -> None:
-        """Publish this machine's address, at the start or because it has another one now."""
-        self.endpoint = endpoint
         self.this = Member(platform.node(), endpoint.local_address, endpoint.node_rank)
         entry = json.dumps([self.this.name, self.this.address, self.this.node_rank])
-        self.store.set(self._key, entry)
+        store.set(f"{ROSTER}/{self._number}", entry)
 
     @classmethod
     def open(cls, endpoint: Endpoint, log: Callable[[str], None]) -> Rendezvous:
@@ -110,20 +104,6 @@ class Rendezvous:
         last = {member: number for number, member in enumerate(self._launchers(), 1)}
         keys = [f"{_LEFT}/{number}" for number in last.values() if number != self._number]
         return not keys or self.store.check(keys)
-
-    def another(self) -> Member:
-        """Wait for the first of the other machines and return it.
-
-        Raises:
-            LaunchError: If none joins in time.
-        """
-        deadline = time.monotonic() + self.endpoint.join_timeout_seconds
-        while time.monotonic() < deadline:
-            for member in self.members():
-                if member != self.this:
-                    return member
-            time.sleep(_RETRY_SECONDS)
-        raise LaunchError(self.timeout_message())
 
     def members(self) -> list[Member]:
         """Return the machines that have joined so far.
@@ -310,8 +290,6 @@ def _host(endpoint: Endpoint) -> TCPStore:
 
 
 def _open_store(endpoint: Endpoint) -> TCPStore:
-    if endpoint.provisional:  # the other machines may reach any of this machine's addresses
-        return open_store("::" if ":" in endpoint.address else "0.0.0.0", endpoint.port)
     try:
         return open_store(endpoint.address, endpoint.port)
     except OSError as error:
@@ -323,7 +301,7 @@ def _open_store(endpoint: Endpoint) -> TCPStore:
 
 def _port_in_use(port: int, options: str) -> LaunchError:
     return LaunchError(
-        f"rendezvous port {port} of this machine is in use{_port_owner(port)}; end that process, "
+        f"rendezvous port {port} of this machine is in use; end the process that listens there, "
         f"or choose another port on all hosts ({options})"
     )
 
@@ -345,21 +323,6 @@ def port_conflicts_explained() -> Iterator[None]:
             raise
         options = "--rdzv-endpoint HOST:PORT, or --master-port PORT"
         raise _port_in_use(int(port[1]), options) from None
-
-
-def _port_owner(port: int) -> str:
-    """Return which process listens on a port, if this user may see it."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN
-            if listens and connection.laddr[1:2] == (port,) and connection.pid:
-                owner = psutil.Process(connection.pid)
-                # The name is shorter than the interpreter's path.
-                command = [owner.name(), *owner.cmdline()[1:]]
-                return f" by process {connection.pid} ({' '.join(command)[:80]})"
-    return ""
 
 
 def _reach(endpoint: Endpoint, log: Callable[[str], None]) -> TCPStore:
@@ -413,7 +376,6 @@ def _connect(endpoint: Endpoint) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     result: list[TCPStore | Exception] = []
-    small_messages_arrive = threading.Event()
 
     def connect() -> None:
         try:
@@ -425,22 +387,13 @@ def _connect(endpoint: Endpoint) -> TCPStore:
             )
             # The first machine may not have set it yet.
             store.wait([_RUN])
-            small_messages_arrive.set()
-            key = f"distmp/large/{endpoint.local_address}"
-            store.set(key, LARGE_MESSAGE)
-            store.get(key)
-            store.delete_key(key)
             result.append(store)
         except (RuntimeError, ValueError) as error:
             result.append(error)
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(_HANDSHAKE_SECONDS)
-    if not small_messages_arrive.is_set():
-        thread.join(_HANDSHAKE_SECONDS)
-    if not result and small_messages_arrive.is_set():
-        raise LaunchError(f"cannot send data to {_head(endpoint)}: {MTU_ADVICE}")
+    thread.join(2 * _HANDSHAKE_SECONDS)  # to connect, and to wait
     if not result or isinstance(result[0], Exception):
         raise LaunchError(
             f"what responds at {endpoint} is not the rendezvous of a run: another program uses "
