@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from distmp.errors import ConfigError
-from distmp.launcher.job import ENVIRONMENTS, detect, srun_command
+from distmp.launcher.job import ENVIRONMENTS
 from distmp.launcher.local import launch
-from distmp.launcher.messages import log
 from distmp.launcher.network import Network
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -25,7 +24,7 @@ CUDA devices of each (on two CPU ranks where there is none).
 
   distmp launch -- --config preset:quickstart --optim.lr 3e-4
   distmp launch --nproc-per-node 4 -- --config FILE
-  distmp launch --preflight -- --config FILE   (only compare and measure the ranks)
+  distmp launch -- --config FILE --preflight only   (only compare and measure the ranks)
   distmp launch --hosts node1,node2 -- --config FILE
 
 {options}
@@ -55,12 +54,9 @@ def main(argv: list[str]) -> int:
         follow_stdin()
     if own.hosts is not None:
         return _launch_on_hosts(own, torchrun_arguments, train_arguments)
-    job = detect(os.environ, Network.of_this_machine().hostname, own.environment)
-    if job.spread and job.nodes is not None:
-        return _spread(job.nodes.value, argv, dry_run=own.dry_run)
     return launch(
         torchrun_arguments,
-        "distmp.commands.preflight" if own.preflight else "distmp.train",
+        "distmp.train",
         train_arguments,
         dry_run=own.dry_run,
         environment=own.environment,
@@ -113,9 +109,6 @@ def _parser() -> argparse.ArgumentParser:
         help="print this machine's command and environment, with a reason for each value",
     )
     parser.add_argument(
-        "--preflight", action="store_true", help="only compare and measure the ranks, do not train"
-    )
-    parser.add_argument(
         "--environment",
         choices=ENVIRONMENTS,
         help="where the machines of the run are read from (default: detected)",
@@ -163,30 +156,6 @@ def _check(train_arguments: list[str]) -> None:
     config.check_names()
 
 
-def _spread(nodes: int, argv: list[str], *, dry_run: bool) -> int:
-    """Start this launcher once on every machine of this process's Slurm job."""
-    agent = [sys.executable, "-m", "distmp", "launch", *argv]
-    command = srun_command(os.environ, nodes, agent)
-    if dry_run:
-        words = [word for word in command if word != "--dry-run"]
-        sys.stdout.write(
-            "# environment: slurm, outside of a step; every machine of the job runs the command\n"
-            "# below; add --dry-run to it to see what each of them would run\n"
-            f"{shlex.join(words)}\n"
-        )
-        return 0
-    log(shlex.join(command))
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        raise ConfigError(
-            "--environment",
-            "slurm",
-            f"srun cannot be run here ({error.strerror}); `--environment local` trains on this "
-            "machine only",
-        ) from None
-
-
 def _launch_on_hosts(
     own: argparse.Namespace, torchrun_arguments: list[str], train_arguments: list[str]
 ) -> int:
@@ -201,7 +170,6 @@ def _launch_on_hosts(
         train_arguments,
         Network.of_this_machine(),
         os.environ,
-        preflight=own.preflight,
     )
     if own.dry_run:
         sys.stdout.write(plan.describe())

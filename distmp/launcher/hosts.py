@@ -121,8 +121,6 @@ def plan_hosts(
     train_arguments: list[str],
     network: Network,
     variables: Mapping[str, str],
-    *,
-    preflight: bool = False,
 ) -> HostsPlan:
     """Derive the command for each host.
 
@@ -133,7 +131,6 @@ def plan_hosts(
         train_arguments: Options of `distmp.train`.
         network: The network of this machine.
         variables: The environment of this machine.
-        preflight: Only compare and measure the ranks, do not train.
 
     Raises:
         ConfigError: If the user's options configure another kind of rendezvous.
@@ -153,7 +150,6 @@ def plan_hosts(
         agent = [
             *("env", *environment, sys.executable, "-m", "distmp", "launch"),
             *("--environment=local", "--follow-stdin", f"--node-rank={number}"),
-            *(["--preflight"] if preflight else []),
             *(*shared, *ranks, *given.arguments, "--", *train_arguments),
         ]
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
@@ -175,7 +171,7 @@ def _rendezvous_options(
         job = Job("hosts", "--hosts", hosts=names)
         head = ExplainedValue(names[0], "first of --hosts")
         rank = ExplainedValue(0, "--hosts")
-        address, reason = address_of(head, rank, job, network, len(hosts))
+        address, reason = address_of(head, rank, job, len(hosts), network)
         endpoint = join_port(address, port.value)
         options.append(
             ExplainedValue(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}")

@@ -24,7 +24,7 @@ from distmp.launcher.messages import assignment, log
 from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import OrderlyStop, has_ranks
 from distmp.launcher.plan import Endpoint, Machine, Plan, join_timeout_seconds, make_plan
-from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
+from distmp.launcher.rendezvous import Rendezvous, failures_explained
 from distmp.launcher.rendezvous_guard import guarded
 from distmp.launcher.torchrun import check, parse, read
 from distmp.masking import masked
@@ -115,25 +115,16 @@ def launch(
         sys.stdout.write(plan.describe(command))
         return 0
     parsed = _apply(plan, command, torchrun_arguments)
-    if plan.endpoint is not None:
-        return _run_with_others(plan.endpoint, parsed)
-    with port_conflicts_explained():
-        return _run(parsed)
+    return _run(parsed) if plan.endpoint is None else _run_with_others(plan.endpoint, parsed)
 
 
 def _run_with_others(endpoint: Endpoint, options: Namespace) -> int:
     """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
     rendezvous = Rendezvous.open(endpoint, log)
-    with (
-        failures_explained(rendezvous),
-        rendezvous.watched(_give_up, has_ranks, log),
-        rendezvous.waiting_logged(log),
-    ):
+    with failures_explained(rendezvous), rendezvous.watched(_give_up, has_ranks, log):
         os.environ.update(_store_variables(endpoint))
         code = _run(options)
-    if code == 0:
-        rendezvous.leave()
-    elif lost := rendezvous.unresponsive():
+    if code != 0 and (lost := rendezvous.unresponsive()):
         log(f"lost {', '.join(lost)}, which does not respond any more")
     return code
 

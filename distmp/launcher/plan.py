@@ -18,7 +18,7 @@ from distmp.launcher.messages import assignment
 from distmp.launcher.network import (
     AddressError,
     Network,
-    external_interfaces,
+    external_addresses,
     is_loopback,
     join_port,
 )
@@ -106,10 +106,6 @@ class Endpoint:
     join_timeout_seconds: int
     read_timeout_seconds: int
 
-    def others(self) -> list[str]:
-        """Return the other known machines."""
-        return [host for rank, host in enumerate(self.hosts) if rank != self.node_rank]
-
     def __str__(self) -> str:
         return join_port(self.address, self.port)
 
@@ -146,10 +142,7 @@ class Plan:
         lines += [f"# note: {note}" for note in self.job.notes]
         lines += [f"#   {entry.value:{width}}  {entry.reason}" for entry in entries]
         if self.endpoint is not None:
-            others = ", ".join(self.endpoint.others()) or "the other machines"
-            lines.append(
-                f"# the same on {others}, each with its own is_host, address and interface"
-            )
+            lines.append("# other machines have the same, with their is_host, address, interface")
         words = masked(["torchrun", *self.torchrun(), *command])
         lines.append(" ".join([*variables, shlex.join(words)]))
         return "".join(f"{line}\n" for line in lines)
@@ -191,7 +184,7 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
         if given.rdzv_endpoint is None:
             plan = _with(plan, ExplainedValue("--standalone", "one machine"))
         return _on_loopback(plan, given, machine.network, variables)
-    plan = _several(plan, given, machine.network, variables)
+    plan = _several(plan, given, nodes or 1, machine.network, variables)
     if one and plan.endpoint is not None and not plan.endpoint.is_host:
         raise ConfigError(
             "--rdzv-endpoint",
@@ -233,7 +226,7 @@ def _threads(
 
 
 def _several(
-    plan: Plan, given: UserOptions, network: Network, variables: Mapping[str, str]
+    plan: Plan, given: UserOptions, nodes: int, network: Network, variables: Mapping[str, str]
 ) -> Plan:
     """Add the options for a rendezvous of several machines."""
     job = plan.job
@@ -245,7 +238,7 @@ def _several(
     )
     conf = dict(given.rdzv_conf or {})
     min_nodes = given.nnodes[0] if given.nnodes else job.nodes.value if job.nodes else 1
-    address, address_reason = address_of(head, rank, job, network, min_nodes)
+    address, address_reason = address_of(head, rank, job, nodes, network)
     is_host, host_reason = _is_host(conf, address, rank, network)
     local_address, local_reason = _local_address(given, address, network)
     run_id = given.rdzv_id or (job.name.value if job.name else "none")
@@ -263,20 +256,17 @@ def _several(
         join_timeout_seconds=join_timeout_seconds(conf),
         read_timeout_seconds=_seconds(conf, "read_timeout", REJOIN_SECONDS),
     )
-    if given.nnodes is None and job.nodes is not None:
-        plan = _with(plan, ExplainedValue(f"--nnodes={job.nodes.value}", job.nodes.reason))
-    if not given.rdzv_backend:
-        plan = _with(
-            plan, ExplainedValue("--rdzv-backend=c10d", "torchrun's backend that supports restarts")
-        )
-    if given.rdzv_endpoint is None:
-        reason = f"{address_reason}; port: {port.reason}"
-        plan = _with(plan, ExplainedValue(f"--rdzv-endpoint={endpoint}", reason))
-    if given.rdzv_id is None:
-        reason = job.name.reason if job.name else "torchrun's default"
-        plan = _with(plan, ExplainedValue(f"--rdzv-id={run_id}", reason))
-    if given.local_addr is None:
-        plan = _with(plan, ExplainedValue(f"--local-addr={local_address}", local_reason))
+    endpoint_reason = f"{address_reason}; port: {port.reason}"
+    id_reason = job.name.reason if job.name else "torchrun's default"
+    nodes = job.nodes or ExplainedValue("", "")
+    derived = (
+        (given.nnodes or not job.nodes, f"--nnodes={nodes.value}", nodes.reason),
+        (given.rdzv_backend, "--rdzv-backend=c10d", "torchrun's backend that supports restarts"),
+        (given.rdzv_endpoint, f"--rdzv-endpoint={endpoint}", endpoint_reason),
+        (given.rdzv_id, f"--rdzv-id={run_id}", id_reason),
+        (given.local_addr, f"--local-addr={local_address}", local_reason),
+    )
+    plan = _with(plan, *(ExplainedValue(word, why) for own, word, why in derived if not own))
     conf = {
         "is_host": str(is_host).lower(),
         "read_timeout": str(endpoint.read_timeout_seconds),
@@ -291,8 +281,8 @@ def _several(
     return replace(plan, endpoint=endpoint, variables={**plan.variables, **interface})
 
 
-def _with(plan: Plan, option: ExplainedValue[str]) -> Plan:
-    return replace(plan, options=(*plan.options, option))
+def _with(plan: Plan, *options: ExplainedValue[str]) -> Plan:
+    return replace(plan, options=(*plan.options, *options))
 
 
 def _head_and_port(given: UserOptions, job: Job) -> tuple[ExplainedValue[str], ExplainedValue[int]]:
@@ -353,10 +343,17 @@ def address_of(
     head: ExplainedValue[str],
     rank: ExplainedValue[int] | None,
     job: Job,
+    nodes: int,
     network: Network,
-    min_nodes: int,
 ) -> tuple[str, str]:
     """Return the address at which all machines reach the first one, and why it is this one.
+
+    Args:
+        head: Name or address of the first machine.
+        rank: Rank of this machine, if known.
+        job: The detected job.
+        nodes: Number of machines.
+        network: The network of this machine.
 
     Raises:
         AddressError: If there is no such address.
@@ -369,7 +366,7 @@ def address_of(
             f"{head.reason}. Pass an address that all machines can reach: --rdzv-endpoint "
             "ADDRESS:PORT"
         ) from None
-    if not is_loopback(address) or _is_local_run(head.value, job, network):
+    if not is_loopback(address) or nodes == 1 or _is_local_run(head.value, job, network):
         return address, head.reason
     if rank is not None and rank.value != 0:
         raise AddressError(
@@ -383,15 +380,15 @@ def address_of(
             source = network.source(network.resolve(host))
             if not is_loopback(source):
                 return source, f"{reason}this machine's source address for {host} is used"
-    if min_nodes > 1 and len(external_interfaces(network.interfaces)) > 1:
-        raise AddressError(
-            f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
-            f"{address} here, a loopback address, and this machine has several others: "
-            f"{network.describe_interfaces()}. Pass the one that all machines can reach: "
-            "--rdzv-endpoint ADDRESS:PORT"
-        )
-    own, why = network.default_address()
-    return own, f"{reason}{why}"
+    own = external_addresses(network.interfaces)
+    if len(own) == 1:
+        return own[0], f"{reason}this machine's only other address is used"
+    raise AddressError(
+        f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
+        f"{address} here, a loopback address, and this machine has several others or none: "
+        f"{network.describe_interfaces()}. Pass the one that all machines can reach: "
+        "--rdzv-endpoint ADDRESS:PORT"
+    )
 
 
 def _is_local_run(head: str, job: Job, network: Network) -> bool:
