@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -212,18 +211,6 @@ def _check_weights() -> None:
 class _Holder:
     def __init__(self, net: nn.Module) -> None:
         self.net = net
-
-
-@ranks(2)
-def test_a_first_backward_without_weight_does_not_hang_other_ranks() -> None:
-    weights = StepWeights()
-    losses = torch.ones(4, requires_grad=True)
-    if rank() == 1:
-        weights.count_backward(losses.sum(), divisions=0)
-    else:
-        with pytest.raises(TrainingError, match="rank 1 runs its first backward without it; use"):
-            weights.loss(losses.sum(), 4)
-    dist.barrier()
 
 
 def _check_mixed_up_calls() -> None:
