@@ -23,6 +23,7 @@ from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
 from distmp.launcher.preflight import is_enabled, join_checked
 from distmp.training import failures
 from tests.ranks import run_ranks
+from tests.torchrun import TINY, corpus, run, torchrun
 
 LIMIT_SECONDS = 20.0
 SHORT_SECONDS = 3.0
@@ -207,3 +208,11 @@ def test_when_it_runs(setting: str, world_size: int, local_world_size: int, enab
 def test_a_single_rank_has_nothing_to_compare() -> None:
     with pytest.raises(ConfigError, match="preflight = 'only': use two or more"):
         is_enabled(RunConfig(preflight="only"), RankEnvironment(0, 0, 1, 1))
+
+
+def test_only_the_preflight(tmp_path: Path) -> None:
+    options = [*TINY, f"--data.path={corpus(tmp_path / 'data')}", "--preflight=only"]
+    done = run(torchrun(*options), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "preflight: 2 ranks on 1 host, consistent; all-reduce " in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
