@@ -26,7 +26,7 @@ from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World, join, leave
 from distmp.engine.model import build_model
-from distmp.launcher.local import run_ranks
+from distmp.launcher.local import launch
 from distmp.optim.build import schedule_factory, weight_decay_groups
 from distmp.parallel.materialize import materialize
 from distmp.telemetry import Console, LogConfig
@@ -39,7 +39,7 @@ QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 def main() -> int:
     arguments = _arguments()
     if not arguments.rank:
-        return run_ranks([], "benchmarks.quickstart", ["--rank", *sys.argv[1:]])
+        return launch([], "benchmarks.quickstart", ["--rank", *sys.argv[1:]])
     world = join(RankEnvironment.from_variables(), timeout_seconds=300)
     with tempfile.TemporaryDirectory() as folder:
         config = _config(arguments.steps, folder)

@@ -3,7 +3,7 @@
 TRL's GRPOTrainer with distmp trains a language model with random weights, under each policy from
 the same weights and prompts. `generate` of transformers samples the completions one token at a
 time, with a cache; the trainer computes the log-probabilities of the same tokens in one forward,
-with the same weights. `distmp.integrations.rollouts` compares both at every step.
+with the same weights. `benchmarks.rollout_mismatch` compares both at every step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def train(policy: str, steps: int) -> dict[str, list[float]]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    from distmp.integrations.rollouts import RolloutMismatchMixin
+    from benchmarks.rollout_mismatch import RolloutMismatchMixin
     from distmp.integrations.transformers import TrainerMixin
     from distmp.scaling import LossScaleConfig
 

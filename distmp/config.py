@@ -327,8 +327,9 @@ class RunConfig:
     """Seconds without progress after which the run ends with a report of which ranks hang, and
     where; null: half of timeout_minutes; 0: never."""
 
-    preflight: Literal["auto", "always", "never"] = field(default="auto", metadata=HARMLESS)
-    """Compare and measure the ranks before the first step; auto: if there are several machines."""
+    preflight: Literal["auto", "always", "only", "never"] = field(default="auto", metadata=HARMLESS)
+    """Compare and measure the ranks before the first step; auto: if there are several machines;
+    only: and do not train."""
 
     callbacks: tuple[str | dict[str, Any], ...] = field(default=(), metadata=HARMLESS)
     """Import paths 'module:callable', or '{name: module:callable, options: {NAME: VALUE}}' for one

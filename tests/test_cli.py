@@ -161,32 +161,3 @@ def test_module_is_the_command() -> None:
         check=True,
     )
     assert finished.stdout.startswith(f"distmp {__version__}, torch ")
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which `launch/local.sh` runs a Python that prints its arguments."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    python.chmod(0o755)
-    return {**os.environ, "PYTHON": str(python)}
-
-
-def test_local_job_runs_from_any_directory(job: dict[str, str], tmp_path: Path) -> None:
-    script = REPOSITORY / "launch" / "local.sh"
-    arguments = ["--data.path", "a folder"]
-    finished = subprocess.run(
-        [script, *arguments], cwd=tmp_path, env=job, capture_output=True, text=True
-    )
-    *words, config, option, value = finished.stdout.splitlines()
-    assert words == ["-m", "distmp", "launch", "--", "--config"]
-    assert Path(config).is_file()
-    assert [option, value] == arguments
-
-
-def test_local_job_takes_a_configuration(job: dict[str, str]) -> None:
-    script = REPOSITORY / "launch" / "local.sh"
-    finished = subprocess.run(
-        [script], env={**job, "CONFIG": "my.yaml"}, capture_output=True, text=True
-    )
-    assert finished.stdout.splitlines()[-2:] == ["--config", "my.yaml"]

@@ -34,7 +34,6 @@ WITHOUT_TORCH = (
     ["launch", "--prot", "1", "--environment", "nowhere"],
     ["launch", "--", "--nope", "3"],
     ["launch", "--dry-run", "--", "--steps", "0"],
-    ["launch", "--render", "slurm", "--", "--optim.lr", "abc"],
     ["launch", "--hosts", "a,b", "--", "--checkpoint.evry", "5"],
     ["calibrate", "--help"],
     ["data", "tokenize", "--help"],

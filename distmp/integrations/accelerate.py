@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -53,7 +52,6 @@ logger = logging.getLogger("distmp")
 _OTHER_ENGINES = ("deepspeed", "megatron_lm")
 # The variable in which `accelerate launch` passes its `--mixed_precision` to the ranks.
 _LAUNCHED = "ACCELERATE_MIXED_PRECISION"
-_SIGNATURE = inspect.signature(accelerate.Accelerator)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -76,7 +74,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     setting of the process stays, as in accelerate.
 
     Args:
-        *positional: Arguments of `accelerate.Accelerator`, or a policy as the only one.
         policy: An argument of `distmp.policy` (name of a preset, text, a mapping), a
             `PrecisionPolicy`, or "auto" for what the device supports. None uses `mixed_precision`.
         loss_scale: Rules of the loss scale, for float16 policies.
@@ -100,15 +97,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(
         self,
-        *positional: Any,
         policy: PolicyLike | None = None,
+        *,
         loss_scale: LossScaleConfig | None = None,
         max_consecutive_skips: int | None = 50,
         **arguments: Any,
     ) -> None:
-        if positional and isinstance(positional[0], (str, Mapping, PrecisionPolicy)):
-            policy, positional = _only(positional, policy), ()
-        arguments = dict(_SIGNATURE.bind_partial(*positional, **arguments).arguments)
         _refuse_other_precision(arguments, policy)
         shards = arguments.get("fsdp_plugin") is not None or _is_set("ACCELERATE_USE_FSDP")
         if not torch.accelerator.is_available():
@@ -125,7 +119,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         arguments["kwargs_handlers"] = [
             *(arguments.get("kwargs_handlers") or ()),
             autocast_kwargs(self.policy),
-            *([_grad_scaler_kwargs(rules)] if rules else ()),
         ]
         if shards:
             arguments["fsdp_plugin"] = fsdp_plugin(
@@ -254,18 +247,6 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self._found_inf is not None and bool(self._found_inf.item())
 
 
-def _only(positional: tuple[Any, ...], keyword: PolicyLike | None) -> PolicyLike:
-    if len(positional) > 1 or keyword is not None:
-        raise ConfigError(
-            "policy",
-            positional[0],
-            "is in the place of accelerate's device_placement, so it is the only positional "
-            "argument; write policy=..., and the others with their names",
-        )
-    only: PolicyLike = positional[0]
-    return only
-
-
 def _resolve(requested: PolicyLike, device: torch.device, *, shards: bool) -> Resolution:
     resolution = resolve(requested, device)
     if requested == "auto" and resolution.policy.has_masters and not shards:
@@ -346,16 +327,6 @@ def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", arguments.get("gradient_accumulation_steps", 1)
     )
     return int(steps) == 1
-
-
-def _grad_scaler_kwargs(rules: LossScaleConfig) -> GradScalerKwargs:
-    """Return the rules that accelerate's settings can represent; the scaler has all of them."""
-    return GradScalerKwargs(
-        init_scale=rules.init,
-        growth_factor=rules.growth_factor,
-        backoff_factor=rules.backoff_factor,
-        growth_interval=rules.growth_interval,
-    )
 
 
 def _check_first(used: str, policy: PrecisionPolicy) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.errors import ConfigError, TrainingError, listed
+from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.accelerate import Accelerator
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.precision import PolicyLike, PrecisionPolicy
@@ -39,14 +39,6 @@ else:
 logger = logging.getLogger("distmp")
 
 _IGNORED_LABEL = -100
-# What the mixin overrides or reads of `transformers.Trainer`.
-_NEEDED = (
-    "create_accelerator_and_postprocess",
-    "get_batch_samples",
-    "training_step",
-    "_save_scaler",
-    "loss_is_scaled_for_ga",
-)
 # Under a policy without a loss scale, the scaler only skips steps that are not finite.
 _UNSCALED = LossScaleConfig(dynamic=False, init=1.0)
 
@@ -101,7 +93,6 @@ class TrainerMixin(_TrainerBase):
         max_consecutive_skips: int | None = 50,
         **arguments: Any,
     ) -> None:
-        _check_version(transformers.Trainer, *_NEEDED)
         self._requested_policy = policy
         self._scaler_arguments: dict[str, Any] = {
             "loss_scale": loss_scale,
@@ -110,7 +101,6 @@ class TrainerMixin(_TrainerBase):
         self._microbatches: deque[_Microbatch] = deque()
         self._ended_iterator: Iterator[Any] | None = None
         super().__init__(*positional, **arguments)
-        _check_version(self, "_loss_shifts_labels")
         _check_trainer(self)
 
     @property
@@ -284,18 +274,12 @@ class _TrainerAccelerator(Accelerator):
         self,
         policy: PolicyLike | None,
         *,
-        loss_scale: LossScaleConfig | None,
         max_consecutive_skips: int | None,
         **arguments: Any,
     ) -> None:
         if policy is not None:
             arguments["mixed_precision"] = None
-        super().__init__(
-            policy=policy,
-            loss_scale=loss_scale,
-            max_consecutive_skips=max_consecutive_skips,
-            **arguments,
-        )
+        super().__init__(policy, max_consecutive_skips=max_consecutive_skips, **arguments)
         self.loss_weight: Tensor | float | None = None
         if self.scaler is None:
             self.scaler = DeferredGradScaler(
@@ -336,18 +320,6 @@ def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
             " let data_collator return tensors"
         )
     return samples, False
-
-
-def _check_version(trainer: object, *names: str) -> None:
-    """Refuse a version of transformers whose trainer lacks what the mixin overrides or reads."""
-    missing = [name for name in names if not hasattr(trainer, name)]
-    if missing:
-        raise ConfigError(
-            "transformers",
-            transformers.__version__,
-            f"its trainer has no {listed(missing)}, which distmp needs; run pip install"
-            " 'distmp[trainers]'",
-        )
 
 
 def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:

@@ -11,10 +11,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from distmp.errors import ConfigError
-from distmp.launcher.job import ENVIRONMENTS, detect, srun_command
-from distmp.launcher.job_files import KINDS, render
-from distmp.launcher.local import LaunchOptions, launch
-from distmp.launcher.messages import log
+from distmp.launcher.job import ENVIRONMENTS
+from distmp.launcher.local import launch
 from distmp.launcher.network import Network
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -26,9 +24,8 @@ CUDA devices of each (on two CPU ranks where there is none).
 
   distmp launch -- --config preset:quickstart --optim.lr 3e-4
   distmp launch --nproc-per-node 4 -- --config FILE
-  distmp launch --preflight -- --config FILE   (only compare and measure the ranks)
+  distmp launch -- --config FILE --preflight only   (only compare and measure the ranks)
   distmp launch --hosts node1,node2 -- --config FILE
-  distmp launch --render slurm --nnodes 2 --nproc-per-node 8 -- --config FILE
 
 {options}
 `torchrun --help` and `distmp train --help` list the options of each side.
@@ -51,19 +48,20 @@ def main(argv: list[str]) -> int:
         return 0
     own, torchrun_arguments = _parser().parse_known_args(before)
     _check(train_arguments)
-    if own.render is not None:
-        return _render(before, torchrun_arguments, train_arguments)
-    options = LaunchOptions(own.dry_run, own.environment, own.port, own.preflight)
     if own.follow_stdin:
         from distmp.launcher.hosts import follow_stdin
 
         follow_stdin()
     if own.hosts is not None:
-        return _launch_on_hosts(own, options, torchrun_arguments, train_arguments)
-    job = detect(os.environ, Network.of_this_machine().hostname, options.environment)
-    if job.spread and job.nodes is not None:
-        return _spread(job.nodes.value, argv, options)
-    return launch(torchrun_arguments, train_arguments, options)
+        return _launch_on_hosts(own, torchrun_arguments, train_arguments)
+    return launch(
+        torchrun_arguments,
+        "distmp.train",
+        train_arguments,
+        dry_run=own.dry_run,
+        environment=own.environment,
+        port=own.port,
+    )
 
 
 def _import_torch_quietly() -> None:
@@ -111,9 +109,6 @@ def _parser() -> argparse.ArgumentParser:
         help="print this machine's command and environment, with a reason for each value",
     )
     parser.add_argument(
-        "--preflight", action="store_true", help="only compare and measure the ranks, do not train"
-    )
-    parser.add_argument(
         "--environment",
         choices=ENVIRONMENTS,
         help="where the machines of the run are read from (default: detected)",
@@ -130,11 +125,6 @@ def _parser() -> argparse.ArgumentParser:
         "--port",
         type=_port,
         help="rendezvous port of the first machine (default: derived from the job's name)",
-    )
-    parser.add_argument(
-        "--render",
-        choices=KINDS,
-        help="print a job file for --nnodes machines with --nproc-per-node GPUs each",
     )
     # Set by --hosts for its agents.
     parser.add_argument("--follow-stdin", action="store_true", help=argparse.SUPPRESS)
@@ -166,46 +156,8 @@ def _check(train_arguments: list[str]) -> None:
     config.check_names()
 
 
-def _render(
-    launch_arguments: list[str], torchrun_arguments: list[str], train_arguments: list[str]
-) -> int:
-    from distmp.launcher.torchrun import read
-
-    text = render(launch_arguments, train_arguments)
-    read(torchrun_arguments)
-    sys.stdout.write(text)
-    return 0
-
-
-def _spread(nodes: int, argv: list[str], options: LaunchOptions) -> int:
-    """Start this launcher once on every machine of this process's Slurm job."""
-    agent = [sys.executable, "-m", "distmp", "launch", *argv]
-    command = srun_command(os.environ, nodes, agent)
-    if options.dry_run:
-        words = [word for word in command if word != "--dry-run"]
-        sys.stdout.write(
-            "# environment: slurm, outside of a step; every machine of the job runs the command\n"
-            "# below; add --dry-run to it to see what each of them would run\n"
-            f"{shlex.join(words)}\n"
-        )
-        return 0
-    log(shlex.join(command))
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        raise ConfigError(
-            "--environment",
-            "slurm",
-            f"srun cannot be run here ({error.strerror}); `--environment local` trains on this "
-            "machine only",
-        ) from None
-
-
 def _launch_on_hosts(
-    own: argparse.Namespace,
-    options: LaunchOptions,
-    torchrun_arguments: list[str],
-    train_arguments: list[str],
+    own: argparse.Namespace, torchrun_arguments: list[str], train_arguments: list[str]
 ) -> int:
     from distmp.launcher.hosts import plan_hosts, read_hosts, run_on_hosts
     from distmp.launcher.torchrun import read
@@ -214,13 +166,12 @@ def _launch_on_hosts(
     plan = plan_hosts(
         hosts,
         _ssh(own.ssh),
-        replace(read(torchrun_arguments), port=options.port),
+        replace(read(torchrun_arguments), port=own.port),
         train_arguments,
         Network.of_this_machine(),
         os.environ,
-        preflight=options.preflight,
     )
-    if options.dry_run:
+    if own.dry_run:
         sys.stdout.write(plan.describe())
         return 0
     return run_on_hosts(plan)

@@ -53,8 +53,8 @@ class Host:
 def read_hosts(text: str) -> list[Host]:
     """Read a host file, or the list itself: `a,b` or `a:4,b:4`.
 
-    A file has one host per line: a name, optionally followed by its number of ranks (`slots=4` or
-    `:4`; default: one per device). `#` starts a comment.
+    A file has one host per line: a name, optionally followed by its number of ranks (`:4`; default:
+    one per device). `#` starts a comment.
 
     Raises:
         ConfigError: If there is no host, a host is listed twice, or a line is invalid.
@@ -82,14 +82,11 @@ def read_hosts(text: str) -> list[Host]:
 
 def _read_host(text: str, line: str) -> Host:
     parts = re.fullmatch(
-        r"(?P<name>[\w.@-]+)(?:(?::|\s+slots\s*=\s*)(?P<ranks>[1-9]\d*))?",
-        line.partition("#")[0].strip(),
+        r"(?P<name>[\w.@-]+)(?::(?P<ranks>[1-9]\d*))?", line.partition("#")[0].strip()
     )
     # ssh would read a name that starts with a dash as an option.
     if parts is None or parts["name"].startswith("-"):
-        raise ConfigError(
-            "--hosts", text, f"{line.strip()!r} is not HOST, HOST:RANKS or HOST slots=RANKS"
-        )
+        raise ConfigError("--hosts", text, f"{line.strip()!r} is not HOST or HOST:RANKS")
     return Host(parts["name"], int(parts["ranks"]) if parts["ranks"] else None)
 
 
@@ -124,8 +121,6 @@ def plan_hosts(
     train_arguments: list[str],
     network: Network,
     variables: Mapping[str, str],
-    *,
-    preflight: bool = False,
 ) -> HostsPlan:
     """Derive the command for each host.
 
@@ -136,7 +131,6 @@ def plan_hosts(
         train_arguments: Options of `distmp.train`.
         network: The network of this machine.
         variables: The environment of this machine.
-        preflight: Only compare and measure the ranks, do not train.
 
     Raises:
         ConfigError: If the user's options configure another kind of rendezvous.
@@ -156,7 +150,6 @@ def plan_hosts(
         agent = [
             *("env", *environment, sys.executable, "-m", "distmp", "launch"),
             *("--environment=local", "--follow-stdin", f"--node-rank={number}"),
-            *(["--preflight"] if preflight else []),
             *(*shared, *ranks, *given.arguments, "--", *train_arguments),
         ]
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
@@ -177,7 +170,8 @@ def _rendezvous_options(
         names = tuple(_network_name(host, ssh) for host in hosts)
         job = Job("hosts", "--hosts", hosts=names)
         head = ExplainedValue(names[0], "first of --hosts")
-        address, reason, _ = address_of(head, ExplainedValue(0, "--hosts"), job, network)
+        rank = ExplainedValue(0, "--hosts")
+        address, reason = address_of(head, rank, job, len(hosts), network)
         endpoint = join_port(address, port.value)
         options.append(
             ExplainedValue(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,7 +14,6 @@ from distmp.distributed.launcher_variables import (
 )
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
-from distmp.launcher.network import AddressError
 from distmp.launcher.nodelist import expand
 
 Variables = Mapping[str, str]
@@ -42,7 +39,6 @@ class Job:
         name: Unique name of the job, the same on all its machines.
         hosts: Names or addresses of all machines, in order of node rank.
         names_appear: Whether a machine's name resolves only after that machine has started.
-        spread: Whether this process runs outside of a step and must start one launcher per machine.
         notes: Why this environment was selected, and which others were found.
     """
 
@@ -55,7 +51,6 @@ class Job:
     name: ExplainedValue[str] | None = None
     hosts: tuple[str, ...] = ()
     names_appear: bool = False
-    spread: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -81,12 +76,10 @@ def detect(variables: Variables, hostname: str, requested: str | None = None) ->
         job = Job("local", "no job of a scheduler" if not present else "--environment")
     else:
         job = _TABLE[present[0]][1](variables, hostname)
-    return replace(job, notes=job.notes + _notes(present, variables, requested))
+    return replace(job, notes=job.notes + _notes(present, variables))
 
 
 def _check_requested(requested: str, present: list[str]) -> None:
-    if requested not in ENVIRONMENTS:
-        raise ConfigError("--environment", requested, f"use one of {', '.join(ENVIRONMENTS)}")
     if requested != "local" and requested not in present:
         raise ConfigError(
             "--environment",
@@ -95,15 +88,14 @@ def _check_requested(requested: str, present: list[str]) -> None:
         )
 
 
-def _notes(present: list[str], variables: Variables, requested: str | None) -> tuple[str, ...]:
-    """Explain why the first of several environments was selected."""
+def _notes(present: list[str], variables: Variables) -> tuple[str, ...]:
+    """Say which of several environments was selected."""
     if len(present) < 2:
         return ()
     selected, *others = present
     evidence = "; ".join(f"{name}: {_TABLE[name][0](variables)}" for name in others)
-    reason = "--environment requests it" if requested else _INNERMOST[selected]
     return (
-        f"selected {selected}, because {reason}; also found {evidence}. "
+        f"selected {selected}; also found {evidence}. "
         f"`--environment {others[0]}` selects that, `--environment local` only this machine",
     )
 
@@ -241,25 +233,22 @@ def _slurm(variables: Variables, hostname: str) -> Job:
 
 
 def _slurm_allocation(variables: Variables, job: str) -> Job:
-    """Return the job of a batch script, which runs on its first machine, or of a salloc shell."""
+    """Return the job of a script on its only machine; refuse shells, and scripts of several."""
     names = [name for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES") if name in variables]
-    nodes = ExplainedValue(
-        _number(variables, names[0], least=1) if names else 1, names[0] if names else "one machine"
-    )
+    nodes = _number(variables, names[0], least=1) if names else 1
     on_a_node = "SLURM_NODEID" in variables or "SLURMD_NODENAME" in variables
+    if nodes > 1 or not on_a_node:
+        raise ConfigError(
+            "SLURM_JOB_ID",
+            job,
+            "start the launcher on each machine of the job with srun: `srun --ntasks-per-node=1 "
+            "--cpu-bind=none distmp launch ...`; `--environment local` trains on this machine only",
+        )
     return Job(
         "slurm",
         _slurm_evidence(variables),
-        nodes=nodes,
+        nodes=ExplainedValue(nodes, names[0] if names else "one machine"),
         name=ExplainedValue(job, "SLURM_JOB_ID"),
-        hosts=_slurm_hosts(variables, "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-        spread=nodes.value > 1 or not on_a_node,
-        notes=()
-        if on_a_node
-        else (
-            f"this is a shell of job {job} on a machine outside of the job; "
-            "`--environment local` trains on this machine instead",
-        ),
     )
 
 
@@ -310,51 +299,6 @@ def scheduled_job(variables: Variables) -> tuple[str, int, str | None] | None:
     return variables["SLURM_JOB_ID"], requeued, variables.get("SLURM_ARRAY_JOB_ID")
 
 
-def srun_command(variables: Variables, nodes: int, command: list[str]) -> list[str]:
-    """Return the command that runs `command` once on every machine of this Slurm job."""
-    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    # By default srun does not give all cores of the job to a single task.
-    cores = re.sub(r"\(x\d+\)", "", variables.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    if cores:
-        words.append(f"--cpus-per-task={min(map(int, cores.split(',')))}")
-    return [*words, *command]
-
-
-def slurm_resolver(resolve: Callable[[str], str]) -> Callable[[str], str]:
-    """Return a resolver that asks Slurm for the address of names that do not resolve.
-
-    Args:
-        resolve: Called first; raises AddressError for unknown names.
-    """
-
-    def resolve_with_slurm(name: str) -> str:
-        try:
-            return resolve(name)
-        except AddressError:
-            address = _node_address(name)
-            if address in ("", name):
-                raise
-            return resolve(address)
-
-    return resolve_with_slurm
-
-
-def _node_address(name: str) -> str:
-    """Return NodeAddr of `scontrol show node`, or an empty string."""
-    try:
-        output = subprocess.run(
-            ["scontrol", "show", "node", "--oneliner", name],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    match = re.search(r"\bNodeAddr=(\S+)", output)
-    return match[1] if match else ""
-
-
 # Shared helpers
 
 
@@ -395,10 +339,5 @@ _TABLE: dict[str, tuple[Callable[[Variables], str], Callable[[Variables, str], J
     "variables": (_numbered_evidence, _numbered),
     "kubernetes": (_kubernetes_evidence, _kubernetes),
     "slurm": (_slurm_evidence, _slurm),
-}
-_INNERMOST = {
-    "variables": "they give the rank of this machine",
-    "kubernetes": "a pod inherits variables, and nothing else starts processes inside of it",
-    "slurm": "nothing else started this process",
 }
 ENVIRONMENTS = (*_TABLE, "local")

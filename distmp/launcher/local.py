@@ -10,9 +10,8 @@ import shlex
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distmp.distributed.orphans import known_as_launcher
@@ -20,33 +19,28 @@ from distmp.distributed.rank_environment import STORE_VARIABLE
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.explained_value import ExplainedValue
-from distmp.launcher.job import detect, slurm_resolver
+from distmp.launcher.job import detect
 from distmp.launcher.messages import assignment, log
 from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import OrderlyStop, has_ranks
 from distmp.launcher.plan import Endpoint, Machine, Plan, join_timeout_seconds, make_plan
-from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
+from distmp.launcher.rendezvous import Rendezvous, failures_explained
 from distmp.launcher.rendezvous_guard import guarded
-from distmp.launcher.torchrun import binding, check, parse, read
+from distmp.launcher.torchrun import check, parse, read
 from distmp.masking import masked
 from distmp.utils.cgroups import granted_cores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# What torchrun logs about every stopped or failed rank; `_report` logs one line instead.
-_NOISE = {
-    "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
-    # A node that cannot reach the first one says so although the run has just ended there, or the
-    # first machine is slow to respond; `Rendezvous` reports a first machine that is lost.
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": ("The node '",),
-    # The launcher passes it to decide which machine hosts the rendezvous.
-    "torch.distributed.run": ("node_rank is only used for static rdzv_backend",),
-    "torch.distributed.elastic.multiprocessing.api": (
-        "Sending process %s closing signal",
-        "failed (exitcode: %s)",
-    ),
-}
+# Loggers of torchrun's messages about every stopped or failed rank, and about options that the
+# launcher passes. `_report` and `Rendezvous` log one line instead.
+_NOISY = (
+    "torch.distributed.run",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+)
 
 # Exit codes of ranks that end because another rank did: torchrun stops them with SIGTERM, NCCL's
 # watchdog aborts them when a peer is lost.
@@ -70,25 +64,6 @@ _LIKELY_CAUSES: dict[int, str] = {
 }
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The options of `distmp launch` that are not torchrun's.
-
-    Attributes:
-        dry_run: Print the command with reasons, and run nothing.
-        environment: Where the machines of the run are read from; None detects it.
-        port: The rendezvous port; None derives it from the job's name.
-        preflight: Only compare and measure the ranks, do not train.
-    """
-
-    dry_run: bool = False
-    environment: str | None = None
-    port: int | None = None
-    preflight: bool = False
-
-
-_NO_OPTIONS = LaunchOptions()
-
 # The kernel may need time to free a killed rank's memory.
 _KILL_SECONDS = 5.0
 
@@ -107,16 +82,23 @@ def default_ranks() -> tuple[int, str]:
 
 def launch(
     torchrun_arguments: list[str],
-    train_arguments: list[str],
-    options: LaunchOptions = _NO_OPTIONS,
+    module: str,
+    arguments: list[str],
+    *,
+    dry_run: bool = False,
+    environment: str | None = None,
+    port: int | None = None,
 ) -> int:
-    """Train on ranks started by torchrun.
+    """Run `python -m module arguments` on ranks started by torchrun.
 
     Args:
         torchrun_arguments: Options of torchrun. If absent, the number of ranks and a rendezvous on
             this machine are added.
-        train_arguments: Options of `distmp.train`, checked.
-        options: The options of `distmp launch` itself.
+        module: The module that each rank runs.
+        arguments: Its options, checked.
+        dry_run: Print the command with reasons, and run nothing.
+        environment: Where the machines of the run are read from; None detects it.
+        port: The rendezvous port; None derives it from the job's name.
 
     Returns:
         0 after success; the exit code of the rank that failed first, or 128 plus the signal that
@@ -127,59 +109,22 @@ def launch(
         ConfigError: If an option is invalid; no rank was started.
         SystemExit: With code 0 if the options ask for help.
     """
-    module = "distmp.commands.preflight" if options.preflight else "distmp.train"
-    return run_ranks(torchrun_arguments, module, train_arguments, options)
-
-
-def run_ranks(
-    torchrun_arguments: list[str],
-    module: str,
-    arguments: list[str],
-    options: LaunchOptions = _NO_OPTIONS,
-) -> int:
-    """Run `python -m module arguments` on ranks started by torchrun; see `launch`."""
     command = ["-m", module, *arguments]
-    plan = plan_here(torchrun_arguments, options)
-    if options.dry_run:
+    plan = plan_here(torchrun_arguments, environment, port, waits=not dry_run)
+    if dry_run:
         sys.stdout.write(plan.describe(command))
         return 0
-    if plan.endpoint is not None:
-        return _run_with_others(plan, plan.endpoint, command, torchrun_arguments, options)
     parsed = _apply(plan, command, torchrun_arguments)
-    with port_conflicts_explained():
-        return _run(parsed)
+    return _run(parsed) if plan.endpoint is None else _run_with_others(plan.endpoint, parsed)
 
 
-def _run_with_others(
-    plan: Plan,
-    endpoint: Endpoint,
-    command: list[str],
-    torchrun_arguments: list[str],
-    options: LaunchOptions,
-) -> int:
+def _run_with_others(endpoint: Endpoint, options: Namespace) -> int:
     """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
-    if endpoint.provisional:
-        parsed = _parse(plan, command, torchrun_arguments)  # an error before any wait
-    else:
-        parsed = _apply(plan, command, torchrun_arguments)
     rendezvous = Rendezvous.open(endpoint, log)
-    with (
-        failures_explained(rendezvous),
-        rendezvous.watched(_give_up, has_ranks, log),
-        rendezvous.waiting_logged(log),
-    ):
-        if endpoint.provisional:
-            # The route to another machine shows which address of this one the others reach.
-            address = Network.of_this_machine().source(rendezvous.another().address)
-            plan = plan_here(torchrun_arguments, options, {endpoint.head: address})
-            assert plan.endpoint is not None
-            rendezvous.move_to(plan.endpoint)
-            parsed = _apply(plan, command, torchrun_arguments)
-        os.environ.update(_store_variables(rendezvous.endpoint))
-        code = _run(parsed)
-    if code == 0:
-        rendezvous.leave()
-    elif lost := rendezvous.unresponsive():
+    with failures_explained(rendezvous), rendezvous.watched(_give_up, has_ranks, log):
+        os.environ.update(_store_variables(endpoint))
+        code = _run(options)
+    if code != 0 and (lost := rendezvous.unresponsive()):
         log(f"lost {', '.join(lost)}, which does not respond any more")
     return code
 
@@ -197,17 +142,13 @@ def _store_variables(endpoint: Endpoint) -> dict[str, str]:
     }
 
 
-def _parse(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Namespace:
-    return parse([*plan.torchrun(), *command], torchrun_arguments)
-
-
 def _apply(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Namespace:
     """Set the plan's variables, check the options, log what is run, and return the options."""
-    parsed = _parse(plan, command, torchrun_arguments)
+    parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
     os.environ.update({name: choice.value for name, choice in plan.variables.items()})
     # torchrun warns about variables that are not set.
     check(parsed, torchrun_arguments)
-    for note in (*plan.job.notes, *plan.notes):
+    for note in plan.job.notes:
         log(note)
     names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
     variables = [assignment(name, os.environ[name]) for name in names]
@@ -217,38 +158,36 @@ def _apply(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Nam
 
 def plan_here(
     torchrun_arguments: list[str],
-    options: LaunchOptions,
-    addresses: Mapping[str, str] = MappingProxyType({}),
+    environment: str | None = None,
+    port: int | None = None,
+    *,
+    waits: bool = False,
 ) -> Plan:
     """Derive what to run on this machine.
 
     Args:
         torchrun_arguments: Options of torchrun.
-        options: The options of `distmp launch` itself.
-        addresses: Addresses of names, which take precedence over what the names resolve to.
+        environment: Where the machines of the run are read from; None detects it.
+        port: The rendezvous port; None derives it from the job's name.
+        waits: Whether to wait for the names of machines that have not started yet.
 
     Raises:
         ConfigError: If an option is invalid, or the machines could not reach each other.
         AddressError: If the first machine of several has no address.
     """
-    given = replace(read(torchrun_arguments), port=options.port)
+    given = replace(read(torchrun_arguments), port=port)
     network = Network.of_this_machine()
-    job = detect(os.environ, network.hostname, options.environment)
+    job = detect(os.environ, network.hostname, environment)
     if given.ranks is None:
         count, reason = default_ranks()
         ranks = ExplainedValue(count, f"{reason}; change with --nproc-per-node")
-        if not options.dry_run and not addresses:
+        if waits:
             log(f"{count} rank{'s' if count > 1 else ''} ({ranks.reason})")
     else:
         ranks = ExplainedValue(given.ranks, "--nproc-per-node")
-    if job.environment == "slurm":
-        network = replace(network, resolve=slurm_resolver(network.resolve))
-    if job.names_appear and not options.dry_run:
+    if job.names_appear and waits:
         network = network.with_retries(join_timeout_seconds(given.rdzv_conf or {}), log)
-    resolve = network.resolve
-    network = replace(network, resolve=lambda name: addresses.get(name) or resolve(name))
-    machine = Machine(network, granted_cores(), ranks, binding(ranks.value))
-    return make_plan(given, job, machine, os.environ)
+    return make_plan(given, job, Machine(network, granted_cores(), ranks), os.environ)
 
 
 def _run(options: Namespace) -> int:
@@ -256,8 +195,9 @@ def _run(options: Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
-    _drop_noise()
     with guarded(), OrderlyStop(options) as stop, known_as_launcher():
+        for name in _NOISY:  # their modules, which `guarded` imports, set another level
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
             run(options)
         except SignalException as signalled:
@@ -265,15 +205,6 @@ def _run(options: Namespace) -> int:
         except ChildFailedError as error:
             return _report(error.failures)
     return 0
-
-
-def _drop_noise() -> None:
-    for name, starts in _NOISE.items():
-        logging.getLogger(name).addFilter(_without(starts))
-
-
-def _without(starts: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: not str(record.msg).startswith(starts)
 
 
 def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:

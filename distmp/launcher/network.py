@@ -11,21 +11,7 @@ from dataclasses import dataclass, replace
 from distmp.distributed.reachability import source_address
 from distmp.errors import DistmpError
 
-# Documentation addresses (RFC 5737, RFC 3849): no host has them, so the route to them is the
-# default route. Connecting a datagram socket to them sends nothing.
-_DEFAULT_ROUTE_TARGETS = ("192.0.2.1", "2001:db8::1")
-
 _RETRY_SECONDS = 1.0
-
-# Sent to test a path: several packets even with jumbo frames, and quick on a slow link.
-LARGE_MESSAGE = "x" * (1 << 15)
-# Advice if small messages arrive and `LARGE_MESSAGE` does not.
-MTU_ADVICE = (
-    "small messages arrive there and large ones do not, as in an MTU black hole: a link on the way "
-    "has a smaller MTU than the interfaces, and drops larger packets silently. Set the MTU of the "
-    "interfaces of all machines to the smallest on the way (`ip link set dev NAME mtu 1400`), or "
-    "let ICMP pass firewalls"
-)
 
 
 class AddressError(DistmpError):
@@ -81,29 +67,11 @@ class Network:
             f"{name} ({', '.join(addresses)})" for name, addresses in self.interfaces.items()
         )
 
-    def default_address(self) -> tuple[str, str]:
-        """Return the source address of the default route or of an interface, and which of them.
 
-        Raises:
-            AddressError: If there is neither.
-        """
-        for target in _DEFAULT_ROUTE_TARGETS:
-            try:
-                return self.source(target), "the default route's address is used"
-            except AddressError:
-                continue
-        for name in external_interfaces(self.interfaces):
-            address = next(filter(_is_external, self.interfaces[name]))
-            return address, f"the address of {name} is used, because there is no default route"
-        raise AddressError(
-            "this machine has no interface that other machines could reach; its interfaces: "
-            f"{self.describe_interfaces()}"
-        )
-
-
-def external_interfaces(interfaces: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the interfaces that have an address other than loopback and link-local ones."""
-    return [name for name, own in interfaces.items() if any(map(_is_external, own))]
+def external_addresses(interfaces: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the first address of each interface that is neither loopback nor link-local."""
+    own = (next(filter(_is_external, addresses), None) for addresses in interfaces.values())
+    return [address for address in own if address is not None]
 
 
 def _is_external(address: str) -> bool:

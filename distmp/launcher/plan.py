@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
@@ -19,7 +18,7 @@ from distmp.launcher.messages import assignment
 from distmp.launcher.network import (
     AddressError,
     Network,
-    external_interfaces,
+    external_addresses,
     is_loopback,
     join_port,
 )
@@ -58,7 +57,6 @@ class UserOptions:
     rdzv_id: str | None = None
     rdzv_conf: Mapping[str, str] | None = None
     local_addr: str | None = None
-    numa_binding: str | None = None
     own_rendezvous: str | None = None
     port: int | None = None
 
@@ -71,13 +69,11 @@ class Machine:
         network: Its names and addresses.
         cores: Number of processor cores that this process may use.
         ranks: Number of ranks to start.
-        binding: The option that binds each rank to the NUMA node of its GPU, or None.
     """
 
     network: Network
     cores: int
     ranks: ExplainedValue[int]
-    binding: ExplainedValue[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,6 @@ class Endpoint:
         hosts: All machines, if known.
         join_timeout_seconds: How long machines wait for each other.
         read_timeout_seconds: How long the first machine may be unreachable during the run.
-        provisional: Whether the address is one of several of this machine, and the other machines
-            may have to use another one.
     """
 
     head: str
@@ -111,11 +105,6 @@ class Endpoint:
     hosts: tuple[str, ...]
     join_timeout_seconds: int
     read_timeout_seconds: int
-    provisional: bool = False
-
-    def others(self) -> list[str]:
-        """Return the other known machines."""
-        return [host for rank, host in enumerate(self.hosts) if rank != self.node_rank]
 
     def __str__(self) -> str:
         return join_port(self.address, self.port)
@@ -131,7 +120,6 @@ class Plan:
         arguments: The user's options, and derived ones that must follow them.
         variables: Additions to the environment.
         endpoint: The rendezvous, or None for one machine or a rendezvous configured by the user.
-        notes: Messages to log.
     """
 
     job: Job
@@ -139,7 +127,6 @@ class Plan:
     arguments: tuple[str, ...]
     variables: Mapping[str, ExplainedValue[str]]
     endpoint: Endpoint | None = None
-    notes: tuple[str, ...] = ()
 
     def torchrun(self) -> list[str]:
         """Return torchrun's options."""
@@ -152,13 +139,10 @@ class Plan:
         entries = [*self.options, *map(ExplainedValue, variables, reasons)]
         width = max((len(entry.value) for entry in entries), default=0)
         lines = [f"# environment: {self.job.environment} ({self.job.evidence})"]
-        lines += [f"# note: {note}" for note in (*self.job.notes, *self.notes)]
+        lines += [f"# note: {note}" for note in self.job.notes]
         lines += [f"#   {entry.value:{width}}  {entry.reason}" for entry in entries]
         if self.endpoint is not None:
-            others = ", ".join(self.endpoint.others()) or "the other machines"
-            lines.append(
-                f"# the same on {others}, each with its own is_host, address and interface"
-            )
+            lines.append("# other machines have the same, with their is_host, address, interface")
         words = masked(["torchrun", *self.torchrun(), *command])
         lines.append(" ".join([*variables, shlex.join(words)]))
         return "".join(f"{line}\n" for line in lines)
@@ -182,8 +166,6 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
         options.append(
             ExplainedValue(f"--nproc-per-node={machine.ranks.value}", machine.ranks.reason)
         )
-    if machine.binding is not None and given.numa_binding is None:
-        options.append(machine.binding)
     plan = Plan(job, tuple(options), given.arguments, _threads(given, machine, variables))
     if given.own_rendezvous == "standalone":
         return _on_loopback(plan, given, machine.network, variables)
@@ -202,7 +184,7 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
         if given.rdzv_endpoint is None:
             plan = _with(plan, ExplainedValue("--standalone", "one machine"))
         return _on_loopback(plan, given, machine.network, variables)
-    plan = _several(plan, given, machine.network, variables)
+    plan = _several(plan, given, nodes or 1, machine.network, variables)
     if one and plan.endpoint is not None and not plan.endpoint.is_host:
         raise ConfigError(
             "--rdzv-endpoint",
@@ -244,7 +226,7 @@ def _threads(
 
 
 def _several(
-    plan: Plan, given: UserOptions, network: Network, variables: Mapping[str, str]
+    plan: Plan, given: UserOptions, nodes: int, network: Network, variables: Mapping[str, str]
 ) -> Plan:
     """Add the options for a rendezvous of several machines."""
     job = plan.job
@@ -255,7 +237,8 @@ def _several(
         else job.node_rank
     )
     conf = dict(given.rdzv_conf or {})
-    address, address_reason, uncertain = address_of(head, rank, job, network)
+    min_nodes = given.nnodes[0] if given.nnodes else job.nodes.value if job.nodes else 1
+    address, address_reason = address_of(head, rank, job, nodes, network)
     is_host, host_reason = _is_host(conf, address, rank, network)
     local_address, local_reason = _local_address(given, address, network)
     run_id = given.rdzv_id or (job.name.value if job.name else "none")
@@ -267,26 +250,23 @@ def _several(
         run_id=run_id,
         local_address=local_address,
         node_rank=None if rank is None else rank.value,
-        min_nodes=_min_nodes(given, job),
-        hosts=job.hosts or _numbered_hosts(rank, given, job),
+        min_nodes=min_nodes,
+        # By node rank, for messages, if nothing names the machines.
+        hosts=job.hosts or tuple(f"node rank {n}" for n in range(min_nodes) if rank is not None),
         join_timeout_seconds=join_timeout_seconds(conf),
         read_timeout_seconds=_seconds(conf, "read_timeout", REJOIN_SECONDS),
-        provisional=uncertain and is_host and _min_nodes(given, job) > 1,
     )
-    if given.nnodes is None and job.nodes is not None:
-        plan = _with(plan, ExplainedValue(f"--nnodes={job.nodes.value}", job.nodes.reason))
-    if not given.rdzv_backend:
-        plan = _with(
-            plan, ExplainedValue("--rdzv-backend=c10d", "torchrun's backend that supports restarts")
-        )
-    if given.rdzv_endpoint is None:
-        reason = f"{address_reason}; port: {port.reason}"
-        plan = _with(plan, ExplainedValue(f"--rdzv-endpoint={endpoint}", reason))
-    if given.rdzv_id is None:
-        reason = job.name.reason if job.name else "torchrun's default"
-        plan = _with(plan, ExplainedValue(f"--rdzv-id={run_id}", reason))
-    if given.local_addr is None:
-        plan = _with(plan, ExplainedValue(f"--local-addr={local_address}", local_reason))
+    endpoint_reason = f"{address_reason}; port: {port.reason}"
+    id_reason = job.name.reason if job.name else "torchrun's default"
+    nodes = job.nodes or ExplainedValue("", "")
+    derived = (
+        (given.nnodes or not job.nodes, f"--nnodes={nodes.value}", nodes.reason),
+        (given.rdzv_backend, "--rdzv-backend=c10d", "torchrun's backend that supports restarts"),
+        (given.rdzv_endpoint, f"--rdzv-endpoint={endpoint}", endpoint_reason),
+        (given.rdzv_id, f"--rdzv-id={run_id}", id_reason),
+        (given.local_addr, f"--local-addr={local_address}", local_reason),
+    )
+    plan = _with(plan, *(ExplainedValue(word, why) for own, word, why in derived if not own))
     conf = {
         "is_host": str(is_host).lower(),
         "read_timeout": str(endpoint.read_timeout_seconds),
@@ -297,12 +277,12 @@ def _several(
     if given.rdzv_conf:
         # torchrun uses only the last --rdzv-conf, so it has to contain all keys.
         plan = replace(plan, arguments=(*given.arguments, option), options=plan.options[:-1])
-    interface, notes = _interface(local_address, network, variables)
-    return replace(plan, endpoint=endpoint, variables={**plan.variables, **interface}, notes=notes)
+    interface = _interface(local_address, network, variables)
+    return replace(plan, endpoint=endpoint, variables={**plan.variables, **interface})
 
 
-def _with(plan: Plan, option: ExplainedValue[str]) -> Plan:
-    return replace(plan, options=(*plan.options, option))
+def _with(plan: Plan, *options: ExplainedValue[str]) -> Plan:
+    return replace(plan, options=(*plan.options, *options))
 
 
 def _head_and_port(given: UserOptions, job: Job) -> tuple[ExplainedValue[str], ExplainedValue[int]]:
@@ -359,25 +339,21 @@ def random_port() -> ExplainedValue[int]:
     return ExplainedValue(secrets.choice(_PORTS), "random, new for every launch")
 
 
-class Address(NamedTuple):
-    """The address of the first machine.
-
-    Attributes:
-        value: The address.
-        reason: Why it is this one.
-        uncertain: Whether this machine is the first one and other machines may reach it only at
-            another of its addresses.
-    """
-
-    value: str
-    reason: str
-    uncertain: bool = False
-
-
 def address_of(
-    head: ExplainedValue[str], rank: ExplainedValue[int] | None, job: Job, network: Network
-) -> Address:
-    """Return the address at which all machines reach the first one.
+    head: ExplainedValue[str],
+    rank: ExplainedValue[int] | None,
+    job: Job,
+    nodes: int,
+    network: Network,
+) -> tuple[str, str]:
+    """Return the address at which all machines reach the first one, and why it is this one.
+
+    Args:
+        head: Name or address of the first machine.
+        rank: Rank of this machine, if known.
+        job: The detected job.
+        nodes: Number of machines.
+        network: The network of this machine.
 
     Raises:
         AddressError: If there is no such address.
@@ -390,8 +366,8 @@ def address_of(
             f"{head.reason}. Pass an address that all machines can reach: --rdzv-endpoint "
             "ADDRESS:PORT"
         ) from None
-    if not is_loopback(address) or _is_local_run(head.value, job, network):
-        return Address(address, head.reason)
+    if not is_loopback(address) or nodes == 1 or _is_local_run(head.value, job, network):
+        return address, head.reason
     if rank is not None and rank.value != 0:
         raise AddressError(
             f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
@@ -403,10 +379,15 @@ def address_of(
         with suppress(AddressError):
             source = network.source(network.resolve(host))
             if not is_loopback(source):
-                return Address(source, f"{reason}this machine's source address for {host} is used")
-    own, why = network.default_address()
-    return Address(
-        own, f"{reason}{why}", uncertain=len(external_interfaces(network.interfaces)) > 1
+                return source, f"{reason}this machine's source address for {host} is used"
+    own = external_addresses(network.interfaces)
+    if len(own) == 1:
+        return own[0], f"{reason}this machine's only other address is used"
+    raise AddressError(
+        f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
+        f"{address} here, a loopback address, and this machine has several others or none: "
+        f"{network.describe_interfaces()}. Pass the one that all machines can reach: "
+        "--rdzv-endpoint ADDRESS:PORT"
     )
 
 
@@ -463,24 +444,14 @@ def _local_address(given: UserOptions, address: str, network: Network) -> tuple[
 
 def _interface(
     local_address: str, network: Network, variables: Mapping[str, str]
-) -> tuple[dict[str, ExplainedValue[str]], tuple[str, ...]]:
+) -> dict[str, ExplainedValue[str]]:
     """Select one interface for gloo and NCCL, and check the user's own choice."""
+    if variables.get("GLOO_SOCKET_IFNAME"):
+        _check_interface(variables["GLOO_SOCKET_IFNAME"], local_address, network)
     interface = network.interface_of(local_address)
     if interface is None:
-        return {}, ()
-    additions = _interface_variables(
-        interface, f"the interface that has {local_address}", variables
-    )
-    notes: tuple[str, ...] = ()
-    given = variables.get("GLOO_SOCKET_IFNAME")
-    if given:
-        _check_interface(given, local_address, network)
-        if interface not in given.split(","):
-            notes = (
-                f"GLOO_SOCKET_IFNAME={given} is set and kept, but the first machine is reached "
-                f"through {interface}",
-            )
-    return additions, notes
+        return {}
+    return _interface_variables(interface, f"the interface that has {local_address}", variables)
 
 
 def _interface_variables(
@@ -509,19 +480,6 @@ def _check_interface(given: str, local_address: str, network: Network) -> None:
             given,
             f"{problem}; unset it, or use one of: {network.describe_interfaces()}",
         )
-
-
-def _numbered_hosts(
-    rank: ExplainedValue[int] | None, given: UserOptions, job: Job
-) -> tuple[str, ...]:
-    """Return the machines by node rank, for messages, if they have one and nothing names them."""
-    return () if rank is None else tuple(f"node rank {n}" for n in range(_min_nodes(given, job)))
-
-
-def _min_nodes(given: UserOptions, job: Job) -> int:
-    if given.nnodes is not None:
-        return given.nnodes[0]
-    return job.nodes.value if job.nodes else 1
 
 
 def join_timeout_seconds(conf: Mapping[str, str]) -> int:

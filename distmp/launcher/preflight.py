@@ -1,10 +1,10 @@
-"""Preflight: check before training that ranks are consistent, connected and equally fast.
+"""Preflight: check before training that ranks are consistent, and connected by fast links.
 
 Ranks first compare versions, settings, code and data through the launcher's store. They then
-multiply matrices, create the process group as for training, and exchange data, to report slow
-ranks. The watchdog reports a rank that blocks the others.
+create the process group as for training, and exchange data, to report slow links. The watchdog
+reports a rank that blocks the others.
 
-    torchrun ... -m distmp.commands.preflight --config FILE      # only the preflight
+    torchrun ... -m distmp.train --config FILE --preflight only      # only the preflight
 """
 
 from __future__ import annotations
@@ -24,35 +24,16 @@ from distmp.distributed import rendezvous_store
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import PrefixStore, Store
-from distmp.distributed.world import World, join, local_device
-from distmp.errors import LISTED, SetupError, rank_names, ranks_by_value
+from distmp.distributed.world import World, join
+from distmp.errors import LISTED, ConfigError, SetupError, rank_names, ranks_by_value
 from distmp.launcher.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
-from distmp.launcher.rank_speed import (
-    RankSpeed,
-    measure_links,
-    measure_product,
-    slow_links,
-    slow_ranks,
-    stride,
-)
+from distmp.launcher.rank_speed import RankSpeed, measure, slow_ranks, stride
 from distmp.utils.settings.flat import digest
 from distmp.utils.units import bytes_text
 
 # A network file system may show a new file late.
 _APPEARS_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-
-
-class PreflightReport(NamedTuple):
-    """The result of a successful preflight.
-
-    Attributes:
-        summary: The measured speeds in one line.
-        warnings: One line per slow rank or differing variable, with ranks and machines.
-    """
-
-    summary: str
-    warnings: list[str]
 
 
 class _Ranks(NamedTuple):
@@ -80,14 +61,16 @@ def is_enabled(config: RunConfig, environment: RankEnvironment) -> bool:
     """Whether a run starts with a preflight; "auto" runs it on more than one machine."""
     if config.preflight == "auto":
         return environment.world_size > environment.local_world_size
-    return config.preflight == "always" and environment.world_size > 1
+    if config.preflight == "only" and environment.world_size == 1:
+        raise ConfigError("preflight", "only", "use two or more; `distmp doctor` checks a machine")
+    return config.preflight != "never" and environment.world_size > 1
 
 
 def join_checked(
     config: RunConfig,
     environment: RankEnvironment,
     watch: Callable[[], object],
-) -> tuple[World, PreflightReport]:
+) -> tuple[World, list[str]]:
     """Create the process group like `join`, with a preflight; every rank must call it.
 
     It takes a few seconds without problems.
@@ -98,7 +81,8 @@ def join_checked(
         watch: Starts a watchdog of the preflight; called when all ranks have started.
 
     Returns:
-        The process group and the report, which is the same on every rank.
+        The process group, and the report, the same on every rank: a line with the measured speeds,
+        and one for each slow rank or differing variable.
 
     Raises:
         AttemptError: If this rank does not reach the store, or some ranks did not start.
@@ -112,29 +96,21 @@ def join_checked(
     current_phase.enter("preflight: comparing settings, code and data", transfers=True)
     ranks = _Ranks(store, environment.rank, environment.world_size)
     warnings, hosts = _compare(ranks, config, environment)
-    current_phase.enter("preflight: multiplying matrices")
-    product = measure_product(local_device(environment.local_rank))
-    # Before NCCL starts: a rank that compiles kernels here does not keep others in native code.
-    ranks.gather("product", product)
     current_phase.enter("preflight: connecting to the other ranks")
     world = join(environment, timeout_seconds=timeout_seconds)
     current_phase.enter("preflight: exchanging data with its neighbors")
-    link, all_reduce, complete = measure_links(
-        world, stride(world.ranks.gather(environment.local_world_size))
-    )
-    speeds = world.ranks.gather(RankSpeed(product, link, all_reduce, complete))
+    local_sizes = world.ranks.gather(environment.local_world_size)
+    speeds = world.ranks.gather(measure(world, stride(local_sizes)))
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-    warnings += [*slow_ranks(speeds, names), *slow_links(speeds, world.device.type)]
-    return world, PreflightReport(_summary(speeds, hosts, time.monotonic() - started), warnings)
+    summary = _summary(speeds, hosts, time.monotonic() - started)
+    return world, [summary, *warnings, *slow_ranks(speeds, names)]
 
 
 def _summary(speeds: Sequence[RankSpeed], hosts: Sequence[str], seconds: float) -> str:
     machines = len({*hosts})
-    products = [1000 * speed.product for speed in speeds]
     links = [speed.link for speed in speeds if speed.link]
     parts = [
         f"{len(speeds)} ranks on {machines} host{'s' if machines > 1 else ''}, consistent",
-        f"matrix product {min(products):.3g} to {max(products):.3g} ms",
         f"all-reduce {bytes_text(min(speed.all_reduce for speed in speeds))}/s",
     ]
     if links:

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import platform
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,7 +23,7 @@ from distmp.distributed.beats import INTERVAL_SECONDS, ROSTER, Beats
 from distmp.distributed.limits import PROBE_SECONDS, SAY_AFTER_SECONDS
 from distmp.distributed.reachability import connection_error, responds
 from distmp.errors import DistmpError
-from distmp.launcher.network import LARGE_MESSAGE, MTU_ADVICE, join_port
+from distmp.launcher.network import join_port
 from distmp.launcher.plan import Endpoint
 from distmp.launcher.rendezvous_guard import open_store
 
@@ -67,16 +66,10 @@ class Rendezvous:
         self.endpoint = endpoint
         self.store = store
         self._number = store.add(ROSTER, 1)
-        self._key = f"{ROSTER}/{self._number}"
         self._beats = Beats(store, self._number)
-        self.move_to(endpoint)
-
-    def move_to(self, endpoint: Endpoint) -> None:
-        """Publish this machine's address, at the start or because it has another one now."""
-        self.endpoint = endpoint
         self.this = Member(platform.node(), endpoint.local_address, endpoint.node_rank)
         entry = json.dumps([self.this.name, self.this.address, self.this.node_rank])
-        self.store.set(self._key, entry)
+        store.set(f"{ROSTER}/{self._number}", entry)
 
     @classmethod
     def open(cls, endpoint: Endpoint, log: Callable[[str], None]) -> Rendezvous:
@@ -90,40 +83,6 @@ class Rendezvous:
             LaunchError: If the port is in use, nothing responds in time, or another program does.
         """
         return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint, log))
-
-    def leave(self) -> None:
-        """Close the store after the other machines have finished with it, at the end of a run.
-
-        torch warns with stack frames on a machine that uses a store that has gone.
-        """
-        deadline = time.monotonic() + _END_SECONDS
-        with contextlib.suppress(RuntimeError):
-            if not self.endpoint.is_host:
-                self.store.set(f"{_LEFT}/{self._number}", "")
-            while self.endpoint.is_host and not self._others_have_left():
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(_RETRY_SECONDS / 10)
-
-    def _others_have_left(self) -> bool:
-        # A machine that was started again has joined more than once.
-        last = {member: number for number, member in enumerate(self._launchers(), 1)}
-        keys = [f"{_LEFT}/{number}" for number in last.values() if number != self._number]
-        return not keys or self.store.check(keys)
-
-    def another(self) -> Member:
-        """Wait for the first of the other machines and return it.
-
-        Raises:
-            LaunchError: If none joins in time.
-        """
-        deadline = time.monotonic() + self.endpoint.join_timeout_seconds
-        while time.monotonic() < deadline:
-            for member in self.members():
-                if member != self.this:
-                    return member
-            time.sleep(_RETRY_SECONDS)
-        raise LaunchError(self.timeout_message())
 
     def members(self) -> list[Member]:
         """Return the machines that have joined so far.
@@ -146,20 +105,22 @@ class Rendezvous:
         has_ranks: Callable[[], bool],
         log: Callable[[str], None],
     ) -> Iterator[None]:
-        """Detect that the first machine is silent; torchrun would wait for it without a limit.
+        """Detect that the first machine is silent, and log what the start of ranks waits for.
+
+        torchrun would wait for a silent machine without a limit.
 
         Args:
             lost: Called with a message on a separate thread. It must end the process, because the
                 main thread is blocked in torch and does not handle signals.
             has_ranks: Returns whether this machine runs ranks. While it does not, it waits for
                 other machines.
-            log: Called with a message about the machines that it waits for.
+            log: Called with a message about the machines that the start of ranks waits for.
         """
         done = threading.Event()
         last_response = [time.monotonic()]
 
         def beat() -> None:
-            since, has_said = time.monotonic(), True  # `waiting_logged` reports the first start
+            since, logged = time.monotonic(), ""
             while not done.wait(INTERVAL_SECONDS):
                 # Blocks while the host is silent; raises if the host closed the connection, which
                 # torchrun detects itself.
@@ -169,10 +130,12 @@ class Rendezvous:
                     self._beats.beat()
                     alive = self._beats.alive(launchers)
                     if has_ranks():
-                        since, has_said = time.monotonic(), False
-                    elif not has_said and time.monotonic() - since > SAY_AFTER_SECONDS:
-                        log(self._waiting_message(alive))
-                        has_said = True
+                        since, logged = time.monotonic(), ""
+                    elif time.monotonic() - since > SAY_AFTER_SECONDS:
+                        if (waiting := self._waiting_for(alive)) != logged:
+                            seconds = self.endpoint.join_timeout_seconds
+                            log(f"waiting for {waiting}, up to {seconds} s")
+                        logged = waiting
 
         def watch() -> None:
             while not done.wait(INTERVAL_SECONDS / 5):
@@ -186,51 +149,26 @@ class Rendezvous:
         with _threads([beat] if self.endpoint.is_host else [beat, watch], done):
             yield
 
-    @contextlib.contextmanager
-    def waiting_logged(self, log: Callable[[str], None]) -> Iterator[None]:
-        """Log which machines the first one waits for, until enough have joined."""
-        done = threading.Event()
-
-        def watch() -> None:
-            reported = ""
-            while not done.wait(SAY_AFTER_SECONDS):
-                try:
-                    members = self.members()
-                except RuntimeError:
-                    return
-                if len(members) >= self.endpoint.min_nodes:
-                    return
-                if (waiting := self._waiting_for(members)) != reported:
-                    log(f"waiting for {waiting}, up to {self.endpoint.join_timeout_seconds} s")
-                    reported = waiting
-
-        with _threads([watch] if self.endpoint.is_host else [], done):
-            yield
-
-    def _waiting_for(self, members: Sequence[Member]) -> str:
-        names = ", ".join(self._missing(members))
-        count = self.endpoint.min_nodes - len(members)
-        joined = ", ".join(map(str, members))
-        return f"{names or f'{count} more host' + 's' * (count > 1)} (joined: {joined})"
-
-    def _missing(self, members: Sequence[Member]) -> list[str]:
-        """Return the names of the machines that have not joined, if the job lists its machines."""
-        ranks = {member.node_rank for member in members}
-        return [host for rank, host in enumerate(self.endpoint.hosts) if rank not in ranks]
-
-    def _waiting_message(self, alive: Collection[int]) -> str:
-        """Return a message about the machines that a restart waits for.
+    def _waiting_for(self, alive: Collection[int]) -> str:
+        """Return what the start of ranks waits for.
 
         Args:
             alive: Numbers of the launchers that run.
         """
         launchers = self._launchers()
-        present = {launchers[number - 1] for number in alive}
+        present = list(dict.fromkeys(launchers[number - 1] for number in sorted(alive)))
+        joined = ", ".join(map(str, present))
+        missing = self.endpoint.min_nodes - len(present)
+        if missing <= 0:
+            return f"the ranks of {joined} to start"
         gone = [str(member) for member in dict.fromkeys(launchers) if member not in present]
-        most = f"up to {self.endpoint.join_timeout_seconds} s"
-        if not gone:
-            return f"waiting for the ranks of {', '.join(map(str, present))} to start again, {most}"
-        return f"waiting for {', '.join(gone)} to join again, {most}"
+        names = ", ".join(self._missing(present) or gone)
+        return f"{names or f'{missing} more host' + 's' * (missing > 1)} (joined: {joined})"
+
+    def _missing(self, members: Sequence[Member]) -> list[str]:
+        """Return the names of the machines that have not joined, if the job lists its machines."""
+        ranks = {member.node_rank for member in members}
+        return [host for rank, host in enumerate(self.endpoint.hosts) if rank not in ranks]
 
     def unresponsive(self) -> list[str]:
         """Return the names of the machines that do not respond any more, for messages."""
@@ -302,16 +240,16 @@ def _host(endpoint: Endpoint) -> TCPStore:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise LaunchError(f"{endpoint} cannot be opened here: {error.strerror}") from None
-        raise _port_in_use(
-            endpoint.port, "--port PORT, or --rdzv-endpoint HOST:PORT if you passed that"
+        raise LaunchError(
+            f"rendezvous port {endpoint.port} of this machine is in use; end the process that "
+            "listens there, or choose another port on all hosts (--port PORT, or --rdzv-endpoint "
+            "HOST:PORT if you passed that)"
         ) from None
     store.set(_RUN, endpoint.run_id)
     return store
 
 
 def _open_store(endpoint: Endpoint) -> TCPStore:
-    if endpoint.provisional:  # the other machines may reach any of this machine's addresses
-        return open_store("::" if ":" in endpoint.address else "0.0.0.0", endpoint.port)
     try:
         return open_store(endpoint.address, endpoint.port)
     except OSError as error:
@@ -319,47 +257,6 @@ def _open_store(endpoint: Endpoint) -> TCPStore:
             raise
         # With network address translation, this machine does not have the address.
         return open_store(endpoint.local_address, endpoint.port)
-
-
-def _port_in_use(port: int, options: str) -> LaunchError:
-    return LaunchError(
-        f"rendezvous port {port} of this machine is in use{_port_owner(port)}; end that process, "
-        f"or choose another port on all hosts ({options})"
-    )
-
-
-@contextlib.contextmanager
-def port_conflicts_explained() -> Iterator[None]:
-    """Replace torchrun's error about a port in use by one message.
-
-    Raises:
-        LaunchError: Instead of torchrun's error.
-    """
-    import torch.distributed as dist
-
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        port = re.search(r"\bport: (\d+)", str(error))
-        if port is None or "EADDRINUSE" not in str(error):
-            raise
-        options = "--rdzv-endpoint HOST:PORT, or --master-port PORT"
-        raise _port_in_use(int(port[1]), options) from None
-
-
-def _port_owner(port: int) -> str:
-    """Return which process listens on a port, if this user may see it."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN
-            if listens and connection.laddr[1:2] == (port,) and connection.pid:
-                owner = psutil.Process(connection.pid)
-                # The name is shorter than the interpreter's path.
-                command = [owner.name(), *owner.cmdline()[1:]]
-                return f" by process {connection.pid} ({' '.join(command)[:80]})"
-    return ""
 
 
 def _reach(endpoint: Endpoint, log: Callable[[str], None]) -> TCPStore:
@@ -413,7 +310,6 @@ def _connect(endpoint: Endpoint) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     result: list[TCPStore | Exception] = []
-    small_messages_arrive = threading.Event()
 
     def connect() -> None:
         try:
@@ -425,22 +321,13 @@ def _connect(endpoint: Endpoint) -> TCPStore:
             )
             # The first machine may not have set it yet.
             store.wait([_RUN])
-            small_messages_arrive.set()
-            key = f"distmp/large/{endpoint.local_address}"
-            store.set(key, LARGE_MESSAGE)
-            store.get(key)
-            store.delete_key(key)
             result.append(store)
         except (RuntimeError, ValueError) as error:
             result.append(error)
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(_HANDSHAKE_SECONDS)
-    if not small_messages_arrive.is_set():
-        thread.join(_HANDSHAKE_SECONDS)
-    if not result and small_messages_arrive.is_set():
-        raise LaunchError(f"cannot send data to {_head(endpoint)}: {MTU_ADVICE}")
+    thread.join(2 * _HANDSHAKE_SECONDS)  # to connect, and to wait
     if not result or isinstance(result[0], Exception):
         raise LaunchError(
             f"what responds at {endpoint} is not the rendezvous of a run: another program uses "

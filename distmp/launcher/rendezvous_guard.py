@@ -76,7 +76,8 @@ def open_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listener = _listener(host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     return TCPStore(
         host,
         listener.getsockname()[1],
@@ -86,20 +87,6 @@ def open_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
         master_listen_fd=listener.detach(),
         timeout=timeout,
     )
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        # As torch does: connections of a run that has just ended do not block the port.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 @contextlib.contextmanager

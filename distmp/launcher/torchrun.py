@@ -6,22 +6,18 @@ import contextlib
 import io
 import os
 import shlex
-import shutil
 from argparse import Namespace
-from pathlib import Path
 
 from distmp.errors import ConfigError
-from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.plan import UserOptions
 
 # Options with which a user configures a rendezvous that the launcher does not manage.
 _OWN_RENDEZVOUS = ("standalone", "master_addr", "master_port")
 _READ = (
     *_OWN_RENDEZVOUS,
-    *("nnodes", "nproc_per_node", "node_rank", "local_addr", "numa_binding"),
+    *("nnodes", "nproc_per_node", "node_rank", "local_addr"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
 )
-_NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def read(arguments: list[str]) -> UserOptions:
@@ -65,7 +61,6 @@ def read(arguments: list[str]) -> UserOptions:
         rdzv_id=options.rdzv_id,
         rdzv_conf=_read_conf(options.rdzv_conf),
         local_addr=options.local_addr,
-        numa_binding=options.numa_binding,
         own_rendezvous=own[0] if own else None,
     )
 
@@ -116,24 +111,6 @@ def check(options: Namespace, torchrun_arguments: list[str]) -> None:
         config_from_args(Namespace(**vars(options)))
     except (AssertionError, ValueError) as error:
         raise _not_torchruns(torchrun_arguments, str(error)) from None
-
-
-def binding(ranks: int) -> ExplainedValue[str] | None:
-    """Return the option that binds each rank to the NUMA node of its GPU, or None.
-
-    It is None with a single NUMA node or fewer GPUs than ranks, or if this torchrun or machine does
-    not support it.
-    """
-    import torch
-    from torch.distributed.run import get_args_parser
-
-    nodes = len(list(_NUMA_NODES.glob("node[0-9]*")))
-    if nodes < 2 or torch.cuda.device_count() < ranks or shutil.which("numactl") is None:
-        return None
-    known = {name for action in get_args_parser()._actions for name in action.option_strings}
-    if "--numa-binding" not in known:
-        return None
-    return ExplainedValue("--numa-binding=node", f"{nodes} NUMA nodes, and a GPU for each rank")
 
 
 def _read_conf(text: str | None) -> dict[str, str] | None:

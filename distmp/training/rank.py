@@ -62,6 +62,9 @@ def train_as_rank(
     with Console(config.log, quiet=quiet, log=log) as console:
         with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
+        if config.preflight == "only":
+            leave()
+            return 0
         trainer = Trainer(config, world, console, callbacks, restarts)
         if trainer.lease is not None:
             failures.before_exit(trainer.lease.release)
@@ -98,7 +101,7 @@ def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> 
     watch_preflight = partial(failures.watch_preflight, environment)
     world, report = join_checked(config, environment, watch_preflight)
     watch()
-    for line in (report.summary, *report.warnings):
+    for line in report:
         console.message(f"preflight: {line}")
     return world
 

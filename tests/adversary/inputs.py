@@ -216,8 +216,8 @@ def odd_command(chance: random.Random) -> tuple[str, list[str]]:
     command = chance.choice(["train", "train", "launch", "export", "report", "explain", "x", ""])
     options = {
         "train": [f"--{name.replace('_', '-')}" for name in _settings()],
-        "launch": ["--dry-run", "--nnodes", "--nproc-per-node", "--hosts", "--render", "--port",
-                   "--max-restarts", "--rdzv-endpoint", "--preflight", "--environment", "--ssh"],
+        "launch": ["--dry-run", "--nnodes", "--nproc-per-node", "--hosts", "--port",
+                   "--max-restarts", "--rdzv-endpoint", "--environment", "--ssh"],
         "export": ["--to", "--dtype", "run", "weights"],
         "report": ["--out", "--to", "run", "."],
     }  # fmt: skip

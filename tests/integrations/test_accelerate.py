@@ -288,7 +288,7 @@ def test_what_would_overrule_the_policy_is_refused() -> None:
         ("bf16-autocast,output=bf16", {}, "precision.policy.output", "in float32"),
         ("bf16-autocast", {"mixed_precision": "fp16"}, "mixed_precision", "policy = 'bf16-auto"),
         ("fp32", {"mixed_precision": "no"}, "mixed_precision", "give one of the two"),
-        ("fp32", {"policy": "fp32"}, "policy", "only positional argument"),
+        (True, {}, "precision.policy", "True"),
         ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "the policy and the scaler"),
         (
             "fp32",
@@ -335,9 +335,6 @@ def test_what_accelerate_is_told_is_a_policy() -> None:
         ((), {"mixed_precision": "bf16"}, None, "bf16-autocast", "mixed_precision = 'bf16'"),
         ((), {"mixed_precision": "fp16"}, None, "fp16-autocast", "mixed_precision = 'fp16'"),
         ((), {"mixed_precision": PrecisionType.BF16}, None, "bf16-autocast", "= 'bf16'"),
-        ((True, False, "bf16"), {}, None, "bf16-autocast", "mixed_precision = 'bf16'"),
-        ((True, False, PrecisionType.FP16, 2), {}, None, "fp16-autocast", "= 'fp16'"),
-        ((True,), {"mixed_precision": "fp16"}, None, "fp16-autocast", "= 'fp16'"),
         # Set by `accelerate launch --mixed_precision`; the argument of a script overrides it.
         ((), {}, "bf16", "bf16-autocast", "ACCELERATE_MIXED_PRECISION = 'bf16'"),
         ((), {}, "no", "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
@@ -355,7 +352,6 @@ def test_what_accelerate_is_told_is_a_policy() -> None:
         word = {"fp32": "no", "bf16-autocast": "bf16", "fp16-autocast": "fp16"}[name]
         assert accelerator.mixed_precision == word
         assert (accelerator.scaler is not None) == (word == "fp16")
-        assert accelerator.gradient_accumulation_steps == (2 if len(positional) == 4 else 1)
         assert accelerator.device_placement
         AcceleratorState._reset_state()
 

@@ -16,14 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distmp.errors import ConfigError, TrainingError
-from distmp.integrations.lightning import MixedPrecision, packages
+from distmp.integrations.lightning import MixedPrecision
 from distmp.integrations.lightning.checks import check_parallel, resolved, scale_rules
-from distmp.integrations.lightning.packages import package_in_use, precision_class
 from distmp.integrations.lightning.weights import StepWeights
 from distmp.precision.policy import PRESETS
 from distmp.scaling import LossScaleConfig
@@ -215,18 +213,6 @@ class _Holder:
         self.net = net
 
 
-@ranks(2)
-def test_a_first_backward_without_weight_does_not_hang_other_ranks() -> None:
-    weights = StepWeights()
-    losses = torch.ones(4, requires_grad=True)
-    if rank() == 1:
-        weights.count_backward(losses.sum(), divisions=0)
-    else:
-        with pytest.raises(TrainingError, match="rank 1 runs its first backward without it; use"):
-            weights.loss(losses.sum(), 4)
-    dist.barrier()
-
-
 def _check_mixed_up_calls() -> None:
     """Errors are raised on all ranks, also if one rank makes the mistake."""
     plugin = MixedPrecision("bf16-mixed")
@@ -288,7 +274,7 @@ def _check_mixed_up_calls() -> None:
 def _check_models_that_contradict_the_policy() -> None:
     plain, bf16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)
     cases = (
-        ("bf16", "ddp", "which need ModelParallelStrategy and fully_shard or.*bf16-autocast"),
+        ("bf16", "ddp", "which need ModelParallelStrategy and fully_shard; .*bf16-autocast"),
         ("bf16", sharding(plain), "gathers float32 and reduces in float32, but the policy bf16"),
         ("bf16", sharding(bf16), "gathers bfloat16 and reduces in bfloat16"),
         ("fp32", sharding(bf16), "but the policy fp32 gathers float32"),
@@ -315,19 +301,9 @@ def test_the_package_pytorch_lightning() -> None:
     trainer.fit(module, loader([batch(step, 0) for step in range(2)]))
     assert_weights(module, reference([[batch(step, 0)] for step in range(2)], MAX_NORM)[0], 1e-4)
     sys.modules["lightning.fabric"] = sys.modules["lightning_fabric"]
-    with pytest.raises(ConfigError, match="lightning and pytorch_lightning is imported"):
+    with pytest.raises(ConfigError, match=r"lightning\.fabric and pytorch_lightning is imported"):
         MixedPrecision("fp32")
     assert isinstance(MixedPrecision("fp32", package="pytorch_lightning"), pl.plugins.Precision)
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "PACKAGES", {"absent": ("absent.pytorch", "absent.fabric")})
-    monkeypatch.setattr(packages, "find_spec", lambda _: None)
-    for call in (lambda: precision_class("absent"), package_in_use):
-        with pytest.raises(ImportError, match=r"run pip install 'distmp\[trainers\]'"):
-            call()
-    with pytest.raises(ConfigError, match="package = 'fabric'"):
-        package_in_use("fabric")
 
 
 @pytest.mark.parametrize(
@@ -365,11 +341,8 @@ def test_weights_on_a_gpu() -> None:
 
 @ranks(1)
 def test_a_lightning_without_the_hook_before_clipping_is_one_message() -> None:
-    plugin = MixedPrecision("fp32", package="pytorch_lightning")
-    with (
-        mock.patch.object(type(plugin), "_base", object),
-        pytest.raises(ConfigError, match="have no _after_closure, where distmp unscales gradients"),
-    ):
+    plugin = object.__new__(MixedPrecision)
+    with pytest.raises(ConfigError, match="have no _after_closure, where distmp unscales gradient"):
         plugin.connect(nn.Linear(2, 2), [], [])
 
 

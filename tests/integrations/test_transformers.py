@@ -385,16 +385,6 @@ def test_without_transformers_the_message_says_what_to_install() -> None:
     assert "run pip install 'distmp[trainers]'" in done.stderr
 
 
-def test_another_version_of_transformers_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
-    from distmp.integrations.transformers import Trainer
-
-    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
-    with pytest.raises(ConfigError, match="its trainer has no loss_is_scaled_for_ga, which"):
-        Trainer()
-
-
 def test_rules_for_short_runs_grow_earlier() -> None:
     assert LossScaleConfig.for_short_runs() == LossScaleConfig(growth_interval=400)
     assert LossScaleConfig.for_short_runs(growth_interval=50, init=4.0).growth_interval == 50

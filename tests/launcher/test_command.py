@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from pathlib import Path
 
 import pytest
 
 from distmp.errors import ConfigError
 from distmp.launcher import command, local
-from distmp.launcher.local import LaunchOptions
 from distmp.launcher.network import AddressError
-from tests.launcher.test_job import SBATCH, SRUN
+from tests.launcher.test_job import SRUN
 
 
 @pytest.mark.parametrize(
@@ -41,18 +39,20 @@ def no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_main_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "launch", lambda *arguments: arguments)
+    monkeypatch.setattr(command, "launch", lambda *arguments, **options: (*arguments, options))
     assert command.main(["--nnodes", "1", "--", "--seed", "2"]) == (
         ["--nnodes", "1"],
+        "distmp.train",
         ["--seed", "2"],
-        LaunchOptions(),
+        {"dry_run": False, "environment": None, "port": None},
     )
     # Options in any order.
     words = ["--port=5", "--nnodes", "1", "--dry-run", "--environment", "local", "--", "--seed=2"]
     assert command.main(words) == (
         ["--nnodes", "1"],
+        "distmp.train",
         ["--seed=2"],
-        LaunchOptions(dry_run=True, environment="local", port=5),
+        {"dry_run": True, "environment": "local", "port": 5},
     )
 
 
@@ -95,7 +95,7 @@ def test_dry_run_checks_the_configuration() -> None:
 
 
 def test_an_invalid_configuration_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "launch", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("a rank was started"))
     for words in (["--optim.lr", "-1"], ["--optim.name", "adamww"]):
         with pytest.raises(ConfigError, match=rf"optim\.{words[0][8:]} = "):
             command.main(["--", *words])
@@ -106,35 +106,6 @@ def test_dry_run_refuses_a_head_that_does_not_resolve(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     with pytest.raises(AddressError, match=r"no-1\.invalid"):
         command.main(["--dry-run"])
-
-
-def test_a_batch_script_starts_a_step_on_every_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in SBATCH.items():
-        monkeypatch.setenv(name, value)
-    started: list[list[str]] = []
-    monkeypatch.setattr(os, "execvp", lambda file, words: started.append([file, *words]))
-    command.main(["--nproc-per-node=2", "--", "--seed", "2"])
-    (words,) = started
-    assert words[:3] == ["srun", "srun", "--nodes=3"]
-    launcher = ["-m", "distmp", "launch", "--nproc-per-node=2", "--", "--seed", "2"]
-    assert words[-7:] == launcher
-    capsys.readouterr()
-    assert command.main(["--dry-run", "--", "--seed", "2"]) == 0
-    assert len(started) == 1
-    printed = capsys.readouterr().out.splitlines()[-1]
-    assert printed.startswith("srun --nodes=3 ")
-    assert printed.endswith("-m distmp launch -- --seed 2")
-    with pytest.raises(ConfigError, match="steps"):
-        command.main(["--", "--steps", "0"])
-
-
-def test_a_missing_srun_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {**SBATCH, "PATH": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="srun cannot be run here"):
-        command.main([])
 
 
 def test_commands_of_hosts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

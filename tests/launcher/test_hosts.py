@@ -36,7 +36,7 @@ def test_hosts_of_a_list(text: str, expected: list[Host]) -> None:
 
 def test_hosts_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# ours\na slots=2\n\n  b   # the new one\nc:3\n")
+    file.write_text("# ours\na:2\n\n  b   # the new one\nc:3\n")
     assert read_hosts(str(file)) == [Host("a", 2), Host("b"), Host("c", 3)]
 
 

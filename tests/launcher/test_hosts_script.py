@@ -1,4 +1,4 @@
-"""Test launch/hosts.sh on two hosts with an ssh server each."""
+"""Test `distmp launch --hosts` on two hosts with an ssh server each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests import two_hosts
-from tests.torchrun import TINY, corpus, environment
+from tests.torchrun import TINY, corpus, environment, python
 from tests.two_hosts import NAMES, TwoHosts
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "launch" / "hosts.sh"
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 
@@ -59,44 +57,14 @@ def test_two_hosts_train_two_steps(tmp_path: Path) -> None:
     options = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=2"]
     options += ["--schedule.warmup-steps=1", "--validation.every=0", "--run-dir=run of two"]
     with two_hosts.two_hosts() as hosts, ssh_servers(hosts, tmp_path) as ssh:
-        variables = {"HOSTS": ",".join(NAMES), "SSH": ssh, "PYTHON": sys.executable}
         output = hosts.run(
             0,
-            str(SCRIPT),
-            *options,
+            *python("-m", "distmp", "launch", "--hosts", ",".join(NAMES), "--ssh", ssh),
+            *("--", "--config", str(ROOT / "configs" / "quickstart.yaml"), *options),
             cwd=tmp_path,
-            env={**environment(), **variables, "PET_NPROC_PER_NODE": "1"},
+            env={**environment(), "PET_NPROC_PER_NODE": "1"},
             timeout=150,
         )
     assert "[node1] ranks: 2 on cpu" in output
     assert "[node2] distmp launch: " in output
     assert (tmp_path / "run of two" / "steps.jsonl").read_text().count("\n") == 2
-
-
-def test_a_dry_run_prints_the_commands(tmp_path: Path) -> None:
-    variables = {"DRY_RUN": "1", "HOSTS": "127.0.0.2,127.0.0.3", "PYTHON": sys.executable}
-    done = subprocess.run(
-        [SCRIPT, "--steps=60"],
-        cwd=tmp_path,
-        env={**environment(), **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    first, second = (line for line in done.stdout.splitlines() if not line.startswith("#"))
-    for rank, line in enumerate((first, second)):
-        *ssh, remote = shlex.split(line)
-        assert ssh[0] == "ssh"
-        assert ssh[-1] == f"127.0.0.{rank + 2}"
-        agent = shlex.split(remote)
-        assert agent[:3] == ["cd", str(tmp_path), "&&"]
-        assert f"--node-rank={rank}" in agent
-        config = str(ROOT / "configs" / "quickstart.yaml")
-        assert agent[agent.index("--") :] == ["--", "--config", config, "--steps=60"]
-
-
-def test_needs_hosts() -> None:
-    variables = {name: value for name, value in os.environ.items() if name != "HOSTS"}
-    done = subprocess.run([SCRIPT], env=variables, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "HOSTS=node1,node2" in done.stderr

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import shlex
-import subprocess
-
 import pytest
 
 from distmp.errors import ConfigError
-from distmp.launcher.job import Job, detect, slurm_resolver, srun_command
-from distmp.launcher.network import AddressError
+from distmp.launcher.job import Job, detect
 
 # As the environments set them, reduced to the relevant variables.
 SLURM = {
@@ -77,8 +73,11 @@ def values(job: Job) -> tuple[object, ...]:
         pytest.param({}, ("local", None, None, None, None), id="nothing"),
         pytest.param({"HOME": "/"}, ("local", None, None, None, None), id="a shell"),
         pytest.param(SRUN, ("slurm", 2, 1, "n08", "4711.2"), id="a step of srun"),
-        pytest.param(SBATCH, ("slurm", 3, None, None, "4711"), id="a batch script"),
-        pytest.param(SLURM, ("slurm", 3, None, None, "4711"), id="a shell of salloc"),
+        pytest.param(
+            {**SBATCH, "SLURM_JOB_NUM_NODES": "1"},
+            ("slurm", 1, None, None, "4711"),
+            id="a batch script on one machine",
+        ),
         pytest.param(
             POD,
             ("kubernetes", None, 1, "train-0.workers.space.svc.cluster.local", "train"),
@@ -94,25 +93,23 @@ def values(job: Job) -> tuple[object, ...]:
 def test_what_started_this_process(variables: dict[str, str], expected: tuple[object, ...]) -> None:
     job = detect(variables, POD_NAME)
     assert values(job) == expected
-    # Only a shell of salloc needs a note.
-    assert bool(job.notes) == (variables is SLURM)
+    assert not job.notes
 
 
 @pytest.mark.parametrize(
-    ("variables", "spread"),
+    "variables",
     [
-        pytest.param(SRUN, False, id="one process per machine"),
-        pytest.param(SBATCH, True, id="one script for all machines"),
-        pytest.param({**SBATCH, "SLURM_JOB_NUM_NODES": "1"}, False, id="one machine, this one"),
-        pytest.param({**SLURM, "SLURM_JOB_NUM_NODES": "1"}, True, id="one machine, another one"),
+        pytest.param(SBATCH, id="one script for all machines"),
+        pytest.param(SLURM, id="a shell of salloc"),
+        pytest.param({**SLURM, "SLURM_JOB_NUM_NODES": "1"}, id="one machine, another one"),
         # A shell on the first machine (LaunchParameters=use_interactive_step) is a special step.
-        pytest.param({**SBATCH, "SLURM_STEP_ID": "4294967290"}, True, id="an interactive step"),
+        pytest.param({**SBATCH, "SLURM_STEP_ID": "4294967290"}, id="an interactive step"),
     ],
 )
-def test_which_processes_start_launchers_on_other_machines(
-    variables: dict[str, str], spread: bool
-) -> None:
-    assert detect(variables, "n08").spread == spread
+def test_several_machines_of_slurm_need_srun(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="`srun --ntasks-per-node=1 --cpu-bind=none distmp"):
+        detect(variables, "n08")
+    assert detect(variables, "n08", "local").environment == "local"
 
 
 def test_conflicts_are_explained() -> None:
@@ -120,12 +117,12 @@ def test_conflicts_are_explained() -> None:
     job = detect(variables, POD_NAME)
     assert job.environment == "kubernetes"
     (note,) = job.notes
-    assert "selected kubernetes, because a pod inherits variables" in note
+    assert "selected kubernetes; also found slurm: SLURM_JOB_ID=4711" in note
     assert "`--environment slurm` selects that" in note
     # The other one can be requested.
     requested = detect(variables, POD_NAME, "slurm")
     assert requested.environment == "slurm"
-    assert "--environment requests it" in requested.notes[-1]
+    assert "selected slurm; also found kubernetes" in requested.notes[-1]
     assert detect(variables, POD_NAME, "local").nodes is None
 
 
@@ -189,7 +186,9 @@ def test_variables_that_number_machines(
     [
         pytest.param({**SRUN, **BY_HAND}, "slurm", id="in a step"),
         pytest.param({**SRUN, **BY_HAND, "RANK": "1", "NODE_RANK": "1"}, "slurm", id="ranks"),
-        pytest.param({**SBATCH, **BY_HAND}, "slurm", id="in a batch script"),
+        pytest.param(
+            {**SBATCH, **BY_HAND, "SLURM_JOB_NUM_NODES": "1"}, "slurm", id="in a batch script"
+        ),
         pytest.param({**POD, **BY_HAND}, "kubernetes", id="in a pod"),
         pytest.param({"WORLD_SIZE": "1", "RANK": "0"}, "local", id="one rank"),
         pytest.param(
@@ -245,35 +244,6 @@ def test_contradictions_are_one_message(
     assert error.value.setting == setting
 
 
-@pytest.mark.parametrize("requested", ["slurm", "pbs"])
-def test_an_environment_that_is_not_found_cannot_be_requested(requested: str) -> None:
+def test_an_environment_that_is_not_found_cannot_be_requested() -> None:
     with pytest.raises(ConfigError, match="--environment"):
-        detect(POD, POD_NAME, requested)
-
-
-def test_srun_gets_one_task_with_all_cores_on_each_machine() -> None:
-    command = srun_command(SLURM, 3, ["distmp", "launch"])
-    assert shlex.join(command) == (
-        "srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --cpus-per-task=8 distmp launch"
-    )
-    assert srun_command({}, 1, [])[-1] == "--ntasks-per-node=1"
-
-
-def test_slurm_is_asked_for_addresses_of_names_that_do_not_resolve(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    node = "NodeName=n08 Arch=x86_64 NodeAddr=10.1.0.8 NodeHostName=n08 State=ALLOCATED\n"
-
-    def scontrol(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        output = node if command[-1] == "n08" else ""
-        return subprocess.CompletedProcess(command, 0, stdout=output)
-
-    def resolve(name: str) -> str:
-        if name != "10.1.0.8":
-            raise AddressError("no")
-        return name
-
-    monkeypatch.setattr(subprocess, "run", scontrol)
-    assert slurm_resolver(resolve)("n08") == "10.1.0.8"
-    with pytest.raises(AddressError):
-        slurm_resolver(resolve)("n09")
+        detect(POD, POD_NAME, "slurm")

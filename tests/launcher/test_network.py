@@ -9,7 +9,6 @@ import pytest
 from distmp.launcher.network import (
     AddressError,
     Network,
-    external_interfaces,
     is_loopback,
     join_port,
 )
@@ -51,22 +50,6 @@ def test_ipv4_goes_first(this_machine: Network, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_route_to_oneself_is_the_loopback(this_machine: Network) -> None:
     assert this_machine.source("127.0.0.1") == "127.0.0.1"
-
-
-def test_the_default_address_is_an_own_one(this_machine: Network) -> None:
-    if not external_interfaces(this_machine.interfaces):
-        pytest.skip("no network")
-    address, _ = this_machine.default_address()
-    assert this_machine.interface_of(address) is not None
-
-
-def test_without_default_route_the_address_of_an_interface_is_used() -> None:
-    interfaces = {"lo": ("127.0.0.1",), "ib0": ("10.0.7.2",)}
-    address, reason = network(interfaces=interfaces).default_address()
-    assert address == "10.0.7.2"
-    assert reason == "the address of ib0 is used, because there is no default route"
-    with pytest.raises(AddressError, match="no interface that other machines could reach"):
-        network(interfaces={"lo": ("127.0.0.1",)}).default_address()
 
 
 def test_names_that_do_not_resolve_yet_are_retried() -> None:

@@ -65,7 +65,7 @@ def test_expands_names_and_ranges(text: str, names: str) -> None:
     "text",
     [
         *("", ",", "a,", ",a", "a,,b", "a b", "n[", "n]", "n[]", "n[1-]", "n[3-1]", "n[a-b]"),
-        *("n[1,]", "n[[1]]", "n[1-9999999999]", "n[1-999][1-999]"),
+        *("n[1,]", "n[[1]]"),
     ],
 )
 def test_other_texts_are_errors(text: str) -> None:

@@ -11,7 +11,7 @@ from distmp.launcher.job import Job, detect
 from distmp.launcher.messages import assignment
 from distmp.launcher.network import AddressError, Network
 from distmp.launcher.plan import Machine, Plan, UserOptions, make_plan, port_of, split_endpoint
-from tests.launcher.networks import NAMES, network
+from tests.launcher.networks import INTERFACES, NAMES, network
 from tests.launcher.test_job import POD, SRUN
 
 LOCAL = Job("local", "nothing")
@@ -166,9 +166,6 @@ def test_another_kind_of_rendezvous_is_left_alone() -> None:
 def test_set_variables_are_kept() -> None:
     planned = plan(SECOND, variables={"GLOO_SOCKET_IFNAME": "eth0,eth1", "OMP_NUM_THREADS": "1"})
     assert variables_of(planned) == {"NCCL_SOCKET_IFNAME": "=eth1"}
-    assert not planned.notes
-    (note,) = plan(SECOND, variables={"GLOO_SOCKET_IFNAME": "eth0"}).notes
-    assert "eth0 is set and kept, but the first machine is reached through eth1" in note
 
 
 @pytest.mark.parametrize(
@@ -198,20 +195,21 @@ def test_the_head_itself_may_have_such_a_name() -> None:
     endpoint = planned.endpoint
     assert endpoint is not None
     assert (endpoint.address, endpoint.is_host) == ("10.0.0.2", True)
-    assert not endpoint.provisional
 
 
-def test_without_names_of_others_the_address_of_such_a_head_is_provisional() -> None:
-    machines = network(names={"n2": "127.0.1.1"})
-    endpoint = plan(replace(FIRST, hosts=()), machines=machines).endpoint
-    assert endpoint is not None
-    assert (endpoint.address, endpoint.provisional) == ("192.168.7.9", True)
-    alone = network(
-        names={"n2": "127.0.1.1"}, interfaces={"lo": ("127.0.0.1",), "e": ("10.0.0.2",)}
-    )
+def test_without_names_of_others_such_a_head_needs_one_address() -> None:
+    names = {"n2": "127.0.1.1"}
+    alone = network(names, {"lo": ("127.0.0.1", "fe80::1"), "e": ("fe80::2", "10.0.0.2")})
     endpoint = plan(replace(FIRST, hosts=()), machines=alone).endpoint
     assert endpoint is not None
-    assert (endpoint.address, endpoint.provisional) == ("10.0.0.2", False)
+    assert endpoint.address == "10.0.0.2"
+    for interfaces in (INTERFACES, {"lo": ("127.0.0.1",)}):
+        with pytest.raises(AddressError, match=r"a loopback address, and this machine has several"):
+            plan(replace(FIRST, hosts=()), machines=network(names, interfaces))
+        one = UserOptions(nnodes=(1, 1), rdzv_endpoint="n2:4321")
+        endpoint = plan(LOCAL, one, network(names, interfaces)).endpoint
+        assert endpoint is not None
+        assert (endpoint.address, endpoint.is_host) == ("127.0.1.1", True)
 
 
 def test_machines_that_are_all_this_one() -> None:
@@ -339,7 +337,7 @@ def test_the_description_has_reasons_and_a_command_to_paste() -> None:
     *comments, command = planned.describe(["-m", "distmp.train", "a b"]).splitlines()
     assert all(line.startswith("#") for line in comments)
     assert "# note: selected slurm" in comments
-    assert comments[-1].startswith("# the same on n1, each with its own")
+    assert comments[-1].startswith("# other machines have the same, with their")
     for value, entry in [
         *((option.value, option) for option in planned.options),
         *((assignment(name, entry.value), entry) for name, entry in planned.variables.items()),

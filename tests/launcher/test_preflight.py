@@ -19,10 +19,11 @@ from distmp.distributed import rendezvous_store
 from distmp.distributed.attempt import AttemptError
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import leave
-from distmp.errors import HANG_EXIT_CODE, SetupError
+from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
 from distmp.launcher.preflight import is_enabled, join_checked
 from distmp.training import failures
 from tests.ranks import run_ranks
+from tests.torchrun import TINY, corpus, run, torchrun
 
 LIMIT_SECONDS = 20.0
 SHORT_SECONDS = 3.0
@@ -64,7 +65,7 @@ def checked(case: Callable[[int], RunConfig | None], limit: float) -> int:
         watch = partial(failures.watch, environment, limit, limit)
         _, report = join_checked(config, environment, watch)
         failures.stop_watching()
-        for line in (report.summary, *report.warnings):
+        for line in report:
             sys.stderr.write(f"{line}\n")
         leave()
     except SetupError as error:
@@ -87,27 +88,21 @@ def other_settings(rank: int) -> RunConfig | None:
     return RunConfig(batch=BatchConfig(microbatch_size=8)) if rank == 1 else None
 
 
-def slow_ones(rank: int) -> None:
-    """Rank 1 multiplies slowly, rank 2 has a slow link."""
-    multiply, exchange = torch.mm, dist.batch_isend_irecv
-
-    def multiply_slowly(*tensors: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.2)
-        return multiply(*tensors)
+def slow_link(rank: int) -> None:
+    """Rank 2 has a slow link."""
+    exchange = dist.batch_isend_irecv
 
     def exchange_slowly(operations: list[dist.P2POp]) -> list[dist.Work]:
         time.sleep(0.2)
         return exchange(operations)
 
-    if rank == 1:
-        torch.mm = multiply_slowly  # type: ignore[assignment]
     if rank == 2:
         dist.batch_isend_irecv = exchange_slowly  # type: ignore[assignment]
 
 
 def hangs_in_the_middle(rank: int) -> None:
     if rank == 2:
-        torch.mm = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        dist.batch_isend_irecv = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
 
 
 CASES: dict[str, Callable[[int], RunConfig | None]] = {
@@ -115,7 +110,7 @@ CASES: dict[str, Callable[[int], RunConfig | None]] = {
     for function in (
         healthy,
         other_settings,
-        slow_ones,
+        slow_link,
         hangs_in_the_middle,
     )
 }
@@ -129,7 +124,7 @@ def run_case(case: str, folder: Path, limit: float = LIMIT_SECONDS) -> list[Resu
 def test_healthy_ranks(tmp_path: Path) -> None:
     results = run_case("healthy", tmp_path)
     assert {result.code for result in results} == {0}
-    assert results[0].output.startswith("3 ranks on 1 host, consistent; matrix product ")
+    assert results[0].output.startswith("3 ranks on 1 host, consistent; all-reduce ")
     # All ranks have the same report.
     assert len({result.output.rpartition(";")[0] for result in results}) == 1
     host = os.uname().nodename
@@ -154,16 +149,14 @@ def test_ranks_that_differ_are_named_with_the_setting(tmp_path: Path) -> None:
         assert result.output.count("differs") == 2  # nothing else differs
 
 
-def test_slow_ranks_are_named(tmp_path: Path) -> None:
-    results = run_case("slow_ones", tmp_path)
+def test_a_slow_link_is_named(tmp_path: Path) -> None:
+    results = run_case("slow_link", tmp_path)
     assert {result.code for result in results} == {0}
-    warnings = [line for line in results[0].output.splitlines() if " is slow: " in line]
-    for rank, what in ((1, "a matrix product"), (2, "an exchange of data")):
-        lines = [line for line in warnings if what in line]
-        assert any(f"rank {rank} on {os.uname().nodename} is slow" in line for line in lines)
-        # Other processes on this machine may slow down another rank too, but not as much.
-        factors = {line.split()[1]: float(line.split(", ")[1].split()[0]) for line in lines}
-        assert max(factors, key=factors.__getitem__) == str(rank)
+    lines = [line for line in results[0].output.splitlines() if " is slow: " in line]
+    assert any(f"rank 2 on {os.uname().nodename} is slow" in line for line in lines)
+    # Other processes on this machine may slow down another rank too, but not as much.
+    factors = {line.split()[1]: float(line.split(", ")[1].split()[0]) for line in lines}
+    assert max(factors, key=factors.__getitem__) == "2"
 
 
 def test_a_rank_that_blocks_the_others_is_named(tmp_path: Path) -> None:
@@ -173,7 +166,7 @@ def test_a_rank_that_blocks_the_others_is_named(tmp_path: Path) -> None:
     host = os.uname().nodename
     assert f"rank 2 of 3 on {host} is late and does not answer: its process is" in reporter.output
     assert "ranks 0-1 wait in work.wait" in reporter.output
-    assert "preflight: multiplying matrices" in reporter.output
+    assert "preflight: exchanging data" in reporter.output
 
 
 def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +194,7 @@ def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("auto", 4, 4, False),
         ("auto", 1, 1, False),
         ("always", 4, 4, True),
+        ("only", 4, 4, True),
         ("always", 1, 1, False),
         ("never", 4, 2, False),
     ],
@@ -209,3 +203,16 @@ def test_when_it_runs(setting: str, world_size: int, local_world_size: int, enab
     config = RunConfig(preflight=setting)  # type: ignore[arg-type]
     environment = RankEnvironment(0, 0, world_size, local_world_size)
     assert is_enabled(config, environment) == enabled
+
+
+def test_a_single_rank_has_nothing_to_compare() -> None:
+    with pytest.raises(ConfigError, match="preflight = 'only': use two or more"):
+        is_enabled(RunConfig(preflight="only"), RankEnvironment(0, 0, 1, 1))
+
+
+def test_only_the_preflight(tmp_path: Path) -> None:
+    options = [*TINY, f"--data.path={corpus(tmp_path / 'data')}", "--preflight=only"]
+    done = run(torchrun(*options), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "preflight: 2 ranks on 1 host, consistent; all-reduce " in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]

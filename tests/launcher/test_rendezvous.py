@@ -70,8 +70,9 @@ def test_the_first_host_says_whom_it_waits_for(
     first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "INTERVAL_SECONDS", 0.05)
     lines: queue.Queue[str] = queue.Queue()
-    with first.waiting_logged(lines.put):
+    with first.watched(pytest.fail, lambda: False, lines.put):
         line = lines.get(timeout=60)
         assert re.fullmatch(r"waiting for n2 \(joined: .* \(127\.0\.0\.1\)\), up to \d+ s", line)
         time.sleep(0.3)
@@ -110,7 +111,7 @@ def raise_in(joined: Rendezvous, error: Exception) -> None:
 
 
 def test_a_port_in_use(listener: socket.socket) -> None:
-    with pytest.raises(LaunchError, match=r"is in use by process \d+ .*--port"):
+    with pytest.raises(LaunchError, match=r"is in use; end the process .*--port"):
         Rendezvous.open(endpoint(listener.getsockname()[1]), quiet)
 
 

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-import torch
 
 from distmp.errors import ConfigError
-from distmp.launcher import torchrun
-from distmp.launcher.torchrun import binding, parse, read
+from distmp.launcher.torchrun import parse, read
 
 
 @pytest.fixture(autouse=True)
@@ -53,31 +50,3 @@ def test_a_rendezvous_of_another_kind(words: list[str], option: str | None) -> N
 def test_wrong_values_are_one_message(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         read(words)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "devices", "numactl", "expected"),
-    [
-        (2, 4, True, "--numa-binding=node"),
-        (1, 4, True, None),
-        (2, 1, True, None),
-        (2, 4, False, None),
-    ],
-)
-def test_ranks_are_bound_where_it_helps_and_is_supported(
-    nodes: int,
-    devices: int,
-    numactl: bool,
-    expected: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for node in range(nodes):
-        (tmp_path / f"node{node}").mkdir()
-    monkeypatch.setattr(torchrun, "_NUMA_NODES", tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(torchrun.shutil, "which", lambda name: "/bin/" + name if numactl else None)
-    option = binding(ranks=4)
-    assert (option and option.value) == expected
-    if option is not None:
-        parse([option.value, "-m", "x"], [])

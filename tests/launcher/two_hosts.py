@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests import two_hosts as machine
-from tests.launcher.relay import relay_link
 from tests.progress import of_children
 from tests.torchrun import environment
 
@@ -83,10 +82,6 @@ class TwoHosts:
     def run(self, host: int, *words: str) -> str:
         """Run a command on a host and return its output."""
         return self._hosts.run(host, *words)
-
-    def relay(self, *options: str) -> None:
-        """Replace the link by one that delays, loses or drops packets, see `relay`."""
-        self._started.append(relay_link(self._hosts, *options))
 
     def listening(self, host: int) -> set[str]:
         """Return the addresses on which the processes of a host listen."""

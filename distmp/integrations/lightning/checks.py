@@ -119,8 +119,7 @@ def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:
                 "policy",
                 policy.name,
                 f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which "
-                "need ModelParallelStrategy and fully_shard or, in the Trainer, distmp's "
-                "MasterWeightsStrategy(); use one of them, or "
+                f"need ModelParallelStrategy and fully_shard; use them, or "
                 f"{dtype_word(policy.compute_dtype)}-autocast",
             )
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -19,12 +21,6 @@ from distmp.integrations.lightning.checks import (
     resolved,
     scale_rules,
 )
-from distmp.integrations.lightning.packages import (
-    bound_class,
-    package_in_use,
-    precision_class,
-    unwrapped,
-)
 from distmp.integrations.lightning.weights import StepWeights
 from distmp.parallel.global_mean import warn_about_mean
 from distmp.precision import PolicyLike
@@ -33,8 +29,14 @@ from distmp.precision.switches import product_switches
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
 from distmp.utils.tensor_trees import map_tensors
 
+# `Precision` of a package of Lightning, in the subclass that `MixedPrecision` creates.
+_Base: Any = object
+# The Trainer's and Fabric's module of each package. Their classes are separate, and a Trainer
+# accepts only plugins of its own package. Its plugins are plugins of Fabric, too.
+_PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 
-class MixedPrecision:
+
+class MixedPrecision(_Base):  # type: ignore[misc]
     """Precision plugin for `Trainer(plugins=...)` and `Fabric(plugins=...)`.
 
     All ranks apply or skip a step together, also with sharded parameters and fused optimizers.
@@ -53,7 +55,7 @@ class MixedPrecision:
         loss_scale: Rules of the loss scale, for float16 policies.
         max_consecutive_skips: Raise an error after this many skipped steps in a row; None never
             raises.
-        package: "lightning" or "pytorch_lightning" (also for `lightning_fabric`); None selects the
+        package: "lightning.pytorch", "pytorch_lightning" or "lightning_fabric"; None selects the
             one that is imported.
 
     Attributes:
@@ -68,13 +70,17 @@ class MixedPrecision:
     """
 
     precision: str
-    # The class of the package in use; `_bound` sets them.
-    _base: Any
-    _package: str
 
     def __new__(cls, *_: Any, package: str | None = None, **__: Any) -> MixedPrecision:
-        """Create an instance of a subclass that is a `Precision` of the package in use."""
-        return object.__new__(_bound(cls, package_in_use(package)))
+        """Create an instance of a subclass that is a `Precision` of the package in use.
+
+        The Trainer stores the state in its checkpoints under the name of the class;
+        "MixedPrecision" is that of Lightning's own plugin, so its checkpoints can be resumed.
+        """
+        module = importlib.import_module(f"{package or _package_in_use()}.plugins.precision")
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        bound: type[MixedPrecision] = type(cls.__name__, (cls, module.Precision), names)
+        return object.__new__(bound)
 
     def __init__(
         self,
@@ -100,16 +106,14 @@ class MixedPrecision:
         self._weights = StepWeights()
         self._switches = ExitStack()
         self._in_trainer = False
-        # Whether the strategy converts the model, and keeps FP32 master weights.
-        self._strategy_converts = False
         self._unchecked: list[nn.Module] = []
         self._backwards = 0
         # By id of an optimizer with unscaled gradients: the value of `_backwards` at that time.
         self._unscaled: dict[int, int] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the class by its package, for launchers that start processes."""
-        return _restored, (type(self).__mro__[1], self._package, {**vars(self)})
+        """Pickle without the subclass, for launchers that start processes."""
+        return _restored, (vars(self),)
 
     def register(self, *optimizers: Optimizer) -> None:
         """Make optimizers of one backward apply or skip together; see `DistributedGradScaler`.
@@ -117,7 +121,7 @@ class MixedPrecision:
         Do not register optimizers with a backward of their own, as in a GAN.
         """
         if self.scaler is not None:
-            self.scaler.register(*(unwrapped(optimizer) for optimizer in optimizers))
+            self.scaler.register(*(_unwrapped(optimizer) for optimizer in optimizers))
 
     def weighted_loss(self, loss_sum: Tensor, weight: Tensor | float) -> Tensor:
         """Return the loss of a microbatch, such that a step has the gradient of the global mean.
@@ -142,10 +146,6 @@ class MixedPrecision:
         loss = self._weights.loss(loss_sum, weight)
         warn_about_mean("weighted_loss", loss_sum, weight)
         return loss
-
-    def leave_conversion_to_strategy(self) -> None:
-        """Let `MasterWeightsStrategy` convert the model, until `teardown`."""
-        self._strategy_converts = True
 
     # Hooks of forward
 
@@ -183,7 +183,7 @@ class MixedPrecision:
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Call the Trainer's hooks `on_before_backward`, with the loss before scaling."""
-        return self._base.pre_backward(self, tensor, module) if self._in_trainer else tensor
+        return super().pre_backward(tensor, module) if self._in_trainer else tensor
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward on the scaled loss."""
@@ -198,30 +198,29 @@ class MixedPrecision:
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         if self._in_trainer:
-            self._base.backward(self, tensor, model, *args, **kwargs)
+            super().backward(tensor, model, *args, **kwargs)
         else:
             tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
         """Call the Trainer's hooks `on_after_backward`."""
-        return self._base.post_backward(self, tensor, module) if self._in_trainer else tensor
+        return super().post_backward(tensor, module) if self._in_trainer else tensor
 
     # Hooks of the optimizer
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Prepare for the Trainer, which calls this before it trains or evaluates."""
-        if not hasattr(self._base, "_after_closure"):
+        if not hasattr(super(), "_after_closure"):
             raise ConfigError(
                 "package",
-                self._package,
+                None,
                 "its precision plugins have no _after_closure, where distmp unscales gradients;"
                 " run pip install 'distmp[trainers]' for a version that distmp is tested with",
             )
         self._in_trainer = True
         self._unchecked = []
         self._weights, self._unscaled = StepWeights(), {}  # each `fit` has new optimizers
-        if not self._strategy_converts:
-            check_parallel(model, self.policy)
+        check_parallel(model, self.policy)
         for config in lr_schedulers:
             by_step = config.interval == "step" and not config.reduce_on_plateau
             if self.scaler is not None and by_step:
@@ -265,7 +264,7 @@ class MixedPrecision:
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if self.scaler is None:  # its closure calls `_after_closure`
-            return self._base.optimizer_step(self, optimizer, model, closure, **kwargs)
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:  # there was no loss
             return None
@@ -279,7 +278,7 @@ class MixedPrecision:
         """
         automatic = model.automatic_optimization
         self._unscale(optimizer, model.trainer.accumulate_grad_batches if automatic else 1)
-        self._base._after_closure(self, model, optimizer)
+        super()._after_closure(model, optimizer)
         if self.scaler is None:
             self._unscaled.pop(id(optimizer), None)
 
@@ -312,13 +311,13 @@ class MixedPrecision:
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip the norm of the unscaled gradient over all ranks, for the Trainer."""
-        self._unscale(unwrapped(optimizer))
-        self._clipper.clip_grad_norm_(unwrapped(optimizer), clip_val)
+        self._unscale(_unwrapped(optimizer))
+        self._clipper.clip_grad_norm_(_unwrapped(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip each value of the unscaled gradient, for the Trainer."""
-        self._unscale(unwrapped(optimizer))
-        self._base.clip_grad_by_value(self, unwrapped(optimizer), clip_val)
+        self._unscale(_unwrapped(optimizer))
+        super().clip_grad_by_value(_unwrapped(optimizer), clip_val)
 
     def _unscale(self, optimizer: Any, divided_by: int = 1) -> None:
         """Unscale gradients and divide them by the weights, unless that was done for this step."""
@@ -354,21 +353,31 @@ class MixedPrecision:
 
     def teardown(self) -> None:
         """Restore torch's TF32 switches."""
-        self._strategy_converts = False
         self._switches.close()
 
 
-def _bound(cls: type[MixedPrecision], package: str) -> type[MixedPrecision]:
-    """Return a subclass that is a `Precision` of a package.
+def _package_in_use() -> str:
+    imported = [next((m for m in both if m in sys.modules), None) for both in _PACKAGES]
+    found = [module for module in imported if module is not None]
+    if len(found) != 1:
+        raise ConfigError(
+            "package",
+            None,
+            f"{' and '.join(found) or 'no package of Lightning'} is imported, and classes of its "
+            "packages differ; import Trainer or Fabric first, or pass package='lightning.pytorch' "
+            "or package='pytorch_lightning', from which you import it",
+        )
+    return found[0]
 
-    The Trainer stores the state in its checkpoints under the name of the class; "MixedPrecision" is
-    that of Lightning's own plugin, so its checkpoints can be resumed.
-    """
-    return bound_class(cls, precision_class(package), package)
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside of Lightning's wrappers of optimizers."""
+    # `LightningOptimizer` and `_FabricOptimizer` both have `optimizer` and `_strategy`.
+    return optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
 
 
-def _restored(cls: type[MixedPrecision], package: str, state: dict[str, Any]) -> MixedPrecision:
-    plugin = object.__new__(_bound(cls, package))
+def _restored(state: dict[str, Any]) -> MixedPrecision:
+    plugin = MixedPrecision.__new__(MixedPrecision)
     vars(plugin).update(state)
     return plugin
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-import time
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError, TrainingError
@@ -18,9 +15,8 @@ from distmp.scaling.rank_group import RankGroup
 
 logger = logging.getLogger("distmp")
 
-_POLL_SECONDS = 0.005
-# Numbers of the objects that have trained over several ranks, the same on all ranks.
-_numbers = itertools.count()
+# The loss sum of the first step is divided by this power of two.
+_FIRST_UNIT = 1024.0
 
 
 class StepWeights:
@@ -29,15 +25,19 @@ class StepWeights:
     Backward runs on the loss sum, so that the gradient of a step is the sum over microbatches,
     averaged over ranks by the strategy. Before the optimizer's step it is divided by the weight of
     all microbatches, averaged over ranks in the same way.
+
+    Attributes:
+        in_use: Whether `loss` was ever called for training.
     """
 
     def __init__(self) -> None:
         self._ranks = RankGroup(None)
         # The loss sum is divided by this power of two, which is exact, so that its gradients are as
-        # large as those of a mean loss and fit into 16 bits. The same on all ranks.
-        self._unit: float | None = None
+        # large as those of a mean loss and fit into 16 bits. The same on all ranks; after the first
+        # step, about the weight of a microbatch.
+        self._unit = _FIRST_UNIT
         self._optimizer: int | None = None
-        self._announced = False
+        self.in_use = False
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -45,11 +45,6 @@ class StepWeights:
         self._weight: Tensor | float = 0.0
         self._losses = 0
         self._backwards = 0
-
-    @property
-    def in_use(self) -> bool:
-        """Whether `loss` was ever called for training."""
-        return self._unit is not None
 
     def loss(self, loss_sum: Tensor, weight: Tensor | float) -> Tensor:
         """Return the loss of a microbatch; see `MixedPrecision.weighted_loss`."""
@@ -63,9 +58,7 @@ class StepWeights:
         mean = torch.where(amount > 0, total / amount, total).to(loss_sum.dtype)
         if not (torch.is_grad_enabled() and loss_sum.requires_grad):
             return mean
-        if self._unit is None:
-            self._check_first_use()
-            self._unit = _power_of_two(self._mean(amount))
+        self.in_use = True
         self._weight = self._weight + amount
         self._losses += 1
         return _WithGradientOf.apply(loss_sum / self._unit, mean)
@@ -78,8 +71,6 @@ class StepWeights:
             divisions: How often the framework divides the result of `weighted_loss`.
         """
         self._backwards += 1
-        if not self._announced:
-            self._announce("backward")
         node = loss.grad_fn
         while node is not None and node.name() == "DivBackward0":
             node, divisions = node.next_functions[0][0], divisions - 1
@@ -108,7 +99,7 @@ class StepWeights:
             TrainingError: On all ranks, if a backward of any rank had no weight, or the weight of
                 any rank is negative or not finite.
         """
-        if self._unit is None:
+        if not self.in_use:
             return
         if self._optimizer not in (None, id(optimizer)):
             raise ConfigError(
@@ -117,10 +108,11 @@ class StepWeights:
                 "is the second optimizer, and it is unknown which weights are those of its "
                 "gradients; use weighted_loss with one optimizer, or distmp.Engine",
             )
+        is_first = self._optimizer is None
         self._optimizer = id(optimizer)
         missing = float(self._losses != self._backwards)
-        sums = torch.tensor([float(self._weight), missing], dtype=torch.float64)
-        weight, ranks_that_miss = self._ranks.all_reduce(sums).tolist()
+        sums = torch.tensor([float(self._weight), missing, self._losses], dtype=torch.float64)
+        weight, ranks_that_miss, microbatches = self._ranks.all_reduce(sums).tolist()
         losses, backwards = self._losses, self._backwards
         self.begin_step()
         if ranks_that_miss:
@@ -142,48 +134,8 @@ class StepWeights:
         factor = self._unit * divided_by * self._ranks.world_size / (weight or math.inf)
         for gradient in local_gradients(optimizer):
             gradient.tensor.mul_(factor)
-
-    def _announce(self, use: str) -> str:
-        """Tell other ranks, without waiting, what this rank calls first; return the key's start."""
-        self._announced = True
-        if self._ranks.world_size == 1:
-            return ""
-        prefix = f"distmp/weighted_loss {next(_numbers)}/"
-        dist.distributed_c10d._get_default_store().set(f"{prefix}{dist.get_rank()}", use)
-        return prefix
-
-    def _check_first_use(self) -> None:
-        """Wait until all ranks have called `loss` before their first backward.
-
-        Otherwise the all-reduce of this rank would be matched with that of a backward, and hang.
-        After a backward of this rank, all ranks are assumed to begin together.
-
-        Raises:
-            TrainingError: If a rank runs its first backward without a weight, or does not come.
-        """
-        if self._announced or not (prefix := self._announce("weighted_loss")):
-            return
-        store = dist.distributed_c10d._get_default_store()
-        deadline = time.monotonic() + dist.default_pg_timeout.total_seconds()
-        for rank in range(self._ranks.world_size):
-            while not store.check([f"{prefix}{rank}"]):
-                if time.monotonic() > deadline:
-                    raise TrainingError(
-                        f"rank {dist.get_rank()} calls weighted_loss, but rank {rank} has not come "
-                        f"to its first backward within {dist.default_pg_timeout}"
-                    )
-                time.sleep(_POLL_SECONDS)
-            if store.get(f"{prefix}{rank}") != b"weighted_loss":
-                raise TrainingError(
-                    f"rank {dist.get_rank()} calls weighted_loss, but rank {rank} runs its first "
-                    "backward without it; use weighted_loss for every microbatch of every rank, "
-                    "also for an empty one"
-                )
-
-    def _mean(self, amount: Tensor) -> float:
-        """Return the mean over ranks."""
-        total = self._ranks.all_reduce(amount.cpu().reshape(1).clone())  # in place
-        return total.item() / self._ranks.world_size
+        if is_first:
+            self._unit = _power_of_two(weight / microbatches)
 
 
 class _WithGradientOf(torch.autograd.Function):

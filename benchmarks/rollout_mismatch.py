@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, listed
-
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _TrainerBase
 else:
     _TrainerBase = object
-
-
-logger = logging.getLogger("distmp")
-
-# What the mixin reads of the trainer.
-_NEEDED = ("_get_per_token_logps_and_entropies", "eos_token_ids", "temperature")
-# Options of TRL that generate without `generate` of Transformers.
-_OTHER_GENERATORS = ("use_vllm", "use_transformers_continuous_batching")
 
 
 class RolloutMismatchMixin(_TrainerBase):  # type: ignore[misc]
@@ -38,33 +27,13 @@ class RolloutMismatchMixin(_TrainerBase):  # type: ignore[misc]
       divergence of the trainer's policy from the sampled one.
 
     Both use the same weights, so the mismatch is that of rounding and kernels. Each rollout costs
-    one more forward. Only `generate` of Transformers is recorded: with vLLM, TRL logs the
-    difference itself, as `sampling/sampling_logp_difference`.
-
-    Raises:
-        ConfigError: If the trainer does not generate completions as those of TRL do.
+    one more forward. Only `generate` of Transformers is recorded, not vLLM.
     """
 
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         self._rollout: _Rollout | None = None
         self._mismatches: list[Tensor] = []
         super().__init__(*positional, **arguments)
-        missing = [name for name in _NEEDED if not hasattr(self, name)]
-        if missing:
-            raise ConfigError(
-                "bases",
-                [base.__name__ for base in type(self).__bases__],
-                f"the trainer has no {listed(missing)}, which RolloutMismatchMixin needs; use it"
-                " with GRPOTrainer or RLOOTrainer of a version of TRL that distmp is tested with"
-                " (pip install 'distmp[trainers]')",
-            )
-        for option in _OTHER_GENERATORS:
-            if getattr(self, option, False) and self.accelerator.is_main_process:
-                logger.warning(
-                    "%s is set, so generate of Transformers is not called, and no"
-                    " rollout_mismatch is logged",
-                    option,
-                )
 
     def train(self, *positional: Any, **arguments: Any) -> Any:
         """Train, and record what `generate` of the model samples."""
