@@ -112,7 +112,7 @@ class RankGroup:
         if total.is_cuda:
             self.latest_decision.is_over = _completion_query(total.device)
         else:
-            monitor.end()
+            monitor.end_decision()
         return total
 
     def wait_for_ranks(self, seconds: float) -> None:

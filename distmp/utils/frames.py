@@ -7,6 +7,8 @@ import os
 import re
 import sys
 import sysconfig
+import textwrap
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ _NOT_USER_CODE = (
 )
 _DEVICE_WAIT = re.compile(r"\.(synchronize|item|tolist|cpu|numpy)\(")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+# Number of calls of a stack that are shown; the outermost ones are the same in every run.
+CALLS = 12
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -26,6 +30,31 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def working_frame(thread_id: int) -> FrameType | None:
+    """Return the innermost frame of a thread, or of the thread that it joins."""
+    frames = sys._current_frames()
+    frame = frames.get(thread_id)
+    other = _joined(frame)
+    return frame if other is None else frames.get(other.ident or 0, frame)
+
+
+def _joined(frame: FrameType | None) -> threading.Thread | None:
+    """Return the thread that a frame's thread is joining, or None."""
+    for inner in outwards(frame):
+        if inner.f_code is threading.Thread.join.__code__:
+            return inner.f_locals["self"]
+        if inner.f_code.co_filename != threading.__file__:
+            break
+    return None
+
+
+def stack_text(frame: FrameType | None) -> str:
+    """Return the stack of a frame in Python's format, with the innermost call last."""
+    calls = traceback.extract_stack(frame) if frame else []
+    shown = [call for call in calls if not call.filename.endswith("torch/nn/modules/module.py")]
+    return textwrap.dedent("".join(traceback.format_list(shown[-CALLS:])))
 
 
 def user_line(thread_id: int) -> str:

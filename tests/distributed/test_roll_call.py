@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 import sys
@@ -113,8 +112,8 @@ def test_a_process_that_is_gone_is_not_waited_for() -> None:
             text=True,
             check=True,
         )
-        where = [rank_monitor._pid_namespace(), int(process.stdout)]
-        monitor._store.set("process/1", json.dumps(where))
+        identity = monitor.process.identity._replace(pid=int(process.stdout))
+        monitor._put("process/1", monitor.process._replace(identity=identity))
         monitor._stopped.set()
         monitor._thread.join()
     dist.barrier()
