@@ -48,7 +48,7 @@ class AwaitedRanks:
         """
         now = time.monotonic()
         for rank, status in awaited.items():
-            if status is not None and not status.ended:
+            if status is not None:
                 seen, self._seen[rank] = self._seen.get(rank), _Seen.of(status, now)
                 if seen is None or self._seen[rank].is_progress_since(seen):
                     self._progress_at = now

@@ -19,7 +19,6 @@ import itertools
 import json
 import logging
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -27,24 +26,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from distmp.distributed import flight_recorder, rendezvous_store
+from distmp.distributed import flight_recorder
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker, current_phase
-from distmp.utils.frames import (
-    collective,
-    device_wait,
-    stack_text,
-    user_line,
-    user_line_of_error,
-    working_frame,
-)
+from distmp.utils.frames import collective, device_wait, stack_text, user_line, working_frame
 from distmp.utils.processes import ProcessIdentity, child_seconds, thread_seconds
 
 # How long a decision may take before a warning names the missing ranks.
@@ -57,10 +48,6 @@ ANSWER_SECONDS = 5.0
 END_SECONDS = 10.0
 # Timeout of `RankMonitor.exchange`.
 EXCHANGE_SECONDS = 60.0
-# Maximum length of the error message that a rank stores for the others when it ends.
-MAX_ERROR_CHARACTERS = 200
-# How a process ends that reports no error; `sys.exit` is not known to it.
-ENDED = "has ended"
 _NO_ANSWER = (
     "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
 )
@@ -78,14 +65,14 @@ class RankStatus:
     Attributes:
         decisions: Number of decisions that the rank has begun, by name of the process group.
         last_call: Latest call of a scaler, as text; "" before the first one.
-        line: Line of the user's code that the rank executes, or in which it ended; "" if unknown.
-        ended: How the process ended, as text; "" while it runs.
+        line: Line of the user's code that the rank executes; "" if unknown.
         engine_calls: Number of calls of engines that the rank has begun.
         engine_call: Latest call of an engine, as text; "" before the first one.
         waits_in: Name of the collective that the rank waits in, or "".
         synchronizes: The call in which the host waits for the device, or "".
         collectives: Number of collectives of a sharded model that the rank has begun.
-        compares: Whether the rank is comparing its next collective with the other ranks.
+        comparison: Name of the latest comparison of its next collective with that of other ranks.
+        compares: The collective that it compares there, as text; "" after the comparison.
         busy_seconds: Processor time of the thread that calls the scaler or the engine.
         child_seconds: Processor time of the child processes, which may compile.
         doing: The current phase as text.
@@ -100,13 +87,13 @@ class RankStatus:
     decisions: dict[str, int] = field(default_factory=dict)
     last_call: str = ""
     line: str = ""
-    ended: str = ""
     engine_calls: int = 0
     engine_call: str = ""
     waits_in: str = ""
     synchronizes: str = ""
     collectives: int = 0
-    compares: bool = False
+    comparison: str = ""
+    compares: str = ""
     busy_seconds: float = 0.0
     child_seconds: float = 0.0
     doing: str = ""
@@ -121,7 +108,7 @@ class RankStatus:
         if self.engine_call:
             last += f"; the last call of its engine was {self.engine_call}"
         line = f" at {self.line}" if self.line else ""
-        return f"{self.ended or 'is'}{line}{last}"
+        return f"is{line}{last}"
 
 
 class RankProcess(NamedTuple):
@@ -177,10 +164,9 @@ class RankMonitor:
         process: The process of this rank.
         engine_calls: Number of calls of engines that this rank has begun.
         engine_call: Latest call of an engine, as text; "" before the first one.
-        collectives: Number of collectives of a sharded model that this rank has begun; written by
-            `CollectiveOrder`.
-        compares: Whether this rank is comparing its next collective with the other ranks; written
-            by `CollectiveOrder`.
+        collectives: See `RankStatus`; written by `CollectiveOrder`.
+        comparison: See `RankStatus`; written by `CollectiveOrder`.
+        compares: See `RankStatus`; written by `CollectiveOrder`.
     """
 
     def __init__(
@@ -193,7 +179,6 @@ class RankMonitor:
         self._phase = phase
         self._interval: float | None = None  # None reads INTERVAL_SECONDS
         self._group: Callable[[], dist.ProcessGroup | None] | None = None
-        self._finalizer: Finalize | None = None
         self._processes: dict[int, RankProcess] = {}
         self._ranks: dict[str, list[int]] = {}
         self._decisions: Counter[str] = Counter()
@@ -203,7 +188,8 @@ class RankMonitor:
         self.engine_calls = 0
         self.engine_call = ""
         self.collectives = 0
-        self.compares = False
+        self.comparison = ""
+        self.compares = ""
         self._answered = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank monitor", daemon=True)
@@ -217,12 +203,16 @@ class RankMonitor:
         """
         if group is not None:
             self._group = weakref.ref(group)
-            # Unlike atexit, this also runs at the end of processes of `multiprocessing`.
-            self._finalizer = Finalize(None, self._on_exit, exitpriority=0)
             # Runs before the process group is destroyed, which was registered before.
-            atexit.register(self._finalizer)
+            atexit.register(self.stop)
         self._put(f"process/{self.rank}", self.process)
         self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)
 
     # Recording what this rank does
 
@@ -279,21 +269,6 @@ class RankMonitor:
             if status is None or status.decisions.get(decision.group, 0) < decision.number
         }
 
-    def ended_without_error(self) -> dict[int, RankStatus]:
-        """Return the ranks whose process has reported a normal end."""
-        ended: dict[int, RankStatus] = {}
-        with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
-            for rank in range(self.world_size):
-                status = self._ended(rank)
-                if status is not None and status.ended == ENDED:
-                    ended[rank] = status
-        return ended
-
-    def _ended(self, rank: int) -> RankStatus | None:
-        """Return the status with which a rank has ended; None if it has stored none."""
-        stored = self._read(f"ended/{rank}")
-        return None if stored is None else RankStatus(**stored)
-
     def process_of(self, rank: int) -> RankProcess | None:
         """Return the process of another rank; None if it has not started its monitor."""
         if rank not in self._processes and (stored := self._read(f"process/{rank}")):
@@ -334,12 +309,11 @@ class RankMonitor:
             The values by rank, without ranks that have not called this within `EXCHANGE_SECONDS`.
         """
         key = f"{name}/{decision.group}/{decision.number}"
-        self._publish(key, value)
-        entries = self._collect(key, decision.ranks, EXCHANGE_SECONDS)
-        if not _store_outlives_ranks():
-            # The values may lead to an error that ends the rank which hosts the store.
-            self._publish(f"{key}/read", True)
-            self._collect(f"{key}/read", list(entries), ANSWER_SECONDS)
+        self.publish(key, value)
+        entries = self.collect(key, decision.ranks, EXCHANGE_SECONDS)
+        # The values may lead to an error that ends the rank which hosts the store.
+        self.publish(f"{key}/read", True)
+        self.collect(f"{key}/read", list(entries), ANSWER_SECONDS)
         return entries
 
     def query(
@@ -349,19 +323,16 @@ class RankMonitor:
         ranks = [rank for rank in ranks if rank != self.rank]
         number = self._store.add("questions", 1)
         self._put(f"question/{number}", True)
-        answers = self._collect("answer", ranks, seconds, number)
-        return {
-            rank: RankStatus(**answers[rank]) if rank in answers else self._ended(rank)
-            for rank in ranks
-        }
+        answers = self.collect("answer", ranks, seconds, number)
+        return {rank: RankStatus(**answers[rank]) if rank in answers else None for rank in ranks}
 
     # The store
 
-    def _publish(self, key: str, value: Any, number: int = 0) -> None:
-        """Store a value of this rank for `_collect`; the latest number counts."""
+    def publish(self, key: str, value: Any, number: int = 0) -> None:
+        """Store a value of this rank for `collect`; the latest number counts."""
         self._put(f"{key}/{self.rank}", [number, value])
 
-    def _collect(
+    def collect(
         self, key: str, ranks: Sequence[int], seconds: float, number: int = 0
     ) -> dict[int, Any]:
         """Return what ranks publish under `key` with at least `number`; wait up to `seconds`."""
@@ -397,8 +368,6 @@ class RankMonitor:
                 self._turn()
         except RuntimeError as error:  # raised by torch's stores
             self._lost_store(error)
-        if self._finalizer is not None and not self._stopped.is_set():
-            self._finalizer.cancel()
 
     def _turn(self) -> None:
         self._answer()
@@ -420,21 +389,22 @@ class RankMonitor:
             latest += 1
         if latest > self._answered:
             self._answered = latest
-            self._publish("answer", asdict(self._status(user_line(self._caller))), latest)
+            self.publish("answer", asdict(self.status()), latest)
 
-    def _status(self, line: str = "", ended: str = "") -> RankStatus:
+    def status(self) -> RankStatus:
+        """Return what this rank is doing."""
         frame = working_frame(self._caller)
         phase = self._phase.now
         return RankStatus(
             decisions=dict(self._decisions),
             last_call=self.last_call,
-            line=line,
-            ended=ended,
+            line=user_line(self._caller),
             engine_calls=self.engine_calls,
             engine_call=self.engine_call,
             waits_in=collective(frame),
             synchronizes=device_wait(frame) if torch.cuda.is_initialized() else "",
             collectives=self.collectives,
+            comparison=self.comparison,
             compares=self.compares,
             busy_seconds=thread_seconds(self._caller),
             child_seconds=child_seconds(),
@@ -465,22 +435,6 @@ class RankMonitor:
                 self.last_call,
                 self.describe(missing),
             )
-
-    def _on_exit(self) -> None:
-        """End the thread, and report the end of this rank if the store outlives the process."""
-        self._stopped.set()
-        self._thread.join(END_SECONDS)
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        can_report = self._is_of_default_group() and (error or _store_outlives_ranks())
-        if not can_report or is_orphan():
-            return
-        line, ended = "", ENDED
-        if error is not None:
-            reason = next(iter(str(error).splitlines()), "")
-            line = user_line_of_error(error)
-            ended = f"{ENDED} with {type(error).__name__} ({reason[:MAX_ERROR_CHARACTERS]})"
-        with contextlib.suppress(RuntimeError):
-            self._put(f"ended/{self.rank}", asdict(self._status(line, ended)))
 
 
 def current() -> RankMonitor | None:
@@ -530,19 +484,6 @@ def _start(world: dist.ProcessGroup) -> RankMonitor | None:
     monitor = RankMonitor(store, dist.get_rank(), dist.get_world_size())
     monitor.start(world)
     return monitor
-
-
-def _store_outlives_ranks() -> bool:
-    """Return whether ranks may use the store while others end: not if one of them hosts it."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        own = (store.host, store.port)
-        return rendezvous_store.is_hosted_by_agent() and own == rendezvous_store.address()
-    return True
 
 
 # By default process group; None where its store cannot be used.

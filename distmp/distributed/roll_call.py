@@ -1,4 +1,4 @@
-"""Delays collective calls of an engine until all ranks have made them.
+"""Waits until all ranks have come to the same point, or raises an error if one cannot come.
 
 If a rank evaluates while the others take a step, its reduction is matched with a different
 reduction, which aborts the process under gloo and gives wrong results or a hang under NCCL. So a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from distmp.distributed import rank_monitor
 from distmp.distributed.lost_peers import lost_peer_error
 from distmp.distributed.rank_monitor import RankMonitor, RankStatus
 from distmp.distributed.world import World
-from distmp.errors import DistmpError, TrainingError, rank_names
+from distmp.errors import DistmpError, LostPeerError, TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -31,6 +31,8 @@ PATIENCE_SECONDS = 4.0
 MAX_UNANSWERED = 12
 # How much later than this rank another one may fail in the same call.
 FAILURE_SECONDS = 5.0
+
+Statuses = Mapping[int, RankStatus | None]
 
 
 class RollCall:
@@ -45,10 +47,14 @@ class RollCall:
         # Consecutive queries that a rank has not answered, by rank.
         self._unanswered: dict[int, int] = {}
 
+    @property
+    def monitor(self) -> RankMonitor | None:
+        """The monitor of this rank; None for a single process, and if ranks cannot be queried."""
+        return None if self._world.group is None else rank_monitor.current()
+
     def count(self, call: str) -> None:
         """Count a call. All ranks have to make the same calls in the same order."""
-        monitor = self._monitor()
-        if monitor is not None:
+        if (monitor := self.monitor) is not None:
             monitor.record_engine_call(call)
 
     def wait_for_all(self, call: str) -> None:
@@ -68,38 +74,48 @@ class RollCall:
             part: Appended to the call in messages: what a rank does that reaches this point.
 
         Raises:
-            TrainingError: If a rank makes a different call, or has ended.
-            LostPeerError: If a rank does not answer.
+            TrainingError: If a rank makes a different call.
+            LostPeerError: If a rank has ended or does not answer.
         """
-        monitor = self._monitor()
+        if (monitor := self.monitor) is not None:
+            monitor.engine_call += part
+            self.meet(f"{monitor.engine_calls}/{monitor.engine_call}", self._other_call_error)
+
+    def meet(
+        self,
+        point: str,
+        problem: Callable[[RankMonitor, Statuses], DistmpError | None],
+        patience_seconds: float | None = None,
+    ) -> None:
+        """Wait until all ranks have come to a point of the program.
+
+        Args:
+            point: Name of the point, used once. All ranks come to the same points in order.
+            problem: Returns the error if a rank cannot come, from the status of other ranks; called
+                repeatedly while ranks are missing.
+            patience_seconds: Seconds between two calls of `problem`; None: `PATIENCE_SECONDS`.
+
+        Raises:
+            DistmpError: What `problem` returns.
+            LostPeerError: If a rank has ended or does not answer.
+        """
+        monitor = self.monitor
         store = None if monitor is None else _store_of(monitor)
         if monitor is None or store is None:
             return
-        monitor.engine_call += part
-        counter = f"{monitor.engine_calls}/{monitor.engine_call}"
-        if store.add(counter, 1) == self._world.world_size:
-            # All ranks have arrived here, so none still reads the keys of the previous wait.
+        if store.add(point, 1) == self._world.world_size:
+            # All ranks have arrived here, so none still reads the keys of the previous point.
             for key in _last_keys.pop(monitor, ()):
                 store.delete_key(key)
-            store.set(f"{counter}/all", "")
+            store.set(f"{point}/all", "")
         self._unanswered.clear()
-        while not _wait_for_key(store, f"{counter}/all"):
-            error = self._missing_ranks_error(monitor)
+        while not _wait_for_key(store, f"{point}/all", patience_seconds or PATIENCE_SECONDS):
+            statuses = monitor.query(range(self._world.world_size))
+            error = problem(monitor, statuses) or self._lost_rank_error(monitor, statuses)
             # The last rank may have arrived, and continued to its next call, during the query.
-            if error is not None and not store.check([f"{counter}/all"]):
+            if error is not None and not store.check([f"{point}/all"]):
                 raise error
-        _last_keys[monitor] = (counter, f"{counter}/all")
-
-    def error_of_ended_ranks(self) -> TrainingError | None:
-        """Return the error of a collective that other ranks left out because they have ended.
-
-        Returns:
-            None if no rank has ended, or those that have ended report an error of their own.
-        """
-        monitor = self._monitor()
-        if monitor is None or not (ended := monitor.ended_without_error()):
-            return None
-        return self._other_call_error(monitor, ended)
+        _last_keys[monitor] = (point, f"{point}/all")
 
     def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:
         """Wait until a call that failed on this rank is known to have failed on every rank.
@@ -113,73 +129,56 @@ class RollCall:
         Raises:
             TrainingError: If it has not failed on another rank within `FAILURE_SECONDS`.
         """
-        rank, world_size = self._world.rank, self._world.world_size
-        if self._world.group is None or world_size == 1:
+        if (monitor := self.monitor) is None:
             return
-        store = dist.distributed_c10d._get_default_store()
-        keys = [f"distmp/failure {failures}/{other}" for other in range(world_size)]
-        try:
-            store.set(keys[rank], "failed")
-            store.wait(keys, timedelta(seconds=FAILURE_SECONDS))
-        except RuntimeError as error:  # raised by torch's stores
+        rank, world_size = self._world.rank, self._world.world_size
+        monitor.publish("failure", True, failures)
+        failed = monitor.collect("failure", range(world_size), FAILURE_SECONDS, failures)
+        if len(failed) < world_size:
             raise TrainingError(
                 f"the last call of the engine failed on rank {rank} of {world_size} "
                 f"({type(problem).__name__}: {problem}) and not on every other rank; ranks that "
                 "still wait in it cannot be joined again, so end this rank and start again from a "
                 "checkpoint"
-            ) from error
+            )
 
-    def _monitor(self) -> RankMonitor | None:
-        return None if self._world.group is None else rank_monitor.current()
-
-    def _missing_ranks_error(self, monitor: RankMonitor) -> DistmpError | None:
-        """Query the status of the other ranks; return an error if one of them cannot arrive."""
-        statuses = monitor.query(range(self._world.world_size))
-        in_other_call = {
+    def _other_call_error(self, monitor: RankMonitor, statuses: Statuses) -> TrainingError | None:
+        """Return the error if another rank makes a different call than this rank."""
+        others = {
             rank: status
             for rank, status in statuses.items()
-            if status is not None and _cannot_arrive(status, monitor)
+            if status is not None and _is_in_other_call(status, monitor)
         }
-        if in_other_call:
-            return self._other_call_error(monitor, in_other_call)
-        silent = [rank for rank, status in statuses.items() if status is None]
-        self._unanswered = {rank: self._unanswered.get(rank, 0) + 1 for rank in silent}
-        lost = [rank for rank, queries in self._unanswered.items() if queries >= MAX_UNANSWERED]
-        if lost := lost or [rank for rank in silent if monitor.has_exited(rank)]:
-            return lost_peer_error(
-                self._world.rank,
-                self._world.world_size,
-                f"{lost[0]}{monitor.place(lost[0])}",
-                monitor.engine_call,
-            )
-        return None
-
-    def _other_call_error(
-        self, monitor: RankMonitor, others: Mapping[int, RankStatus]
-    ) -> TrainingError:
-        message = (
+        if not others:
+            return None
+        return TrainingError(
             f"rank {self._world.rank} waits in {monitor.engine_call}, which every rank has to "
             f"call, and {monitor.describe(others)}; make the same calls in the same "
             "order on every rank"
         )
-        # `sys.exit("...")` looks like a normal end.
-        ended = [rank for rank, status in others.items() if status.ended == rank_monitor.ENDED]
-        if ended:
-            message += f", or see the output of {rank_names(ended)} if it ended with an error"
-        return TrainingError(message)
+
+    def _lost_rank_error(self, monitor: RankMonitor, statuses: Statuses) -> LostPeerError | None:
+        silent = [rank for rank, status in statuses.items() if status is None]
+        self._unanswered = {rank: self._unanswered.get(rank, 0) + 1 for rank in silent}
+        lost = [rank for rank, queries in self._unanswered.items() if queries >= MAX_UNANSWERED]
+        if lost := lost or [rank for rank in silent if monitor.has_exited(rank)]:
+            rank, world_size = self._world.rank, self._world.world_size
+            place = f"{lost[0]}{monitor.place(lost[0])}"
+            return lost_peer_error(rank, world_size, place, monitor.engine_call)
+        return None
 
 
-def _cannot_arrive(other: RankStatus, own: RankMonitor) -> bool:
-    """Return whether another rank has ended, or makes a different call than this rank."""
-    same_number = other.engine_calls == own.engine_calls
-    differs = same_number and other.engine_call != own.engine_call
-    return bool(other.ended) or other.engine_calls > own.engine_calls or differs
+def _is_in_other_call(other: RankStatus, own: RankMonitor) -> bool:
+    is_same_number = other.engine_calls == own.engine_calls
+    return other.engine_calls > own.engine_calls or (
+        is_same_number and other.engine_call != own.engine_call
+    )
 
 
-def _wait_for_key(store: Store, key: str) -> bool:
-    """Wait for a key up to `PATIENCE_SECONDS`; return whether it exists."""
+def _wait_for_key(store: Store, key: str, seconds: float) -> bool:
+    """Wait for a key; return whether it exists."""
     try:
-        store.wait([key], timedelta(seconds=PATIENCE_SECONDS))
+        store.wait([key], timedelta(seconds=seconds))
     except RuntimeError as error:
         # A FileStore raises the former, any other store the latter.
         if "timeout" not in str(error).lower() and not isinstance(error, dist.DistStoreError):
@@ -198,5 +197,5 @@ def _store_of(monitor: RankMonitor) -> Store | None:
 
 _stores: weakref.WeakKeyDictionary[RankMonitor, Store | None] = weakref.WeakKeyDictionary()
 _generations = itertools.count()
-# Keys of the latest wait, deleted when all ranks have arrived at the next one.
+# Keys of the latest point, deleted when all ranks have arrived at the next one.
 _last_keys: weakref.WeakKeyDictionary[RankMonitor, tuple[str, str]] = weakref.WeakKeyDictionary()

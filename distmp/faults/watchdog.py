@@ -153,9 +153,7 @@ class Watchdog(RankMonitor):
 
     def stop(self) -> None:
         """Stop monitoring, and publish that this rank has ended, with or without an error."""
-        self._stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        super().stop()
         self._stack.close()
         if not is_orphan():
             with contextlib.suppress(dist.DistError):
@@ -253,7 +251,7 @@ class Watchdog(RankMonitor):
         super()._answer()
         if not self._has_trace and self._store.check(["hang"]):
             self._has_trace = True
-            self._publish("trace", self._trace())
+            self.publish("trace", self._trace())
 
     def _trace(self) -> Trace:
         """Read the flight recorder of this rank, and write it to a file if it is NCCL's."""
@@ -323,14 +321,14 @@ class Watchdog(RankMonitor):
             return  # another rank reports
         others = self.query(range(self.world_size), ANSWER_INTERVALS * self._interval)
         self._answer()
-        others[self.rank] = self._status()
+        others[self.rank] = self.status()
         answers = {rank: status for rank, status in sorted(others.items()) if status is not None}
         silent = {
             rank: self._inspect(rank)
             for rank, status in others.items()
             if status is None and not self.has_left(rank)
         }
-        traces = self._collect("trace", list(answers), TRACE_INTERVALS * self._interval)
+        traces = self.collect("trace", list(answers), TRACE_INTERVALS * self._interval)
         idle = min(status.idle for status in answers.values())
         if silent:  # when they made progress is not known
             idle = min(idle, time.monotonic() - self._progress_at)

@@ -10,7 +10,7 @@ import sysconfig
 import textwrap
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -67,13 +67,14 @@ def user_line(thread_id: int) -> str:
         "FILE:LINE in FUNCTION (`source`)". If no code is the user's, the innermost line of all; ""
         for a thread that has ended.
     """
-    frames = outwards(sys._current_frames().get(thread_id))
-    return _innermost_user_line([(frame, frame.f_lineno) for frame in frames])
-
-
-def user_line_of_error(error: BaseException) -> str:
-    """Return the innermost line of the user's code in a traceback, in the form of `user_line`."""
-    return _innermost_user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
+    frames = list(outwards(sys._current_frames().get(thread_id)))
+    if not frames:
+        return ""
+    frame = next(filter(_is_user_code, frames), frames[0])
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(file, line).strip()
+    place = f"{file}:{line} in {frame.f_code.co_name}"
+    return f"{place} (`{source}`)" if source else place
 
 
 def collective(frame: FrameType | None) -> str:
@@ -122,17 +123,6 @@ def device_wait(frame: FrameType | None) -> str:
 def _place(frame: FrameType) -> str:
     path = Path(frame.f_code.co_filename)
     return f"{frame.f_code.co_name}, {Path(*path.parts[-3:])}:{frame.f_lineno}"
-
-
-def _innermost_user_line(places: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the first place in the user's code; the innermost is the first of `places`."""
-    if not places:
-        return ""
-    frame, line = next((place for place in places if _is_user_code(place[0])), places[0])
-    file = frame.f_code.co_filename
-    source = linecache.getline(file, line).strip()
-    place = f"{file}:{line} in {frame.f_code.co_name}"
-    return f"{place} (`{source}`)" if source else place
 
 
 def _is_user_code(frame: FrameType) -> bool:

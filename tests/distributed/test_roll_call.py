@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
+from tests.ended import look_ended
 from tests.ranks import ranks
 from tests.reference import ONE_RANK, TWO_RANKS, make_engine, microbatches, train
 
@@ -101,21 +100,10 @@ def test_ranks_that_wait_for_each_other_in_two_calls_both_raise() -> None:
 @ranks(2)
 def test_a_process_that_is_gone_is_not_waited_for() -> None:
     calls = impatient()
-    monitor = rank_monitor.current()
-    assert monitor is not None
+    assert rank_monitor.current() is not None
     dist.barrier()
     if dist.get_rank() == 1:
-        # Make rank 1 look like a process that has ended.
-        process = subprocess.run(
-            [sys.executable, "-c", "import os; print(os.getpid())"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        identity = monitor.process.identity._replace(pid=int(process.stdout))
-        monitor._put("process/1", monitor.process._replace(identity=identity))
-        monitor._stopped.set()
-        monitor._thread.join()
+        look_ended()
     dist.barrier()
     if dist.get_rank() == 0:
         cause = rf"rank, 1 on {platform.node()}, has the cause; .* lacks engine\.evaluate\(\)"

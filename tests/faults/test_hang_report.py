@@ -305,10 +305,10 @@ def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
         thread.join(0.01)
     # Read before rank 2 goes on, which completes the collective.
     is_named = bool(flight_recorder.pending()) or rank == 2
-    found = watchdog._collect("answer", range(3), 60)
+    found = watchdog.collect("answer", range(3), 60)
     answers = {other: RankStatus(**status) for other, status in found.items()}
     traces = {
-        other: Trace(*trace) for other, trace in watchdog._collect("trace", range(3), 60).items()
+        other: Trace(*trace) for other, trace in watchdog.collect("trace", range(3), 60).items()
     }
     assert not any(one.waits_in for one in answers.values())
     result = report(9.0, answers, {}, 3, traces)
@@ -352,7 +352,7 @@ def test_a_rank_answers_before_it_reads_its_recorder_once(
     reads: list[Path] = []
 
     def dump(folder: Path) -> Path:
-        answered = watchdog._collect("answer", [0], 0)
+        answered = watchdog.collect("answer", [0], 0)
         assert answered, "a recorder that blocks must not stop the answer"
         reads.append(folder)
         raise OSError("no space\non the disk")
@@ -365,7 +365,7 @@ def test_a_rank_answers_before_it_reads_its_recorder_once(
     watchdog._answer()
     watchdog._answer()
     assert reads == [tmp_path]
-    (trace,) = watchdog._collect("trace", [0], 0).values()
+    (trace,) = watchdog.collect("trace", [0], 0).values()
     assert Trace(*trace).problem == "OSError: no space on the disk"
 
 
@@ -374,7 +374,7 @@ def test_only_a_rank_that_has_used_its_device_waits_for_it(monkeypatch: pytest.M
     watchdog = alone()
     for is_initialized, waits in ((False, ""), (True, "item (f, x.py:1)")):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)  # noqa: B023
-        assert watchdog._status().synchronizes == waits
+        assert watchdog.status().synchronizes == waits
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
