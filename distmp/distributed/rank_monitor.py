@@ -22,9 +22,8 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,29 +57,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distmp")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankStatus:
     """What a rank is doing, as it reports itself.
+
+    Its main thread is the one that calls the scaler or the engine.
 
     Attributes:
         decisions: Number of decisions that the rank has begun, by name of the process group.
         last_call: Latest call of a scaler, as text; "" before the first one.
-        line: Line of the user's code that the rank executes; "" if unknown.
+        line: Line of the user's code that the main thread executes; "" if unknown.
         engine_calls: Number of calls of engines that the rank has begun.
         engine_call: Latest call of an engine, as text; "" before the first one.
-        waits_in: Name of the collective that the rank waits in, or "".
+        waits_in: Name of the collective that the main thread waits in, or "".
         synchronizes: The call in which the host waits for the device, or "".
         collectives: Number of collectives of a sharded model that the rank has begun.
         comparison: Name of the latest comparison of its next collective with that of other ranks.
         compares: The collective that it compares there, as text; "" after the comparison.
-        busy_seconds: Processor time of the thread that calls the scaler or the engine.
+        busy_seconds: Processor time of the main thread.
         child_seconds: Processor time of the child processes, which may compile.
         doing: The current phase as text.
-        idle: Seconds since that thread last made progress.
+        idle: Seconds since the main thread last made progress.
         started: Number of collectives that the rank has started, by process group, see
             `flight_recorder.started`.
         last_started: Name of the collective that distmp started last; "" before the first one.
-        stack: The stack of that thread, with the innermost call last.
+        stack: The stack of the main thread, with the innermost call last.
         host: Name of the machine.
     """
 
@@ -162,11 +163,7 @@ class RankMonitor:
         rank: This rank.
         world_size: Number of ranks.
         process: The process of this rank.
-        engine_calls: Number of calls of engines that this rank has begun.
-        engine_call: Latest call of an engine, as text; "" before the first one.
-        collectives: See `RankStatus`; written by `CollectiveOrder`.
-        comparison: See `RankStatus`; written by `CollectiveOrder`.
-        compares: See `RankStatus`; written by `CollectiveOrder`.
+        own: What this rank has begun: the fields that are counted, not observed.
     """
 
     def __init__(
@@ -181,15 +178,9 @@ class RankMonitor:
         self._group: Callable[[], dist.ProcessGroup | None] | None = None
         self._processes: dict[int, RankProcess] = {}
         self._ranks: dict[str, list[int]] = {}
-        self._decisions: Counter[str] = Counter()
         self._caller = threading.get_ident()
-        self._last_call: tuple[str, int] | None = None
         self._pending: PendingDecision | None = None
-        self.engine_calls = 0
-        self.engine_call = ""
-        self.collectives = 0
-        self.comparison = ""
-        self.compares = ""
+        self.own = RankStatus(host=self.process.host)
         self._answered = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank monitor", daemon=True)
@@ -219,28 +210,22 @@ class RankMonitor:
     def record_call(self, method: str, iteration: int) -> None:
         """Record a call of a scaler."""
         self._caller = threading.get_ident()
-        self._last_call = (method, iteration)
+        self.own.last_call = f"{method}() in iteration {iteration}"
 
     def record_engine_call(self, name: str) -> None:
         """Record a call of an engine."""
         self._caller = threading.get_ident()
-        self.engine_calls += 1
-        self.engine_call = name
-
-    @property
-    def last_call(self) -> str:
-        """Latest call of a scaler, as text; "" before the first one."""
-        method, iteration = self._last_call or ("", 0)
-        return f"{method}() in iteration {iteration}" if method else ""
+        self.own.engine_calls += 1
+        self.own.engine_call = name
 
     def begin(self, group: dist.ProcessGroup) -> PendingDecision:
         """Record the beginning of a decision and return it."""
         name = group.group_name
         if name not in self._ranks:
             self._ranks[name] = dist.get_process_group_ranks(group)
-        self._decisions[name] += 1
+        number = self.own.decisions[name] = self.own.decisions.get(name, 0) + 1
         self._pending = PendingDecision(
-            name, self._decisions[name], self._ranks[name], lambda: False, time.monotonic()
+            name, number, self._ranks[name], lambda: False, time.monotonic()
         )
         return self._pending
 
@@ -254,7 +239,7 @@ class RankMonitor:
         try:
             yield self.begin(group)
         finally:
-            self._decisions[group.group_name] -= 1
+            self.own.decisions[group.group_name] -= 1
             self.end_decision()
 
     # Querying other ranks
@@ -395,17 +380,12 @@ class RankMonitor:
         """Return what this rank is doing."""
         frame = working_frame(self._caller)
         phase = self._phase.now
-        return RankStatus(
-            decisions=dict(self._decisions),
-            last_call=self.last_call,
+        return replace(
+            self.own,
+            decisions=dict(self.own.decisions),
             line=user_line(self._caller),
-            engine_calls=self.engine_calls,
-            engine_call=self.engine_call,
             waits_in=collective(frame),
             synchronizes=device_wait(frame) if torch.cuda.is_initialized() else "",
-            collectives=self.collectives,
-            comparison=self.comparison,
-            compares=self.compares,
             busy_seconds=thread_seconds(self._caller),
             child_seconds=child_seconds(),
             doing=str(phase),
@@ -413,7 +393,6 @@ class RankMonitor:
             started=flight_recorder.started(),
             last_started=self._phase.collective,
             stack=stack_text(frame),
-            host=self.process.host,
         )
 
     def _warn(self) -> None:
@@ -432,7 +411,7 @@ class RankMonitor:
                 "rank %d has waited for %.0f s in %s for other ranks: %s",
                 self.rank,
                 seconds,
-                self.last_call,
+                self.own.last_call,
                 self.describe(missing),
             )
 

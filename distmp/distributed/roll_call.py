@@ -78,8 +78,9 @@ class RollCall:
             LostPeerError: If a rank has ended or does not answer.
         """
         if (monitor := self.monitor) is not None:
-            monitor.engine_call += part
-            self.meet(f"{monitor.engine_calls}/{monitor.engine_call}", self._other_call_error)
+            monitor.own.engine_call += part
+            call = f"{monitor.own.engine_calls}/{monitor.own.engine_call}"
+            self.meet(call, self._other_call_error)
 
     def meet(
         self,
@@ -147,12 +148,12 @@ class RollCall:
         others = {
             rank: status
             for rank, status in statuses.items()
-            if status is not None and _is_in_other_call(status, monitor)
+            if status is not None and _is_in_other_call(status, monitor.own)
         }
         if not others:
             return None
         return TrainingError(
-            f"rank {self._world.rank} waits in {monitor.engine_call}, which every rank has to "
+            f"rank {self._world.rank} waits in {monitor.own.engine_call}, which every rank has to "
             f"call, and {monitor.describe(others)}; make the same calls in the same "
             "order on every rank"
         )
@@ -164,15 +165,14 @@ class RollCall:
         if lost := lost or [rank for rank in silent if monitor.has_exited(rank)]:
             rank, world_size = self._world.rank, self._world.world_size
             place = f"{lost[0]}{monitor.place(lost[0])}"
-            return lost_peer_error(rank, world_size, place, monitor.engine_call)
+            return lost_peer_error(rank, world_size, place, monitor.own.engine_call)
         return None
 
 
-def _is_in_other_call(other: RankStatus, own: RankMonitor) -> bool:
-    is_same_number = other.engine_calls == own.engine_calls
-    return other.engine_calls > own.engine_calls or (
-        is_same_number and other.engine_call != own.engine_call
-    )
+def _is_in_other_call(other: RankStatus, own: RankStatus) -> bool:
+    if other.engine_calls == own.engine_calls:
+        return other.engine_call != own.engine_call
+    return other.engine_calls > own.engine_calls
 
 
 def _wait_for_key(store: Store, key: str, seconds: float) -> bool:

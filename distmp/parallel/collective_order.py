@@ -125,7 +125,7 @@ class CollectiveOrder:
             self._compare(collective)
         self._done.append(collective)
         if self._monitor is not None:
-            self._monitor.collectives += 1
+            self._monitor.own.collectives += 1
 
     def end(self) -> None:
         """End the current pass, if there is one."""
@@ -151,14 +151,15 @@ class CollectiveOrder:
         """
         if self._monitor is None:
             return
+        own = self._monitor.own
         self._comparisons += 1
         comparison, text = f"order {self._number}/{self._comparisons}", self._describe(local)
         # Kept after an error, so that the other ranks raise it as well.
-        self._monitor.comparison, self._monitor.compares = comparison, text
+        own.comparison, own.compares = comparison, text
         problem = _Waiting(self._seconds, self._advice).problem
         patience = min(PATIENCE_SECONDS, self._seconds / 4)
         self._roll_call.meet(f"{comparison}/{text}", problem, patience)
-        self._monitor.compares = ""
+        own.compares = ""
 
     def _describe(self, collective: Collective) -> str:
         if collective == END:
@@ -190,15 +191,15 @@ class _Waiting:
 
     def problem(self, monitor: RankMonitor, statuses: Statuses) -> TrainingError | None:
         """Return the error if ranks differ or do not come; None while they may come."""
+        own = monitor.own
         here = {
             rank: status.compares
             for rank, status in statuses.items()
-            if status is not None and status.comparison == monitor.comparison and status.compares
+            if status is not None and status.comparison == own.comparison and status.compares
         }
-        if set(here.values()) - {monitor.compares}:
-            return TrainingError(
-                f"{_describe_all({**here, monitor.rank: monitor.compares})}; {self._advice}"
-            )
+        if set(here.values()) - {own.compares}:
+            by_rank = {**here, monitor.rank: own.compares}
+            return TrainingError(f"{_describe_all(by_rank)}; {self._advice}")
         absent = {rank: status for rank, status in statuses.items() if rank not in here}
         why = self._why_waiting(monitor, absent)
         if not why and (stuck := self._awaited.why_stuck(absent)):
@@ -207,7 +208,7 @@ class _Waiting:
         if not why:
             return None
         return TrainingError(
-            f"rank {monitor.rank} is about to {monitor.compares}, unlike the last time, and {why}; "
+            f"rank {monitor.rank} is about to {own.compares}, unlike the last time, and {why}; "
             f"{self._advice}"
         )
 
@@ -222,7 +223,7 @@ class _Waiting:
             if status is not None
             and status.waits_in
             # Not in a collective of the user's code before this call of the engine.
-            and status.engine_calls >= monitor.engine_calls
+            and status.engine_calls >= monitor.own.engine_calls
         }
         before, self._waiting = self._waiting, {r: s.collectives for r, s in waiting.items()}
         for rank, status in waiting.items():
