@@ -130,18 +130,13 @@ class RollCall:
         Raises:
             TrainingError: If it has not failed on another rank within `FAILURE_SECONDS`.
         """
-        if (monitor := self.monitor) is None:
-            return
-        rank, world_size = self._world.rank, self._world.world_size
-        monitor.publish("failure", True, failures)
-        failed = monitor.collect("failure", range(world_size), FAILURE_SECONDS, failures)
-        if len(failed) < world_size:
-            raise TrainingError(
-                f"the last call of the engine failed on rank {rank} of {world_size} "
-                f"({type(problem).__name__}: {problem}) and not on every other rank; ranks that "
-                "still wait in it cannot be joined again, so end this rank and start again from a "
-                "checkpoint"
-            )
+        error = TrainingError(
+            f"the last call of the engine failed on rank {self._world.rank} of "
+            f"{self._world.world_size} ({type(problem).__name__}: {problem}) and not on every "
+            "other rank; ranks that still wait in it cannot be joined again, so end this rank and "
+            "start again from a checkpoint"
+        )
+        self.meet(f"failure {failures}", lambda monitor, statuses: error, FAILURE_SECONDS)
 
     def _other_call_error(self, monitor: RankMonitor, statuses: Statuses) -> TrainingError | None:
         """Return the error if another rank makes a different call than this rank."""

@@ -59,23 +59,8 @@ class HangReport(NamedTuple):
     text: str
 
 
-class MissingCollective(NamedTuple):
-    """A collective that a rank has not started, while others of its group have.
-
-    Attributes:
-        number: Its index among the collectives of the group, counted from 1.
-        name: Its operation, such as "all_reduce", or "" if unknown.
-        group: The process group.
-        ranks: The ranks that have started it.
-    """
-
-    number: int
-    name: str
-    group: str
-    ranks: list[int]
-
-    def __str__(self) -> str:
-        return _describe(self.number, self.name, self.group)
+# A collective that a rank has not started, as text, and the ranks that have.
+Missing = tuple[str, list[int]]
 
 
 def report(
@@ -162,7 +147,7 @@ def _started(answers: Mapping[int, RankStatus]) -> dict[str, dict[int, int]]:
 
 def _missing(
     rank: int, answers: Mapping[int, RankStatus], traces: Mapping[int, Trace]
-) -> list[MissingCollective]:
+) -> list[Missing]:
     """Return the next collective of a rank in each group in which others have started it."""
     missing = []
     for group, started in _started(answers).items():
@@ -171,7 +156,7 @@ def _missing(
         if ranks:
             shown = [dict(traces[r].pending.get(group, ())) for r in ranks if r in traces]
             name = next((names[number] for names in shown if number in names), "")
-            missing.append(MissingCollective(number, name, group, ranks))
+            missing.append((_describe(number, name, group), ranks))
     return missing
 
 
@@ -179,11 +164,11 @@ def _describe(number: int, name: str, group: str) -> str:
     return f"collective {number} of {group}{f', {name}' if name else ''}"
 
 
-def _late_summary(late: list[int], missing: Mapping[int, list[MissingCollective]]) -> str:
+def _late_summary(late: list[int], missing: Mapping[int, list[Missing]]) -> str:
     if not late:
         return "all ranks wait"
     first = missing.get(late[0]) if len(late) == 1 else None
-    return f"{rank_names(late)} late{f' before {first[0]}' if first else ''}"
+    return f"{rank_names(late)} late{f' before {first[0][0]}' if first else ''}"
 
 
 def _waiting_summary(waiting: Mapping[int, RankStatus], late: list[int]) -> str:
@@ -201,17 +186,15 @@ def _place(answer: RankStatus) -> str:
     return f"for the device in {answer.synchronizes}" if answer.synchronizes else ""
 
 
-def _late(
-    rank: int, answer: RankStatus, missing: list[MissingCollective], world_size: int
-) -> list[str]:
+def _late(rank: int, answer: RankStatus, missing: list[Missing], world_size: int) -> list[str]:
     place = _place(answer)
     return [
         f"  rank {rank} of {world_size} on {answer.host} is late: {answer.doing} for "
         f"{answer.idle:.0f} s{f', waiting {place}' if place else ''}",
         *(
-            f"    it has not started {collective}, which {rank_names(collective.ranks)} "
-            f"{'has' if len(collective.ranks) == 1 else 'have'} started"
-            for collective in missing
+            f"    it has not started {collective}, which {rank_names(ranks)} "
+            f"{'has' if len(ranks) == 1 else 'have'} started"
+            for collective, ranks in missing
         ),
         *_indented(answer.stack),
     ]

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +35,7 @@ from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker, current_phase
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.rank_monitor import INTERVAL_SECONDS, RankMonitor, RankProcess
+from distmp.distributed.rank_monitor import INTERVAL_SECONDS, RankMonitor
 from distmp.distributed.ranks import describe
 from distmp.distributed.reachability import responds, source_address
 from distmp.distributed.rendezvous_store import Store
@@ -135,21 +135,16 @@ class Watchdog(RankMonitor):
         """Start monitoring."""
         self._phase.restart()
         self._stack = stacks.SharedStack()
-        self.process = self.process._replace(
-            stack=self._stack.descriptor, address=self._own_address()
-        )
+        self.process = self.process._replace(stack=self._stack.descriptor)
+        if self._store_address is not None:
+            with contextlib.suppress(OSError):
+                address = source_address(self._store_address[0])
+                self.process = self.process._replace(address=address)
         self._beat()
         self.start()
         if self._store_address:
             arguments = (self._store_address,)
             threading.Thread(target=self._watch_store, args=arguments, daemon=True).start()
-
-    def _own_address(self) -> str:
-        """Return the address at which other machines reach this one; "" if unknown."""
-        if self._store_address is not None:
-            with contextlib.suppress(OSError):
-                return source_address(self._store_address[0])
-        return ""
 
     def stop(self) -> None:
         """Stop monitoring, and publish that this rank has ended, with or without an error."""
@@ -178,7 +173,12 @@ class Watchdog(RankMonitor):
     def end_for_lost_ranks(self) -> bool:
         """End the run if a process of this machine has ended without a message."""
         for rank in sorted(self._gone()):
-            cause = died(rank, self._processes[rank])
+            process = self._processes[rank]
+            cause = (
+                f"rank {rank} ended without a message (process {process.identity.pid} on "
+                f"{process.host}): it was killed, as the kernel does when memory runs out, crashed "
+                "in native code, or called os._exit"
+            )
             if self.end(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
                 print_message(cause)
             return True
@@ -197,7 +197,9 @@ class Watchdog(RankMonitor):
         self._detect_transfer()
         self._beat()
         if ending := self.ending():
-            self._end_with(ending)
+            # Give the main thread time to end by itself.
+            if not self._stopped.wait(GRACE_SECONDS):
+                self._exit(ending)
             return
         super()._turn()
         self._check_for_lost_ranks()
@@ -289,15 +291,16 @@ class Watchdog(RankMonitor):
         if silence < LINK_SECONDS or process is None or self.has_left(rank):
             return
         if process.address and not responds(process.address):
-            cause = lost_machine(process, self._ranks_of(process.host), silence)
+            processes = {other: self.process_of(other) for other in range(self.world_size)}
+            ranks = [r for r, one in processes.items() if one and one.host == process.host]
+            cause = (
+                f"machine {process.host} ({process.address}) with {rank_names(ranks)} has been "
+                f"silent for {silence:.0f} s and does not respond: it is down, or its connection "
+                "is cut"
+            )
             if self.end(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
                 print_message(cause)
                 record(cause)
-
-    def _ranks_of(self, host: str) -> list[int]:
-        """Return the ranks of a machine."""
-        processes = {rank: self.process_of(rank) for rank in range(self.world_size)}
-        return [rank for rank, process in processes.items() if process and process.host == host]
 
     def _watch_store(self, address: tuple[str, int]) -> None:
         """End this rank if the machine of the store is silent, which blocks the other thread."""
@@ -363,11 +366,6 @@ class Watchdog(RankMonitor):
         stack = "" if state in ("gone", "stopped") else stacks.of_process(pid, descriptor)
         return SilentRank(host, pid, doing, state, stack)
 
-    def _end_with(self, ending: Ending) -> None:
-        """Give the main thread time to end by itself, then end the process."""
-        if not self._stopped.wait(GRACE_SECONDS):
-            self._exit(ending)
-
     def _exit(self, ending: Ending) -> NoReturn:
         own = ending.rank == self.rank
         if own:
@@ -380,23 +378,6 @@ class Watchdog(RankMonitor):
                     os.kill(process.identity.pid, signal.SIGKILL)
         self.before_exit()
         os._exit(ending.exit_code if own else LOST_PEER_EXIT_CODE)
-
-
-def died(rank: int, process: RankProcess) -> str:
-    """Return a message about a process that ended without one."""
-    return (
-        f"rank {rank} ended without a message (process {process.identity.pid} on {process.host}): "
-        "it was killed, as the kernel does when memory runs out, crashed in native code, or called "
-        "os._exit"
-    )
-
-
-def lost_machine(process: RankProcess, ranks: Collection[int], seconds: float) -> str:
-    """Return a message about a machine that does not respond any more."""
-    return (
-        f"machine {process.host} ({process.address}) with {rank_names(ranks)} has been silent for "
-        f"{seconds:.0f} s and does not respond: it is down, or its connection is cut"
-    )
 
 
 def record(cause: str) -> None:
