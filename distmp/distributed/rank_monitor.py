@@ -218,6 +218,11 @@ class RankMonitor:
         self.own.engine_calls += 1
         self.own.engine_call = name
 
+    @property
+    def last_call(self) -> str:
+        """Latest call of a scaler, as text; "" before the first one."""
+        return self.own.last_call
+
     def begin(self, group: dist.ProcessGroup) -> PendingDecision:
         """Record the beginning of a decision and return it."""
         name = group.group_name
@@ -229,7 +234,7 @@ class RankMonitor:
         )
         return self._pending
 
-    def end_decision(self) -> None:
+    def end(self) -> None:
         """Record that the decision is over."""
         self._pending = None
 
@@ -240,7 +245,7 @@ class RankMonitor:
             yield self.begin(group)
         finally:
             self.own.decisions[group.group_name] -= 1
-            self.end_decision()
+            self.end()
 
     # Querying other ranks
 
@@ -411,7 +416,7 @@ class RankMonitor:
                 "rank %d has waited for %.0f s in %s for other ranks: %s",
                 self.rank,
                 seconds,
-                self.own.last_call,
+                self.last_call,
                 self.describe(missing),
             )
 

@@ -161,7 +161,7 @@ class Watchdog(RankMonitor):
 
     # The end of the run
 
-    def end(self, ending: Ending) -> bool:
+    def end_run(self, ending: Ending) -> bool:
         """Publish why the run ends; return whether this rank was the first to do so."""
         text = json.dumps(asdict(ending))
         return bool(self._store.compare_set(_ENDING, "", text) == text.encode())
@@ -179,7 +179,7 @@ class Watchdog(RankMonitor):
                 f"{process.host}): it was killed, as the kernel does when memory runs out, crashed "
                 "in native code, or called os._exit"
             )
-            if self.end(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
+            if self.end_run(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
                 print_message(cause)
             return True
         return False
@@ -298,7 +298,7 @@ class Watchdog(RankMonitor):
                 f"silent for {silence:.0f} s and does not respond: it is down, or its connection "
                 "is cut"
             )
-            if self.end(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
+            if self.end_run(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
                 print_message(cause)
                 record(cause)
 
@@ -344,7 +344,7 @@ class Watchdog(RankMonitor):
         )
         step = self._phase.now.step
         ending = Ending(self.rank, step, report.summary, HANG_EXIT_CODE, sorted(silent))
-        if self.end(ending):
+        if self.end_run(ending):
             print_message(report.text)
             record(report.summary)
             self._exit(ending)

@@ -112,7 +112,7 @@ class RankGroup:
         if total.is_cuda:
             self.latest_decision.is_over = _completion_query(total.device)
         else:
-            monitor.end_decision()
+            monitor.end()
         return total
 
     def wait_for_ranks(self, seconds: float) -> None:
@@ -224,9 +224,9 @@ def _raise_if_ranks_missing(
         missing = monitor.missing(decision)
     except RuntimeError:
         raise TrainingError(
-            f"{monitor.own.last_call} failed because neither other ranks nor the store of the "
-            "process group can be reached: rank 0, which hosts the store unless torchrun does, has "
-            "ended or is unreachable"
+            f"{monitor.last_call} failed because neither other ranks nor the store of the process "
+            "group can be reached: rank 0, which hosts the store unless torchrun does, has ended "
+            "or is unreachable"
         ) from error
     if missing:
         raise _missing_ranks_error(monitor, missing) from error
@@ -237,7 +237,7 @@ def _missing_ranks_error(
 ) -> TrainingError:
     statuses = monitor.describe(missing)
     return TrainingError(
-        f"{monitor.own.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
+        f"{monitor.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
     )
 
 

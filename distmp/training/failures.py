@@ -145,7 +145,7 @@ def _is_first(environment: RankEnvironment, error: Exception, ending: Ending) ->
         return False
     if _watchdog is not None:
         with contextlib.suppress(dist.DistError):
-            return _watchdog.end(ending)
+            return _watchdog.end_run(ending)
         return True
     # Before ranks are connected, each checks the common configuration independently: the first rank
     # of each machine reports its errors.
@@ -166,7 +166,7 @@ def _lost(environment: RankEnvironment) -> int:
                 break
             time.sleep(0.05)
         else:
-            if _watchdog is None or _watchdog.end(ending):
+            if _watchdog is None or _watchdog.end_run(ending):
                 print_message(cause)
     wait_to_be_ended()
     return LOST_PEER_EXIT_CODE

@@ -297,8 +297,8 @@ def test_a_process_that_was_stopped_does_not_hang() -> None:
 def test_the_first_cause_counts() -> None:
     first, second = watch_all(2)
     assert first.ending() is None
-    assert second.end(Ending(1, 3, "first cause", 1))
-    assert not first.end(Ending(0, 3, "second cause", 1))
+    assert second.end_run(Ending(1, 3, "first cause", 1))
+    assert not first.end_run(Ending(0, 3, "second cause", 1))
     ending = first.ending()
     assert ending is not None
     assert (ending.rank, ending.cause) == (1, "first cause")

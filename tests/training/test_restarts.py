@@ -267,7 +267,7 @@ def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
     attempt(memory, 0).begin(RunDirectory(tmp_path), None)
     assert "ranks were killed" in str(attempt(memory, 1).describe_attempt(0))
     store = PrefixStore("peers", for_attempt(memory, 0))
-    Watchdog(store, RankEnvironment(1, 1, 2, 2), 9, 9).end(Ending(1, 4, "a cause", 1))
+    Watchdog(store, RankEnvironment(1, 1, 2, 2), 9, 9).end_run(Ending(1, 4, "a cause", 1))
     assert (
         attempt(memory, 1).describe_attempt(3) == "restart 1 of 9: a cause; continuing from step 3"
     )
