@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -32,8 +33,10 @@ import torch.distributed as dist
 
 from distmp.distributed import flight_recorder
 from distmp.distributed.limits import REJOIN_SECONDS
+from distmp.distributed.lost_peers import lost_peer_error
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker, current_phase
+from distmp.errors import DistmpError, LostPeerError
 from distmp.utils.frames import collective, device_wait, stack_text, user_line, working_frame
 from distmp.utils.processes import ProcessIdentity, child_seconds, thread_seconds
 
@@ -45,6 +48,8 @@ INTERVAL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 # Time for the thread to end.
 END_SECONDS = 10.0
+# A rank that does not answer this many queries in a row, about two minutes, counts as lost.
+MAX_UNANSWERED = 12
 # Timeout of `RankMonitor.exchange`.
 EXCHANGE_SECONDS = 60.0
 _NO_ANSWER = (
@@ -69,7 +74,7 @@ class RankStatus:
         line: Line of the user's code that the main thread executes; "" if unknown.
         engine_calls: Number of calls of engines that the rank has begun.
         engine_call: Latest call of an engine, as text; "" before the first one.
-        waits_in: Name of the collective that the main thread waits in, or "".
+        waits_in: The collective or roll call that the main thread waits in, or "".
         synchronizes: The call in which the host waits for the device, or "".
         collectives: Number of collectives of a sharded model that the rank has begun.
         comparison: Name of the latest comparison of its next collective with that of other ranks.
@@ -128,6 +133,10 @@ class RankProcess(NamedTuple):
     address: str = ""
 
 
+# The status of ranks; None for a rank that does not answer.
+Statuses = Mapping[int, RankStatus | None]
+
+
 @dataclass
 class PendingDecision:
     """A decision that this rank has begun and that may still wait for other ranks.
@@ -181,6 +190,8 @@ class RankMonitor:
         self._caller = threading.get_ident()
         self._pending: PendingDecision | None = None
         self.own = RankStatus(host=self.process.host)
+        # Keys of the latest point, deleted when all ranks have come to the next one.
+        self._last_point: tuple[str, ...] = ()
         self._answered = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank monitor", daemon=True)
@@ -278,12 +289,72 @@ class RankMonitor:
                 return f" on {process.host}"
         return ""
 
-    def describe(self, statuses: Mapping[int, RankStatus | None]) -> str:
-        """Return the status of ranks as text; None for a rank that does not answer."""
+    def describe(self, statuses: Statuses) -> str:
+        """Return the status of ranks as text."""
         return "; ".join(
             f"rank {rank} {status}" if status else f"rank {rank}{self.place(rank)} {_NO_ANSWER}"
             for rank, status in statuses.items()
         )
+
+    def meet(
+        self,
+        point: str,
+        problem: Callable[[Statuses], DistmpError | None],
+        patience_seconds: float,
+    ) -> None:
+        """Wait until all ranks have come to a point of the program.
+
+        Args:
+            point: Name of the point, used once. All ranks come to the same points in order.
+            problem: Returns the error if a rank cannot come, from the status of other ranks; called
+                repeatedly while ranks are missing.
+            patience_seconds: Seconds until the status of the others is queried, and between two
+                queries.
+
+        Raises:
+            DistmpError: What `problem` returns.
+            LostPeerError: If a rank has ended or does not answer.
+        """
+        all_key = f"{point}/all"
+        if self._store.add(point, 1) == self.world_size:
+            # All ranks are here, so none still reads the keys of the previous point.
+            for key in self._last_point:
+                self._store.delete_key(key)
+            self._store.set(all_key, "")
+        self.own.waits_in = f"a roll call ({point})"
+        try:
+            self._wait_for_all(all_key, problem, patience_seconds)
+        finally:
+            self.own.waits_in = ""
+        self._last_point = (point, all_key)
+
+    def _wait_for_all(
+        self, key: str, problem: Callable[[Statuses], DistmpError | None], patience_seconds: float
+    ) -> None:
+        pause, ask_at = 1e-4, time.monotonic() + patience_seconds
+        unanswered: Counter[int] = Counter()
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            if time.monotonic() < ask_at:
+                continue
+            statuses = self.query(range(self.world_size))
+            error = problem(statuses) or self._lost_rank(statuses, unanswered)
+            # The last rank may have arrived, and continued to its next call, during the query.
+            if error is not None and not self._store.check([key]):
+                raise error
+            ask_at = time.monotonic() + patience_seconds
+
+    def _lost_rank(self, statuses: Statuses, unanswered: Counter[int]) -> LostPeerError | None:
+        """Return the error if a rank has ended, or has not answered many queries in a row."""
+        silent = [rank for rank, status in statuses.items() if status is None]
+        for rank in statuses:
+            unanswered[rank] = unanswered[rank] + 1 if rank in silent else 0
+        lost = [rank for rank in silent if unanswered[rank] >= MAX_UNANSWERED]
+        if lost := lost or [rank for rank in silent if self.has_exited(rank)]:
+            place = f"{lost[0]}{self.place(lost[0])}"
+            return lost_peer_error(self.rank, self.world_size, place, self.own.engine_call)
+        return None
 
     def exchange(self, decision: PendingDecision, name: str, value: Any) -> dict[int, Any]:
         """Gather a value from each rank of a decision, through the store.
@@ -389,7 +460,7 @@ class RankMonitor:
             self.own,
             decisions=dict(self.own.decisions),
             line=user_line(self._caller),
-            waits_in=collective(frame),
+            waits_in=collective(frame) or self.own.waits_in,
             synchronizes=device_wait(frame) if torch.cuda.is_initialized() else "",
             busy_seconds=thread_seconds(self._caller),
             child_seconds=child_seconds(),
@@ -432,7 +503,12 @@ def current() -> RankMonitor | None:
     if _of_job is not None:
         return _of_job
     if world not in _monitors:
-        _monitors[world] = _start(world)
+        # A new group may use the store of the group that was destroyed before it.
+        store = open_store(f"rank monitor {next(_generations)}")
+        monitor = RankMonitor(store, dist.get_rank(), world.size()) if store is not None else None
+        if monitor is not None:
+            monitor.start(world)
+        _monitors[world] = monitor
     return _monitors[world]
 
 
@@ -458,16 +534,6 @@ def open_store(purpose: str) -> Store | None:
         logger.debug("no connection to the store of the process group: %s", error)
         return None
     return PrefixStore(f"distmp/scaler/{purpose}", store)
-
-
-def _start(world: dist.ProcessGroup) -> RankMonitor | None:
-    # A new group may use the store of the group that was destroyed before it.
-    store = open_store(f"rank monitor {next(_generations)}")
-    if store is None:
-        return None
-    monitor = RankMonitor(store, dist.get_rank(), dist.get_world_size())
-    monitor.start(world)
-    return monitor
 
 
 # By default process group; None where its store cannot be used.

@@ -14,9 +14,9 @@ import itertools
 from collections.abc import Hashable, Mapping
 from typing import Literal, NamedTuple
 
+from distmp.distributed import rank_monitor
 from distmp.distributed.awaited import AwaitedRanks
-from distmp.distributed.rank_monitor import RankMonitor
-from distmp.distributed.roll_call import RollCall, Statuses
+from distmp.distributed.rank_monitor import RankMonitor, Statuses
 from distmp.distributed.world import World
 from distmp.errors import TrainingError, rank_names, ranks_by_value
 
@@ -71,8 +71,7 @@ class CollectiveOrder:
         self._advice = advice or ADVICE
         self._units = units
         self._seconds = answer_seconds
-        self._roll_call = RollCall(world)
-        self._monitor = self._roll_call.monitor
+        self._monitor = None if world.group is None else rank_monitor.current()
         self._number = next(_numbers)
         self._comparisons = 0
         self._known: dict[Hashable, list[Collective]] = {}
@@ -156,9 +155,9 @@ class CollectiveOrder:
         comparison, text = f"order {self._number}/{self._comparisons}", self._describe(local)
         # Kept after an error, so that the other ranks raise it as well.
         own.comparison, own.compares = comparison, text
-        problem = _Waiting(self._seconds, self._advice).problem
+        problem = _Waiting(self._monitor, self._seconds, self._advice).problem
         patience = min(PATIENCE_SECONDS, self._seconds / 4)
-        self._roll_call.meet(f"{comparison}/{text}", problem, patience)
+        self._monitor.meet(f"{comparison}/{text}", problem, patience)
         own.compares = ""
 
     def _describe(self, collective: Collective) -> str:
@@ -179,19 +178,21 @@ class _Waiting:
     """A comparison in which this rank waits for others.
 
     Args:
+        monitor: The monitor of this rank.
         seconds: Time without progress of any awaited rank after which they are stuck.
         advice: What to do if ranks differ, the end of the error message.
     """
 
-    def __init__(self, seconds: float, advice: str) -> None:
+    def __init__(self, monitor: RankMonitor, seconds: float, advice: str) -> None:
+        self._monitor = monitor
         self._advice = advice
         self._awaited = AwaitedRanks(seconds)
         # Number of started collectives of the ranks that waited in the previous check.
         self._waiting: dict[int, int] = {}
 
-    def problem(self, monitor: RankMonitor, statuses: Statuses) -> TrainingError | None:
+    def problem(self, statuses: Statuses) -> TrainingError | None:
         """Return the error if ranks differ or do not come; None while they may come."""
-        own = monitor.own
+        monitor, own = self._monitor, self._monitor.own
         here = {
             rank: status.compares
             for rank, status in statuses.items()
@@ -201,7 +202,7 @@ class _Waiting:
             by_rank = {**here, monitor.rank: own.compares}
             return TrainingError(f"{_describe_all(by_rank)}; {self._advice}")
         absent = {rank: status for rank, status in statuses.items() if rank not in here}
-        why = self._why_waiting(monitor, absent)
+        why = self._why_waiting(absent)
         if not why and (stuck := self._awaited.why_stuck(absent)):
             who = monitor.describe(absent) or "none is missing"
             why = f"waits for ranks that have {stuck}: {who}"
@@ -212,7 +213,7 @@ class _Waiting:
             f"{self._advice}"
         )
 
-    def _why_waiting(self, monitor: RankMonitor, absent: Statuses) -> str:
+    def _why_waiting(self, absent: Statuses) -> str:
         """Return which rank waits in the same collective as in the previous check, as text.
 
         Such a rank will not come.
@@ -223,7 +224,7 @@ class _Waiting:
             if status is not None
             and status.waits_in
             # Not in a collective of the user's code before this call of the engine.
-            and status.engine_calls >= monitor.own.engine_calls
+            and status.engine_calls >= self._monitor.own.engine_calls
         }
         before, self._waiting = self._waiting, {r: s.collectives for r, s in waiting.items()}
         for rank, status in waiting.items():

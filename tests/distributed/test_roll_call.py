@@ -36,9 +36,7 @@ def test_a_late_rank_is_waited_for_and_nothing_stays_in_the_store() -> None:
         calls.wait_for_all("engine.evaluate()")
     monitor = rank_monitor.current()
     assert monitor is not None
-    store = roll_call._store_of(monitor)
-    assert store is not None
-    left = [n for n in range(1, 11) if store.check([f"{n}/engine.evaluate()"])]
+    left = [n for n in range(1, 11) if monitor._store.check([f"{n}/engine.evaluate()"])]
     assert left == [10]
 
 
