@@ -49,7 +49,7 @@ ANSWER_SECONDS = 5.0
 # Time for the thread to end.
 END_SECONDS = 10.0
 # A rank that does not answer this many queries in a row, about two minutes, counts as lost.
-MAX_UNANSWERED = 12
+MAX_UNANSWERED = 15
 # Timeout of `RankMonitor.exchange`.
 EXCHANGE_SECONDS = 60.0
 _NO_ANSWER = (
