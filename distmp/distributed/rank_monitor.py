@@ -52,6 +52,8 @@ END_SECONDS = 10.0
 MAX_UNANSWERED = 15
 # Timeout of `RankMonitor.exchange`.
 EXCHANGE_SECONDS = 60.0
+# Number of an answer to any later question.
+_ANY_QUESTION = 1 << 60
 _NO_ANSWER = (
     "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
 )
@@ -342,6 +344,8 @@ class RankMonitor:
             error = problem(statuses) or self._lost_rank(statuses, unanswered)
             # The last rank may have arrived, and continued to its next call, during the query.
             if error is not None and not self._store.check([key]):
+                # This rank may end before it is asked, and the others should raise the same error.
+                self.publish("answer", asdict(self.status()), _ANY_QUESTION)
                 raise error
             ask_at = time.monotonic() + patience_seconds
 
