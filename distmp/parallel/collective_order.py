@@ -25,7 +25,7 @@ Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches", "nex
 # How long a rank in a comparison waits for ranks that make no progress, see `AwaitedRanks`.
 ANSWER_SECONDS = 120.0
 # Time after which a rank in a comparison checks what the others do.
-PATIENCE_SECONDS = 3.0
+PATIENCE_SECONDS = 2.0
 
 _numbers = itertools.count()
 

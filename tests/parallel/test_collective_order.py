@@ -41,6 +41,11 @@ def run_pass(order: CollectiveOrder, collectives: list[Collective], kind: Any = 
     order.end()
 
 
+def impatient() -> None:
+    """Let this rank ask soon what the others do."""
+    collective_order.PATIENCE_SECONDS = 0.2
+
+
 class Counted(CollectiveOrder):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -85,6 +90,7 @@ def test_ranks_compare_only_new_collectives() -> None:
 )
 @ranks(2)
 def test_a_difference_is_raised_on_all_ranks(mine: Any, message: str) -> None:
+    impatient()
     order = CollectiveOrder(World.current("cpu"), NAMES)
     with pytest.raises(TrainingError, match=message):
         run_pass(order, mine[dist.get_rank()])
@@ -127,7 +133,7 @@ def test_a_comparison_waits_for_a_rank_that_is_busy() -> None:
 
 @ranks(2)
 def test_a_rank_that_waits_elsewhere_is_noticed_soon() -> None:
-    collective_order.PATIENCE_SECONDS = 0.2
+    impatient()
     order = CollectiveOrder(World.current("cpu"), NAMES)
     run_pass(order, [A, B])
     dist.barrier()
@@ -141,7 +147,7 @@ def test_a_rank_that_waits_elsewhere_is_noticed_soon() -> None:
 
 @ranks(2)
 def test_a_rank_that_has_ended_is_not_a_difference() -> None:
-    collective_order.PATIENCE_SECONDS = 0.2
+    impatient()
     order = CollectiveOrder(World.current("cpu"), NAMES)
     run_pass(order, [A, B])
     if dist.get_rank() == 1:
@@ -155,6 +161,7 @@ def test_a_rank_that_has_ended_is_not_a_difference() -> None:
 
 @ranks(2)
 def test_steps_of_different_lengths_are_an_error() -> None:
+    impatient()
     for options in (sharded("fsdp"),):
         engine = make_engine(**options)
         batches = microbatches(0, [[3, 3], [3, 3]], dist.get_rank())
@@ -198,6 +205,7 @@ class Routed(Classifier):
 
 @ranks(2, timeout=15)
 def test_ranks_that_run_different_blocks_get_one_error_instead_of_wrong_weights() -> None:
+    impatient()
     rank = dist.get_rank()
     for strategy in ("fsdp", "hsdp"):
         # Blocks of equal size, so that FSDP would mix them up; and one block less.
