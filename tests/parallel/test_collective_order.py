@@ -111,7 +111,6 @@ def test_a_rank_that_deviates_alone_is_not_left_hanging() -> None:
         )
         with pytest.raises(TrainingError, match=message):
             run_pass(order, [A, C])
-        dist.destroy_process_group()  # does not wait for the comparison, which is pending
         store.set("raised", "")
 
 
