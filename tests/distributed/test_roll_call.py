@@ -110,6 +110,19 @@ def test_a_process_that_is_gone_is_not_waited_for() -> None:
 
 
 @ranks(2)
+def test_a_call_that_failed_on_one_rank_only_is_an_error_of_the_next_call() -> None:
+    roll_call.FAILURE_SECONDS = 0.5
+    calls = impatient()
+    problem = ValueError("no data")
+    calls.check_failed_everywhere(1, problem)
+    if dist.get_rank() == 0:
+        message = r"failed on rank 0 of 2 \(ValueError: no data\) and not on every other rank"
+        with pytest.raises(TrainingError, match=message):
+            calls.check_failed_everywhere(2, problem)
+    dist.barrier()
+
+
+@ranks(2)
 def test_an_unfrozen_parameter_of_one_rank_is_an_error_that_names_it() -> None:
     impatient()
     engine = make_engine()
