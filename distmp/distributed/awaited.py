@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from distmp.distributed.rank_monitor import RankStatus
 
@@ -37,7 +36,8 @@ class AwaitedRanks:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._seen: dict[int, _Seen] = {}
+        # The latest status of each rank, and when this rank saw it.
+        self._seen: dict[int, tuple[RankStatus, float]] = {}
         self._progress_at = self._call_at = time.monotonic()
 
     def why_stuck(self, awaited: Mapping[int, RankStatus | None]) -> str:
@@ -48,12 +48,13 @@ class AwaitedRanks:
         """
         now = time.monotonic()
         for rank, status in awaited.items():
-            if status is not None and not status.ended:
-                seen, self._seen[rank] = self._seen.get(rank), _Seen.of(status, now)
-                if seen is None or self._seen[rank].is_progress_since(seen):
+            if status is not None:
+                before, since = self._seen.get(rank, (None, now))
+                self._seen[rank] = (status, now)
+                if before is None or _calls(before) != _calls(status):
+                    self._progress_at = self._call_at = now
+                elif _is_busy(before, status, now - since):
                     self._progress_at = now
-                if seen is None or self._seen[rank].calls != seen.calls:
-                    self._call_at = now
         if now - self._progress_at > self._seconds:
             return f"made no progress for {self._seconds:g} s"
         if now - self._call_at > BUSY_LIMITS * self._seconds:
@@ -61,35 +62,16 @@ class AwaitedRanks:
         return ""
 
 
-class _Seen(NamedTuple):
-    """What a rank did at some time.
+def _calls(status: RankStatus) -> tuple[int, int]:
+    return status.engine_calls, status.collectives
 
-    Attributes:
-        calls: Numbers of calls and collectives that the rank has begun.
-        place: Where the rank is; changes if it makes progress.
-        busy_seconds: Processor time, see `RankStatus`.
-        child_seconds: Processor time of child processes.
-        time: When this rank saw it, in seconds of the monotonic clock.
-    """
 
-    calls: tuple[int, int]
-    place: tuple[str, str]
-    busy_seconds: float
-    child_seconds: float
-    time: float
-
-    @classmethod
-    def of(cls, status: RankStatus, now: float) -> _Seen:
-        calls = (status.engine_calls, status.collectives)
-        # A rank that waits in a collective may poll the device, which is no progress.
-        waits = bool(status.waits_in)
-        busy = (0.0, 0.0) if waits else (status.busy_seconds, status.child_seconds)
-        return cls(calls, (status.line, status.waits_in), *busy, now)
-
-    def is_progress_since(self, earlier: _Seen) -> bool:
-        seconds = self.time - earlier.time
-        return (
-            (self.calls, self.place) != (earlier.calls, earlier.place)
-            or self.busy_seconds - earlier.busy_seconds > BUSY_SHARE * seconds
-            or self.child_seconds - earlier.child_seconds > CHILD_SHARE * seconds
-        )
+def _is_busy(before: RankStatus, after: RankStatus, seconds: float) -> bool:
+    if (before.line, before.waits_in) != (after.line, after.waits_in):
+        return True
+    if after.waits_in:  # it may poll the device, which is no progress
+        return False
+    return (
+        after.busy_seconds - before.busy_seconds > BUSY_SHARE * seconds
+        or after.child_seconds - before.child_seconds > CHILD_SHARE * seconds
+    )

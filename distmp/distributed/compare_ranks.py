@@ -6,7 +6,7 @@ Ranks compare small checksums. Only if these differ they exchange the values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,14 +106,28 @@ def raise_difference(
     if group is not None:
         by_rank = [None] * dist.get_world_size(group)
         dist.all_gather_object(by_rank, dict(described), group=group)
-    for name in dict.fromkeys(name for one in by_rank for name in one):
-        values = [one.get(name, "nothing") for one in by_rank]
-        if len(set(values)) > 1:
-            raise ConfigError(name, _Unquoted(_join_by_rank(values)), advice)
+    for name, by_value in differences(dict(enumerate(by_rank)), absent="nothing"):
+        text = "; ".join(f"{value} on {rank_names(ranks)}" for value, ranks in by_value.items())
+        raise ConfigError(name, _Unquoted(text), advice)
     raise TrainingError(
         "ranks have called the engine differently; make the same calls in the same order on "
         "every rank"
     )
+
+
+def differences(
+    by_rank: Mapping[int, Mapping[str, str]], *, absent: str
+) -> Iterator[tuple[str, dict[str, list[int]]]]:
+    """Yield the names whose values differ between ranks, with the ranks of each value.
+
+    Args:
+        by_rank: Values as text by name, of each rank.
+        absent: Stands for the value of a rank that does not have a name.
+    """
+    for name in dict.fromkeys(name for values in by_rank.values() for name in values):
+        by_value = ranks_by_value({r: values.get(name, absent) for r, values in by_rank.items()})
+        if len(by_value) > 1:
+            yield name, by_value
 
 
 class Fingerprint:
@@ -194,8 +208,3 @@ class _Unquoted(str):
 
 def _describe_tensor(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
-
-
-def _join_by_rank(values: Sequence[str]) -> str:
-    by_value = ranks_by_value(dict(enumerate(values)))
-    return "; ".join(f"{value} on {rank_names(ranks)}" for value, ranks in by_value.items())

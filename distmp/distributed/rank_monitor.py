@@ -1,10 +1,14 @@
-"""Finds the ranks that are missing in a decision or in a call of an engine.
+"""The presence of ranks: what each rank does, shown to the others through the store.
 
-A rank that waits in a decision cannot see why: another rank may be late, in other code, or dead.
-Each rank runs a thread that reports, through the store of the default process group, which line the
-thread that calls the scaler or the engine executes. Waiting ranks query the others after
-`PATIENCE_SECONDS`, and when the reduction fails. A step adds no communication; a rank reads one key
-of the store per second.
+A rank that waits for others cannot see why: another rank may be late, in other code, or dead. So
+each rank runs one thread that looks at the store once a second, and answers questions of other
+ranks with its `RankStatus`: which line the thread that calls the scaler or the engine executes, and
+what it waits for. Waiting ranks ask after `PATIENCE_SECONDS`, and when a reduction fails. A step
+adds no communication. The traffic of a rank does not depend on the number of ranks while nobody
+asks.
+
+In the trainer, the same thread also ends the run if ranks hang or are gone, see
+`distmp.faults.watchdog`.
 """
 
 from __future__ import annotations
@@ -14,42 +18,42 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import socket
-import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
+import torch
 import torch.distributed as dist
 
-from distmp.distributed import rendezvous_store
+from distmp.distributed import flight_recorder
 from distmp.distributed.limits import REJOIN_SECONDS
+from distmp.distributed.lost_peers import lost_peer_error
 from distmp.distributed.orphans import is_orphan
-from distmp.utils.frames import collective, user_line, user_line_of_error
-from distmp.utils.processes import child_seconds, thread_seconds
+from distmp.distributed.progress import PhaseTracker, current_phase
+from distmp.errors import DistmpError, LostPeerError
+from distmp.utils.frames import collective, device_wait, stack_text, user_line, working_frame
+from distmp.utils.processes import ProcessIdentity, child_seconds, thread_seconds
 
 # How long a decision may take before a warning names the missing ranks.
 PATIENCE_SECONDS = 60.0
-# How often a rank checks for queries.
+# How often a rank checks for questions.
 INTERVAL_SECONDS = 1.0
 # Longest time that a live rank takes to answer.
 ANSWER_SECONDS = 5.0
 # Time for the thread to end.
 END_SECONDS = 10.0
+# A rank that does not answer this many queries in a row, about two minutes, counts as lost.
+MAX_UNANSWERED = 15
 # Timeout of `RankMonitor.exchange`.
 EXCHANGE_SECONDS = 60.0
-# Maximum length of the error message that a rank stores for the others when it ends.
-MAX_ERROR_CHARACTERS = 200
-# How a process ends that reports no error; `sys.exit` is not known to it.
-ENDED = "has ended"
+# Number of an answer to any later question.
+_ANY_QUESTION = 1 << 60
 _NO_ANSWER = (
     "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
 )
@@ -60,42 +64,79 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distmp")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankStatus:
     """What a rank is doing, as it reports itself.
+
+    Its main thread is the one that calls the scaler or the engine.
 
     Attributes:
         decisions: Number of decisions that the rank has begun, by name of the process group.
         last_call: Latest call of a scaler, as text; "" before the first one.
-        line: Line of the user's code that the rank executes, or in which it ended; "" if unknown.
-        ended: How the process ended, as text; "" while it runs.
+        line: Line of the user's code that the main thread executes; "" if unknown.
         engine_calls: Number of calls of engines that the rank has begun.
         engine_call: Latest call of an engine, as text; "" before the first one.
-        waits_in: Name of the collective that the rank waits in, or "".
+        waits_in: The collective or roll call that the main thread waits in, or "".
+        synchronizes: The call in which the host waits for the device, or "".
         collectives: Number of collectives of a sharded model that the rank has begun.
-        compares: Whether the rank is comparing its next collective with the other ranks.
-        busy_seconds: Processor time of the thread that calls the scaler or the engine.
+        comparison: Name of the latest comparison of its next collective with that of other ranks.
+        compares: The collective that it compares there, as text; "" after the comparison.
+        busy_seconds: Processor time of the main thread.
         child_seconds: Processor time of the child processes, which may compile.
+        doing: The current phase as text.
+        idle: Seconds since the main thread last made progress.
+        started: Number of collectives that the rank has started, by process group, see
+            `flight_recorder.started`.
+        last_started: Name of the collective that distmp started last; "" before the first one.
+        stack: The stack of the main thread, with the innermost call last.
+        host: Name of the machine.
     """
 
     decisions: dict[str, int] = field(default_factory=dict)
     last_call: str = ""
     line: str = ""
-    ended: str = ""
     engine_calls: int = 0
     engine_call: str = ""
     waits_in: str = ""
+    synchronizes: str = ""
     collectives: int = 0
-    compares: bool = False
+    comparison: str = ""
+    compares: str = ""
     busy_seconds: float = 0.0
     child_seconds: float = 0.0
+    doing: str = ""
+    idle: float = 0.0
+    started: dict[str, int] = field(default_factory=dict)
+    last_started: str = ""
+    stack: str = ""
+    host: str = ""
 
     def __str__(self) -> str:
         last = f"; the last call of its scaler was {self.last_call}" if self.last_call else ""
         if self.engine_call:
             last += f"; the last call of its engine was {self.engine_call}"
         line = f" at {self.line}" if self.line else ""
-        return f"{self.ended or 'is'}{line}{last}"
+        return f"is{line}{last}"
+
+
+class RankProcess(NamedTuple):
+    """The process of a rank.
+
+    Attributes:
+        host: Name of its machine.
+        identity: The process.
+        stack: The file descriptor of its `SharedStack`; -1 without one.
+        address: The address at which other machines reach its machine; "" if unknown.
+    """
+
+    host: str
+    identity: ProcessIdentity
+    stack: int = -1
+    address: str = ""
+
+
+# The status of ranks; None for a rank that does not answer.
+Statuses = Mapping[int, RankStatus | None]
 
 
 @dataclass
@@ -120,79 +161,89 @@ class PendingDecision:
     has_warned: bool = False
 
 
-def _query_key(number: int) -> str:
-    return f"query/{number}"
-
-
 class RankMonitor:
     """Reports the status of this rank to the other ranks, and queries theirs.
 
     Args:
         store: Store shared by the ranks; nothing else on this rank uses this connection.
         rank: This rank in the default process group.
+        world_size: Number of ranks.
+        phase: The progress of this rank.
 
     Attributes:
-        engine_calls: Number of calls of engines that this rank has begun.
-        engine_call: Latest call of an engine, as text; "" before the first one.
-        collectives: Number of collectives of a sharded model that this rank has begun; written by
-            `CollectiveOrder`.
-        compares: Whether this rank is comparing its next collective with the other ranks; written
-            by `CollectiveOrder`.
+        rank: This rank.
+        world_size: Number of ranks.
+        process: The process of this rank.
+        own: What this rank has begun: the fields that are counted, not observed.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, phase: PhaseTracker = current_phase
+    ) -> None:
         self._store = store
-        self._rank = rank
-        self._world = weakref.ref(dist.group.WORLD)
+        self.rank = rank
+        self.world_size = world_size
+        self.process = RankProcess(socket.gethostname(), ProcessIdentity.of_this_process())
+        self._phase = phase
+        self._interval: float | None = None  # None reads INTERVAL_SECONDS
+        self._group: Callable[[], dist.ProcessGroup | None] | None = None
+        self._processes: dict[int, RankProcess] = {}
         self._ranks: dict[str, list[int]] = {}
-        self._decisions: Counter[str] = Counter()
         self._caller = threading.get_ident()
-        self._last_call: tuple[str, int] | None = None
         self._pending: PendingDecision | None = None
-        self.engine_calls = 0
-        self.engine_call = ""
-        self.collectives = 0
-        self.compares = False
+        self.own = RankStatus(host=self.process.host)
+        # Keys of the latest point, deleted when all ranks have come to the next one.
+        self._last_point: tuple[str, ...] = ()
         self._answered = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank monitor", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread that answers queries."""
-        # Unlike atexit, this also runs at the end of processes of `multiprocessing`.
-        self._finalizer = Finalize(None, self._on_exit, exitpriority=0)
-        # Runs before the process group is destroyed, which was registered before.
-        atexit.register(self._finalizer)
-        self._store.set(f"process/{self._rank}", json.dumps([_pid_namespace(), os.getpid()]))
+    def start(self, group: dist.ProcessGroup | None = None) -> None:
+        """Publish the process of this rank and start the thread that answers questions.
+
+        Args:
+            group: The thread ends when this group is not the default group any more, or with the
+                process; None for a monitor that is stopped explicitly.
+        """
+        if group is not None:
+            self._group = weakref.ref(group)
+            # Runs before the process group is destroyed, which was registered before.
+            atexit.register(self.stop)
+        self._put(f"process/{self.rank}", self.process)
         self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)
 
     # Recording what this rank does
 
     def record_call(self, method: str, iteration: int) -> None:
         """Record a call of a scaler."""
         self._caller = threading.get_ident()
-        self._last_call = (method, iteration)
+        self.own.last_call = f"{method}() in iteration {iteration}"
 
     def record_engine_call(self, name: str) -> None:
         """Record a call of an engine."""
         self._caller = threading.get_ident()
-        self.engine_calls += 1
-        self.engine_call = name
+        self.own.engine_calls += 1
+        self.own.engine_call = name
 
     @property
     def last_call(self) -> str:
         """Latest call of a scaler, as text; "" before the first one."""
-        method, iteration = self._last_call or ("", 0)
-        return f"{method}() in iteration {iteration}" if method else ""
+        return self.own.last_call
 
     def begin(self, group: dist.ProcessGroup) -> PendingDecision:
         """Record the beginning of a decision and return it."""
         name = group.group_name
         if name not in self._ranks:
             self._ranks[name] = dist.get_process_group_ranks(group)
-        self._decisions[name] += 1
+        number = self.own.decisions[name] = self.own.decisions.get(name, 0) + 1
         self._pending = PendingDecision(
-            name, self._decisions[name], self._ranks[name], lambda: False, time.monotonic()
+            name, number, self._ranks[name], lambda: False, time.monotonic()
         )
         return self._pending
 
@@ -206,7 +257,7 @@ class RankMonitor:
         try:
             yield self.begin(group)
         finally:
-            self._decisions[group.group_name] -= 1
+            self.own.decisions[group.group_name] -= 1
             self.end()
 
     # Querying other ranks
@@ -221,47 +272,93 @@ class RankMonitor:
             if status is None or status.decisions.get(decision.group, 0) < decision.number
         }
 
-    def ended_without_error(self) -> dict[int, RankStatus]:
-        """Return the ranks whose process has reported a normal end."""
-        ended: dict[int, RankStatus] = {}
-        with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
-            for rank in range(dist.get_world_size()):
-                status = self._ended(rank)
-                if status is not None and status.ended == ENDED:
-                    ended[rank] = status
-        return ended
-
-    def _ended(self, rank: int) -> RankStatus | None:
-        """Return the status with which a rank has ended; None if it has stored none."""
-        key = f"ended/{rank}"
-        return RankStatus(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+    def process_of(self, rank: int) -> RankProcess | None:
+        """Return the process of another rank; None if it has not started its monitor."""
+        if rank not in self._processes and (stored := self._read(f"process/{rank}")):
+            host, identity, *rest = stored
+            self._processes[rank] = RankProcess(host, ProcessIdentity(*identity), *rest)
+        return self._processes.get(rank)
 
     def has_exited(self, rank: int) -> bool:
         """Return whether the process of another rank has ended; False for other machines."""
-        namespace, process = self._process(rank)
-        return namespace == _pid_namespace() and not psutil.pid_exists(process)
+        process = self.process_of(rank)
+        return process is not None and process.identity.has_ended()
 
     def place(self, rank: int) -> str:
         """Return " on MACHINE" for another rank; "" if it has not started its monitor."""
         with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
-            if host := self._process(rank)[0].partition(" ")[0]:
-                return f" on {host}"
+            if process := self.process_of(rank):
+                return f" on {process.host}"
         return ""
 
-    def _process(self, rank: int) -> tuple[str, int]:
-        """Return the process namespace and id of another rank; "" and 0 if they are unknown."""
-        key = f"process/{rank}"
-        namespace, process = (
-            json.loads(self._store.get(key)) if self._store.check([key]) else ("", 0)
-        )
-        return namespace, process
-
-    def describe(self, statuses: Mapping[int, RankStatus | None]) -> str:
-        """Return the status of ranks as text; None for a rank that does not answer."""
+    def describe(self, statuses: Statuses) -> str:
+        """Return the status of ranks as text."""
         return "; ".join(
             f"rank {rank} {status}" if status else f"rank {rank}{self.place(rank)} {_NO_ANSWER}"
             for rank, status in statuses.items()
         )
+
+    def meet(
+        self,
+        point: str,
+        problem: Callable[[Statuses], DistmpError | None],
+        patience_seconds: float,
+    ) -> None:
+        """Wait until all ranks have come to a point of the program.
+
+        Args:
+            point: Name of the point, used once. All ranks come to the same points in order.
+            problem: Returns the error if a rank cannot come, from the status of other ranks; called
+                repeatedly while ranks are missing.
+            patience_seconds: Seconds until the status of the others is queried, and between two
+                queries.
+
+        Raises:
+            DistmpError: What `problem` returns.
+            LostPeerError: If a rank has ended or does not answer.
+        """
+        all_key = f"{point}/all"
+        if self._store.add(point, 1) == self.world_size:
+            # All ranks are here, so none still reads the keys of the previous point.
+            for key in self._last_point:
+                self._store.delete_key(key)
+            self._store.set(all_key, "")
+        self.own.waits_in = f"a roll call ({point})"
+        try:
+            self._wait_for_all(all_key, problem, patience_seconds)
+        finally:
+            self.own.waits_in = ""
+        self._last_point = (point, all_key)
+
+    def _wait_for_all(
+        self, key: str, problem: Callable[[Statuses], DistmpError | None], patience_seconds: float
+    ) -> None:
+        pause, ask_at = 1e-4, time.monotonic() + patience_seconds
+        unanswered: Counter[int] = Counter()
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            if time.monotonic() < ask_at:
+                continue
+            statuses = self.query(range(self.world_size))
+            error = problem(statuses) or self._lost_rank(statuses, unanswered)
+            # The last rank may have arrived, and continued to its next call, during the query.
+            if error is not None and not self._store.check([key]):
+                # This rank may end before it is asked, and the others should raise the same error.
+                self.publish("answer", asdict(self.status()), _ANY_QUESTION)
+                raise error
+            ask_at = time.monotonic() + patience_seconds
+
+    def _lost_rank(self, statuses: Statuses, unanswered: Counter[int]) -> LostPeerError | None:
+        """Return the error if a rank has ended, or has not answered many queries in a row."""
+        silent = [rank for rank, status in statuses.items() if status is None]
+        for rank in statuses:
+            unanswered[rank] = unanswered[rank] + 1 if rank in silent else 0
+        lost = [rank for rank in silent if unanswered[rank] >= MAX_UNANSWERED]
+        if lost := lost or [rank for rank in silent if self.has_exited(rank)]:
+            place = f"{lost[0]}{self.place(lost[0])}"
+            return lost_peer_error(self.rank, self.world_size, place, self.own.engine_call)
+        return None
 
     def exchange(self, decision: PendingDecision, name: str, value: Any) -> dict[int, Any]:
         """Gather a value from each rank of a decision, through the store.
@@ -277,76 +374,105 @@ class RankMonitor:
             The values by rank, without ranks that have not called this within `EXCHANGE_SECONDS`.
         """
         key = f"{name}/{decision.group}/{decision.number}"
-        self._store.set(f"{key}/{self._rank}", json.dumps(value))
-        entries = self._collect(key, decision.ranks, EXCHANGE_SECONDS)
-        if not _store_outlives_ranks():
-            # The values may lead to an error that ends the rank which hosts the store.
-            self._store.set(f"{key}/read/{self._rank}", "true")
-            self._collect(f"{key}/read", list(entries), ANSWER_SECONDS)
+        self.publish(key, value)
+        entries = self.collect(key, decision.ranks, EXCHANGE_SECONDS)
+        # The values may lead to an error that ends the rank which hosts the store.
+        self.publish(f"{key}/read", True)
+        self.collect(f"{key}/read", list(entries), ANSWER_SECONDS)
         return entries
 
-    def query(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
-        """Return the status of other ranks; None for a rank that does not answer."""
-        ranks = [rank for rank in ranks if rank != self._rank]
-        number = self._store.add("queries", 1)
-        self._store.set(_query_key(number), "true")
-        answers = self._collect(f"answer/{number}", ranks, ANSWER_SECONDS)
-        statuses: dict[int, RankStatus | None] = dict.fromkeys(ranks)
-        for rank in ranks:
-            statuses[rank] = RankStatus(**answers[rank]) if rank in answers else self._ended(rank)
-        return statuses
+    def query(
+        self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS
+    ) -> dict[int, RankStatus | None]:
+        """Return the status of other ranks; None for a rank that does not answer in time."""
+        ranks = [rank for rank in ranks if rank != self.rank]
+        number = self._store.add("questions", 1)
+        self._put(f"question/{number}", True)
+        answers = self.collect("answer", ranks, seconds, number)
+        return {rank: RankStatus(**answers[rank]) if rank in answers else None for rank in ranks}
 
-    def _collect(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
-        """Return what the ranks have written under `key`; wait for all, up to `seconds`."""
+    # The store
+
+    def publish(self, key: str, value: Any, number: int = 0) -> None:
+        """Store a value of this rank for `collect`; the latest number counts."""
+        self._put(f"{key}/{self.rank}", [number, value])
+
+    def collect(
+        self, key: str, ranks: Sequence[int], seconds: float, number: int = 0
+    ) -> dict[int, Any]:
+        """Return what ranks publish under `key` with at least `number`; wait up to `seconds`."""
         deadline, pause = time.monotonic() + seconds, 0.001
-        missing = set(ranks)
+        found: dict[int, Any] = {}
         while True:
             if threading.current_thread() is self._thread:
                 self._answer()  # two ranks may query each other
-            missing -= {rank for rank in missing if self._store.check([f"{key}/{rank}"])}
-            if not missing or time.monotonic() > deadline:
-                break
+            for rank in ranks:
+                entry = None if rank in found else self._read(f"{key}/{rank}")
+                if entry is not None and entry[0] >= number:
+                    found[rank] = entry[1]
+            if len(found) == len(ranks) or time.monotonic() > deadline:
+                return {rank: found[rank] for rank in ranks if rank in found}
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        present = [rank for rank in ranks if rank not in missing]
-        return {rank: json.loads(self._store.get(f"{key}/{rank}")) for rank in present}
+
+    def _put(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _read(self, key: str) -> Any:
+        """Return the value of a key; None if it does not exist."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     # The thread
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(INTERVAL_SECONDS) and self._group_exists():
-                if is_orphan():  # the store may have gone with the launcher
+            # Without its launcher, this rank ends by itself, and its store may be gone.
+            while not self._stopped.wait(self._interval or INTERVAL_SECONDS) and not is_orphan():
+                if not self._is_of_default_group():
                     break
-                self._answer()
-                self._warn()
+                self._turn()
         except RuntimeError as error:  # raised by torch's stores
-            logger.debug("cannot reach the store of the process group: %s", error)
-        if not self._stopped.is_set():
-            self._finalizer.cancel()
+            self._lost_store(error)
 
-    def _group_exists(self) -> bool:
-        return self._world() is not None and self._world() is dist.group.WORLD
+    def _turn(self) -> None:
+        self._answer()
+        self._warn()
+
+    def _lost_store(self, error: RuntimeError) -> None:
+        logger.debug("cannot reach the store of the process group: %s", error)
+
+    def _is_of_default_group(self) -> bool:
+        """Return whether the group of this monitor is the default group; True without a group."""
+        return self._group is None or (
+            self._group() is not None and self._group() is dist.group.WORLD
+        )
 
     def _answer(self) -> None:
-        while self._store.check([_query_key(self._answered + 1)]):
-            self._answered += 1
-            status = self._status(user_line(self._caller))
-            self._store.set(f"answer/{self._answered}/{self._rank}", json.dumps(asdict(status)))
+        """Answer the latest question, if there is a new one."""
+        latest = self._answered
+        while self._store.check([f"question/{latest + 1}"]):
+            latest += 1
+        if latest > self._answered:
+            self._answered = latest
+            self.publish("answer", asdict(self.status()), latest)
 
-    def _status(self, line: str, ended: str = "") -> RankStatus:
-        return RankStatus(
-            decisions=dict(self._decisions),
-            last_call=self.last_call,
-            line=line,
-            ended=ended,
-            engine_calls=self.engine_calls,
-            engine_call=self.engine_call,
-            waits_in=collective(sys._current_frames().get(self._caller)),
-            collectives=self.collectives,
-            compares=self.compares,
+    def status(self) -> RankStatus:
+        """Return what this rank is doing."""
+        frame = working_frame(self._caller)
+        phase = self._phase.now
+        return replace(
+            self.own,
+            decisions=dict(self.own.decisions),
+            line=user_line(self._caller),
+            waits_in=collective(frame) or self.own.waits_in,
+            synchronizes=device_wait(frame) if torch.cuda.is_initialized() else "",
             busy_seconds=thread_seconds(self._caller),
             child_seconds=child_seconds(),
+            doing=str(phase),
+            idle=time.monotonic() - phase.since,
+            started=flight_recorder.started(),
+            last_started=self._phase.collective,
+            stack=stack_text(frame),
         )
 
     def _warn(self) -> None:
@@ -360,46 +486,40 @@ class RankMonitor:
         present = [rank for rank in decision.ranks if rank not in missing]
         is_over = self._pending is not decision or decision.is_over()
         # Only the first of the waiting ranks logs the warning.
-        if missing and not is_over and self._rank == present[0]:
+        if missing and not is_over and self.rank == present[0]:
             logger.warning(
                 "rank %d has waited for %.0f s in %s for other ranks: %s",
-                self._rank,
+                self.rank,
                 seconds,
                 self.last_call,
                 self.describe(missing),
             )
 
-    def _on_exit(self) -> None:
-        """End the thread, and report the end of this rank if the store outlives the process."""
-        self._stopped.set()
-        self._thread.join(END_SECONDS)
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if not self._group_exists() or not (error or _store_outlives_ranks()) or is_orphan():
-            return
-        line, ended = "", ENDED
-        if error is not None:
-            reason = next(iter(str(error).splitlines()), "")
-            line = user_line_of_error(error)
-            ended = f"{ENDED} with {type(error).__name__} ({reason[:MAX_ERROR_CHARACTERS]})"
-        status = self._status(line, ended)
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"ended/{self._rank}", json.dumps(asdict(status)))
-
-
-def _pid_namespace() -> str:
-    """Return an identifier of the machine or container whose process ids this process sees."""
-    namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-    return f"{socket.gethostname()} {namespace}"
-
 
 def current() -> RankMonitor | None:
-    """Return the monitor of the default process group; None if no other rank could answer."""
+    """Return the monitor of this rank; None if no other rank could answer.
+
+    It is that of the job, see `use`, or else one that is started for the default process group.
+    """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size() == 1 or dist.get_backend(world) == "fake":
         return None
+    if _of_job is not None:
+        return _of_job
     if world not in _monitors:
-        _monitors[world] = _start()
+        # A new group may use the store of the group that was destroyed before it.
+        store = open_store(f"rank monitor {next(_generations)}")
+        monitor = RankMonitor(store, dist.get_rank(), world.size()) if store is not None else None
+        if monitor is not None:
+            monitor.start(world)
+        _monitors[world] = monitor
     return _monitors[world]
+
+
+def use(monitor: RankMonitor | None) -> None:
+    """Let `current` return a monitor that all ranks of the job have started; None ends that."""
+    global _of_job
+    _of_job = monitor
 
 
 def open_store(purpose: str) -> Store | None:
@@ -420,31 +540,9 @@ def open_store(purpose: str) -> Store | None:
     return PrefixStore(f"distmp/scaler/{purpose}", store)
 
 
-def _start() -> RankMonitor | None:
-    # A new group may use the store of the group that was destroyed before it.
-    store = open_store(f"rank monitor {next(_generations)}")
-    if store is None:
-        return None
-    rank_monitor = RankMonitor(store, dist.get_rank())
-    rank_monitor.start()
-    return rank_monitor
-
-
-def _store_outlives_ranks() -> bool:
-    """Return whether ranks may use the store while others end: not if one of them hosts it."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        own = (store.host, store.port)
-        return rendezvous_store.is_hosted_by_agent() and own == rendezvous_store.address()
-    return True
-
-
 # By default process group; None where its store cannot be used.
 _monitors: weakref.WeakKeyDictionary[dist.ProcessGroup, RankMonitor | None] = (
     weakref.WeakKeyDictionary()
 )
 _generations = itertools.count()
+_of_job: RankMonitor | None = None

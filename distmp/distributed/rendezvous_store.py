@@ -15,19 +15,8 @@ from distmp.distributed.attempt import Agreement, AttemptError
 from distmp.distributed.limits import STORE_SECONDS
 from distmp.distributed.rank_environment import STORE_VARIABLE, RankEnvironment, read_integer
 
-__all__ = [
-    "HashStore",
-    "PrefixStore",
-    "Store",
-    "address",
-    "attempt",
-    "connect",
-    "for_attempt",
-    "for_current_attempt",
-    "for_this_start",
-    "is_hosted_by_agent",
-    "max_restarts",
-]
+# Other modules import these from here.
+__all__ = ["HashStore", "PrefixStore", "Store"]
 
 
 CONNECT_SECONDS = 15.0

@@ -11,7 +11,7 @@ from torch import nn
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
-from distmp.errors import LostPeerError, TrainingError
+from distmp.errors import TrainingError
 from distmp.precision.builders import autocast_off
 
 _numbers = itertools.count(1)
@@ -52,8 +52,8 @@ class EngineCalls:
 
         Raises:
             TrainingError: Inside of another call; after a call that did not fail on all ranks; and
-                if another rank makes a different call or has ended.
-            LostPeerError: If another rank does not answer.
+                if another rank makes a different call.
+            LostPeerError: If another rank has ended or does not answer.
         """
         if self._current:
             raise TrainingError(
@@ -77,11 +77,6 @@ class EngineCalls:
         except BaseException as error:
             self._failure = error
             self._failures += 1
-            if isinstance(error, LostPeerError):
-                # A rank that has ended normally has no other message that would be the cause.
-                cause = self._roll_call.error_of_ended_ranks()
-                if cause is not None:
-                    raise cause from error.__cause__
             raise
         finally:
             self._current = ""
@@ -97,8 +92,8 @@ class EngineCalls:
             reason: Appended to the call in messages: what only ranks do that reach this point.
 
         Raises:
-            TrainingError: If another rank makes a different call or has ended.
-            LostPeerError: If another rank does not answer.
+            TrainingError: If another rank makes a different call.
+            LostPeerError: If another rank has ended or does not answer.
         """
         self._roll_call.wait_in_call(f", {reason}")
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.errors import rank_names
-from distmp.faults.peers import Answer, Status, Trace
 
 # Number of ranks whose stack is shown.
 MAX_SHOWN = 4
@@ -20,14 +20,31 @@ class SilentRank(NamedTuple):
     Attributes:
         host: Name of its machine.
         pid: Its process id, or 0 if unknown.
+        doing: The phase of its last heartbeat as text.
         state: Its process state from the kernel, "gone", or "" if unknown (on another machine).
         stack: The stack of its thread, or "" if unavailable.
     """
 
     host: str
     pid: int
+    doing: str
     state: str = ""
     stack: str = ""
+
+
+class Trace(NamedTuple):
+    """Contents of the flight recorder of a rank.
+
+    Attributes:
+        pending: Number and name of the collectives that have not completed, by process group, see
+            `flight_recorder.pending`.
+        file: Path of the file with NCCL's recorder, or "".
+        problem: Why it could not be written, in one line, or "".
+    """
+
+    pending: dict[str, list[tuple[int, str]]]
+    file: str = ""
+    problem: str = ""
 
 
 class HangReport(NamedTuple):
@@ -42,28 +59,13 @@ class HangReport(NamedTuple):
     text: str
 
 
-class MissingCollective(NamedTuple):
-    """A collective that a rank has not started, while others of its group have.
-
-    Attributes:
-        number: Its index among the collectives of the group, counted from 1.
-        name: Its operation, such as "all_reduce", or "" if unknown.
-        group: The process group.
-        ranks: The ranks that have started it.
-    """
-
-    number: int
-    name: str
-    group: str
-    ranks: list[int]
-
-    def __str__(self) -> str:
-        return _describe(self.number, self.name, self.group)
+# A collective that a rank has not started, as text, and the ranks that have.
+Missing = tuple[str, list[int]]
 
 
 def report(
-    statuses: Mapping[int, Status],
-    answers: Mapping[int, Answer],
+    idle: float,
+    answers: Mapping[int, RankStatus],
     silent: Mapping[int, SilentRank],
     world_size: int,
     traces: Mapping[int, Trace],
@@ -75,7 +77,7 @@ def report(
     nothing while others wait.
 
     Args:
-        statuses: The last heartbeat of every running rank, with `idle` until now.
+        idle: Seconds since a rank last made progress.
         answers: The answers of the ranks that answered.
         silent: The ranks that did not answer.
         world_size: Number of ranks.
@@ -86,13 +88,12 @@ def report(
     missing = {
         rank: _missing(rank, answers, traces) for rank in late[:MAX_SHOWN] if rank in answers
     }
-    idle = min(status.idle for status in statuses.values())
     late_summary, waiting_summary = _late_summary(late, missing), _waiting_summary(waiting, late)
     summary = f"{late_summary} for {idle:.0f} s; {waiting_summary}"
     lines = [f"no rank has made progress for {idle:.0f} s; ending the run"]
     for rank in late[:MAX_SHOWN]:
         if rank in silent:
-            lines += _silent(rank, statuses[rank], silent[rank], world_size)
+            lines += _silent(rank, silent[rank], world_size)
         else:
             lines += _late(rank, answers[rank], missing[rank], world_size)
     if len(late) > MAX_SHOWN:
@@ -106,7 +107,7 @@ def report(
 
 
 def _late_ranks(
-    answers: Mapping[int, Answer], traces: Mapping[int, Trace], *, any_silent: bool
+    answers: Mapping[int, RankStatus], traces: Mapping[int, Trace], *, any_silent: bool
 ) -> set[int]:
     """Return the late ranks among those that answered."""
     behind, ahead = _behind_and_ahead(answers)
@@ -116,11 +117,11 @@ def _late_ranks(
     return answers.keys() - waiting
 
 
-def _waits(answer: Answer, trace: Trace | None) -> bool:
+def _waits(answer: RankStatus, trace: Trace | None) -> bool:
     return bool(answer.waits_in or answer.synchronizes or (trace and trace.pending))
 
 
-def _behind_and_ahead(answers: Mapping[int, Answer]) -> tuple[set[int], set[int]]:
+def _behind_and_ahead(answers: Mapping[int, RankStatus]) -> tuple[set[int], set[int]]:
     """Return the ranks that others wait for in some group, and those that wait for others.
 
     A rank waits for those that have started fewer collectives of a group. With NCCL
@@ -135,18 +136,18 @@ def _behind_and_ahead(answers: Mapping[int, Answer]) -> tuple[set[int], set[int]
     return behind, ahead
 
 
-def _started(answers: Mapping[int, Answer]) -> dict[str, dict[int, int]]:
+def _started(answers: Mapping[int, RankStatus]) -> dict[str, dict[int, int]]:
     """Return the number of collectives that ranks have started, by group and rank."""
     started: dict[str, dict[int, int]] = {}
     for rank, answer in sorted(answers.items()):
-        for group, number in answer.collectives.items():
+        for group, number in answer.started.items():
             started.setdefault(group, {})[rank] = number
     return started
 
 
 def _missing(
-    rank: int, answers: Mapping[int, Answer], traces: Mapping[int, Trace]
-) -> list[MissingCollective]:
+    rank: int, answers: Mapping[int, RankStatus], traces: Mapping[int, Trace]
+) -> list[Missing]:
     """Return the next collective of a rank in each group in which others have started it."""
     missing = []
     for group, started in _started(answers).items():
@@ -155,7 +156,7 @@ def _missing(
         if ranks:
             shown = [dict(traces[r].pending.get(group, ())) for r in ranks if r in traces]
             name = next((names[number] for names in shown if number in names), "")
-            missing.append(MissingCollective(number, name, group, ranks))
+            missing.append((_describe(number, name, group), ranks))
     return missing
 
 
@@ -163,14 +164,14 @@ def _describe(number: int, name: str, group: str) -> str:
     return f"collective {number} of {group}{f', {name}' if name else ''}"
 
 
-def _late_summary(late: list[int], missing: Mapping[int, list[MissingCollective]]) -> str:
+def _late_summary(late: list[int], missing: Mapping[int, list[Missing]]) -> str:
     if not late:
         return "all ranks wait"
     first = missing.get(late[0]) if len(late) == 1 else None
-    return f"{rank_names(late)} late{f' before {first[0]}' if first else ''}"
+    return f"{rank_names(late)} late{f' before {first[0][0]}' if first else ''}"
 
 
-def _waiting_summary(waiting: Mapping[int, Answer], late: list[int]) -> str:
+def _waiting_summary(waiting: Mapping[int, RankStatus], late: list[int]) -> str:
     if not waiting:
         return "no rank waits in a collective"
     places = sorted({place for answer in waiting.values() if (place := _place(answer))})
@@ -179,29 +180,27 @@ def _waiting_summary(waiting: Mapping[int, Answer], late: list[int]) -> str:
     return f"{who} {' and '.join(places) or verb}"
 
 
-def _place(answer: Answer) -> str:
+def _place(answer: RankStatus) -> str:
     if answer.waits_in:
         return f"in {answer.waits_in}"
     return f"for the device in {answer.synchronizes}" if answer.synchronizes else ""
 
 
-def _late(
-    rank: int, answer: Answer, missing: list[MissingCollective], world_size: int
-) -> list[str]:
+def _late(rank: int, answer: RankStatus, missing: list[Missing], world_size: int) -> list[str]:
     place = _place(answer)
     return [
         f"  rank {rank} of {world_size} on {answer.host} is late: {answer.doing} for "
         f"{answer.idle:.0f} s{f', waiting {place}' if place else ''}",
         *(
-            f"    it has not started {collective}, which {rank_names(collective.ranks)} "
-            f"{'has' if len(collective.ranks) == 1 else 'have'} started"
-            for collective in missing
+            f"    it has not started {collective}, which {rank_names(ranks)} "
+            f"{'has' if len(ranks) == 1 else 'have'} started"
+            for collective, ranks in missing
         ),
         *_indented(answer.stack),
     ]
 
 
-def _silent(rank: int, status: Status, process: SilentRank, world_size: int) -> list[str]:
+def _silent(rank: int, process: SilentRank, world_size: int) -> list[str]:
     why = {
         "": "it runs on another machine" if process.pid else "it has not published its process",
         "gone": "its process is gone",
@@ -212,17 +211,19 @@ def _silent(rank: int, status: Status, process: SilentRank, world_size: int) -> 
     )
     return [
         f"  rank {rank} of {world_size} on {process.host} is late and does not answer: {why}; "
-        f"{f'process {process.pid}, ' if process.pid else ''}last seen in {status.doing}",
+        f"{f'process {process.pid}, ' if process.pid else ''}last seen in {process.doing}",
         *_indented(process.stack),
     ]
 
 
-def _waiting(waiting: Mapping[int, Answer]) -> list[str]:
+def _waiting(waiting: Mapping[int, RankStatus]) -> list[str]:
     """Return a line for each place, with the ranks that wait there."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank, answer in waiting.items():
         named = answer.waits_in and not answer.waits_in.startswith("work.wait")
-        started = f", last started {answer.last}" if answer.last and not named else ""
+        started = (
+            f", last started {answer.last_started}" if answer.last_started and not named else ""
+        )
         groups.setdefault((_place(answer), started, answer.doing), []).append(rank)
     lines = []
     for (place, started, doing), ranks in groups.items():
@@ -248,7 +249,7 @@ def _incomplete(traces: Mapping[int, Trace]) -> list[str]:
 def _advice(
     late: list[int],
     silent: Mapping[int, SilentRank],
-    answers: Mapping[int, Answer],
+    answers: Mapping[int, RankStatus],
     traces: Mapping[int, Trace],
 ) -> str:
     if not late:
@@ -284,7 +285,7 @@ def _differ(traces: Mapping[int, Trace]) -> bool:
     )
 
 
-def _recorders(answers: Mapping[int, Answer], traces: Mapping[int, Trace]) -> list[str]:
+def _recorders(answers: Mapping[int, RankStatus], traces: Mapping[int, Trace]) -> list[str]:
     """Return lines with the folder of the flight recorders, and why some are missing."""
     lines = []
     files = {rank: Path(trace.file) for rank, trace in traces.items() if trace.file}

@@ -1,4 +1,4 @@
-"""Read the Python stack of a thread or of another process."""
+"""Read the Python stack of another process of this machine."""
 
 from __future__ import annotations
 
@@ -6,46 +6,14 @@ import contextlib
 import faulthandler
 import os
 import signal
-import sys
-import textwrap
-import threading
 import time
-import traceback
 from pathlib import Path
-from types import FrameType
 
-from distmp.utils.frames import outwards
+from distmp.utils.frames import CALLS
 
-# Number of calls shown; the outermost ones are the same in every run.
-CALLS = 12
 # An unused real-time signal. Its handler also works while other code holds the GIL.
 SIGNAL = signal.SIGRTMAX - 5
 ANSWER_SECONDS = 2.0
-
-
-def main_thread() -> FrameType | None:
-    """Return the innermost frame of the main thread, or of the thread that it joins."""
-    frames = sys._current_frames()
-    frame = frames.get(threading.main_thread().ident or 0)
-    other = _joined(frame)
-    return frame if other is None else frames.get(other.ident or 0, frame)
-
-
-def _joined(frame: FrameType | None) -> threading.Thread | None:
-    """Return the thread that a frame's thread is joining, or None."""
-    for inner in outwards(frame):
-        if inner.f_code is threading.Thread.join.__code__:
-            return inner.f_locals["self"]
-        if inner.f_code.co_filename != threading.__file__:
-            break
-    return None
-
-
-def show(frame: FrameType | None) -> str:
-    """Return the stack of a frame in Python's format, with the innermost call last."""
-    calls = traceback.extract_stack(frame) if frame else []
-    shown = [call for call in calls if not call.filename.endswith("torch/nn/modules/module.py")]
-    return textwrap.dedent("".join(traceback.format_list(shown[-CALLS:])))
 
 
 class SharedStack:

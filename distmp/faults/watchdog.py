@@ -1,12 +1,14 @@
 """Detect ranks that hang or are gone, report which and where, and end the others.
 
-A thread of every rank publishes a heartbeat each second: when the main thread last made progress
-(see `distmp.distributed.progress`), and its current phase. The first and the last rank observe all
-heartbeats. When no rank has made progress within its limit, one of the two asks every rank for its
-state, reports it once, and all ranks end.
+The thread of every rank (`distmp.distributed.rank_monitor`) also publishes a heartbeat each second,
+and counts in the store whether its main thread has made progress (`distmp.distributed.progress`).
+The sum of all ranks is in the answer. When it has not changed for longer than the limit, no rank
+has made progress: one rank asks all others what they do, reports it once, and all ranks end.
 
 A rank whose process is stopped, or whose native code holds the GIL, publishes no heartbeats. Its
-last heartbeat shows where it stopped.
+last heartbeat shows where it stopped. Each rank watches the processes of its machine, and the
+heartbeat of one rank on the next machine, so that its traffic does not depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -17,35 +19,32 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from distmp.distributed import flight_recorder
 from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.orphans import is_orphan
-from distmp.distributed.progress import PhaseTracker
+from distmp.distributed.progress import PhaseTracker, current_phase
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rank_monitor import INTERVAL_SECONDS, RankMonitor
 from distmp.distributed.ranks import describe
 from distmp.distributed.reachability import responds, source_address
+from distmp.distributed.rendezvous_store import Store
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report, stacks
-from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status, Trace
+from distmp.faults.hang_report import SilentRank, Trace
 from distmp.masking import masked_text
-from distmp.utils.frames import collective, device_wait
 
-T = TypeVar("T")
-
-INTERVAL_SECONDS = 1.0
-# Number of heartbeats within which a rank answers a query, unless it is blocked.
+# Number of heartbeats within which a rank answers a question, unless it is blocked.
 ANSWER_INTERVALS = 4
 # Number of heartbeats within which a rank that has answered also writes its flight recorder.
 TRACE_INTERVALS = 10
@@ -55,18 +54,44 @@ GRACE_SECONDS = 3.0
 PAUSE_INTERVALS = 5
 # Number of bytes that a process must read or write between two heartbeats to count as progress.
 TRANSFER_BYTES = 1 << 16
+_ENDING = "ending"
 
 logger = logging.getLogger("distmp")
 
 
-class Watchdog:
-    """Monitors the ranks of a run in a background thread.
+@dataclass(frozen=True)
+class Ending:
+    """Why the ranks of a run end.
+
+    Attributes:
+        rank: The rank that failed, is gone, or detected a hang.
+        step: The current step, or 0 before the first one.
+        cause: The cause in one line.
+        exit_code: Exit code of that rank.
+        silent: Ranks that do not answer.
+    """
+
+    rank: int
+    step: int
+    cause: str
+    exit_code: int
+    silent: list[int] = field(default_factory=list)
+
+
+def ending_of(store: Store) -> Ending | None:
+    """Return why a run ended or ends, from the store of its watchdogs; None if it continues."""
+    return Ending(**json.loads(store.get(_ENDING))) if store.check([_ENDING]) else None
+
+
+class Watchdog(RankMonitor):
+    """Monitors the ranks of a run in a background thread, and ends them if they hang or are gone.
 
     Args:
-        peers: Exchanges messages with the ranks.
-        current_phase: The progress of this rank's main thread.
+        store: A store that only the ranks of this run share.
+        environment: Rank and number of ranks.
         seconds: Time without progress after which a rank hangs.
         first_seconds: The same until the end of the first step, which compiles and starts up.
+        phase: The progress of this rank's main thread.
         interval_seconds: Time between two heartbeats.
         store_address: Host and port of the store; None if it is in this process.
 
@@ -77,143 +102,158 @@ class Watchdog:
 
     def __init__(
         self,
-        peers: Peers,
-        current_phase: PhaseTracker,
+        store: Store,
+        environment: RankEnvironment,
         seconds: float,
         first_seconds: float,
+        *,
+        phase: PhaseTracker = current_phase,
         interval_seconds: float = INTERVAL_SECONDS,
         store_address: tuple[str, int] | None = None,
     ) -> None:
-        self.peers = peers
-        self._activity = current_phase
+        super().__init__(store, environment.rank, environment.world_size, phase)
+        first = environment.rank - environment.local_rank
+        self._on_machine = range(first, first + environment.local_world_size)
+        self._on_next_machine = (self.rank + environment.local_world_size) % self.world_size
         self._seconds = seconds
         self._first_seconds = max(seconds, first_seconds)
-        self._interval = interval_seconds
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._interval: float = interval_seconds
         self._store_address = store_address
         self._store_unused = threading.Event()
-        self._count = 0
-        self._last_turn = time.monotonic()
+        self._beats = 0
+        self._last_turn = self._progress_at = self._next_beat_at = time.monotonic()
+        self._counted_at = -math.inf
+        self._progress = -1
+        self._next_beat: Any = None
         self._transferred = 0
-        self._answered = False
-        self._places: dict[int, RankPlace] = {}
+        self._has_trace = False
         self._suspects: set[int] = set()
-        self._observes = peers.rank in (0, peers.world_size - 1)
-        self._observer = Observer(seconds)
         self.before_exit: Callable[[], object] = lambda: None
         self.traces_folder: Path | None = None
 
-    def start(self) -> None:
+    def watch(self) -> None:
         """Start monitoring."""
-        self._activity.restart()
+        self._phase.restart()
         self._stack = stacks.SharedStack()
+        self.process = self.process._replace(stack=self._stack.descriptor)
+        if self._store_address is not None:
+            with contextlib.suppress(OSError):
+                address = source_address(self._store_address[0])
+                self.process = self.process._replace(address=address)
         self._beat()
-        place = RankPlace(
-            socket.gethostname(), os.getpid(), self._stack.descriptor, self._own_address()
-        )
-        self.peers.introduce(place)
-        self._thread.start()
+        self.start()
         if self._store_address:
             arguments = (self._store_address,)
             threading.Thread(target=self._watch_store, args=arguments, daemon=True).start()
 
-    def _own_address(self) -> str:
-        """Return the address at which other machines reach this one; "" if unknown."""
-        if self._store_address is not None:
-            with contextlib.suppress(OSError):
-                return source_address(self._store_address[0])
-        return ""
-
     def stop(self) -> None:
-        """Stop monitoring, and publish that this rank has ended."""
-        self._stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        """Stop monitoring, and publish that this rank has ended, with or without an error."""
+        super().stop()
         self._stack.close()
         if not is_orphan():
             with contextlib.suppress(dist.DistError):
-                self.peers.leave()
+                self._put(f"left/{self.rank}", True)
         self._store_unused.set()
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has published its end."""
+        return self._store.check([f"left/{rank}"])
+
+    # The end of the run
+
+    def end_run(self, ending: Ending) -> bool:
+        """Publish why the run ends; return whether this rank was the first to do so."""
+        text = json.dumps(asdict(ending))
+        return bool(self._store.compare_set(_ENDING, "", text) == text.encode())
+
+    def ending(self) -> Ending | None:
+        """Return why the run ends, or None while it continues."""
+        return ending_of(self._store)
 
     def end_for_lost_ranks(self) -> bool:
         """End the run if a process of this machine has ended without a message."""
-        gone = self._gone()
-        if not gone:
-            return False
-        rank = gone[0]
-        cause = died(rank, self._places[rank])
-        if self.peers.end(Ending(rank, self._activity.now.step, cause, LOST_PEER_EXIT_CODE)):
-            print_message(cause)
-        return True
+        for rank in sorted(self._gone()):
+            process = self._processes[rank]
+            cause = (
+                f"rank {rank} ended without a message (process {process.identity.pid} on "
+                f"{process.host}): it was killed, as the kernel does when memory runs out, crashed "
+                "in native code, or called os._exit"
+            )
+            if self.end_run(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
+                print_message(cause)
+            return True
+        return False
 
-    def _gone(self) -> list[int]:
-        if not self._places:
-            self._places = self.peers.places() or {}
-        host = socket.gethostname()
-        return [
-            rank
-            for rank, place in self._places.items()
-            if place.host == host and not _is_alive(place.pid) and not self.peers.has_left(rank)
-        ]
+    def _gone(self) -> set[int]:
+        """Return the ranks of this machine whose processes have ended without a message."""
+        return {
+            rank for rank in self._on_machine if self.has_exited(rank) and not self.has_left(rank)
+        }
 
-    def _run(self) -> None:
-        try:
-            # Without its launcher, this rank ends by itself, and its store may be gone.
-            while not self._stopped.wait(self._interval) and not is_orphan():
-                self._turn()
-        except dist.DistError as error:
-            if not self._stopped.is_set() and not is_orphan():
-                logger.warning(
-                    "lost the launcher's store; ranks are not monitored any more: %s", error
-                )
+    # The thread
 
     def _turn(self) -> None:
         self._detect_pause()
         self._detect_transfer()
         self._beat()
-        if ending := self.peers.ending():
-            self._end_with(ending)
+        if ending := self.ending():
+            # Give the main thread time to end by itself.
+            if not self._stopped.wait(GRACE_SECONDS):
+                self._exit(ending)
             return
-        if self.peers.is_asked():
-            self._answer_question()
+        super()._turn()
         self._check_for_lost_ranks()
-        if self._observes:
-            statuses = self.peers.statuses()
-            if self._observer.is_hang(statuses, time.monotonic()):
-                self._report_hang()
-            self._check_for_lost_machines(statuses)
+        self._check_next_machine()
+        if self._all_are_idle():
+            self._report_hang()
+
+    def _lost_store(self, error: RuntimeError) -> None:
+        if not self._stopped.is_set() and not is_orphan():
+            logger.warning("lost the launcher's store; ranks are not monitored any more: %s", error)
 
     def _beat(self) -> None:
-        self._count += 1
-        doing = self._activity.now
-        limit = self._first_seconds if doing.starting else self._seconds
-        idle = time.monotonic() - doing.since
-        self.peers.beat(Status(self._count, idle, limit, str(doing)))
+        self._beats += 1
+        self._put(f"beat/{self.rank}", [self._beats, str(self._phase.now)])
 
     def _detect_pause(self) -> None:
-        """Restart the limits after the process was stopped: no rank could make progress."""
+        """Restart the limit after the process was stopped: no rank could make progress."""
         now = time.monotonic()
         if now - self._last_turn > PAUSE_INTERVALS * self._interval + PAUSE_INTERVALS:
-            self._activity.touch()
-            self._observer = Observer(self._seconds)
+            self._phase.touch()
+            self._progress_at = self._next_beat_at = now
         self._last_turn = now
 
     def _detect_transfer(self) -> None:
-        if self._activity.now.transfers:
+        if self._phase.now.transfers:
             counters = psutil.Process().io_counters()
             transferred = counters.read_chars + counters.write_chars
             if transferred - self._transferred > TRANSFER_BYTES:
                 self._transferred = transferred
-                self._activity.touch()
+                self._phase.touch()
 
-    def _answer_question(self) -> None:
-        """Publish the state of this rank, and then its flight recorder, which may block."""
-        if self._answered:
-            return
-        self._answered = True
-        self.peers.answer(self._answer())
-        self.peers.publish_trace(self._trace())
+    def _all_are_idle(self) -> bool:
+        """Count the progress of this rank; return whether every rank is over its limit.
+
+        Ranks wait for each other: while one of them makes progress, the others wait for that one.
+        A rank in its first step counts as making progress for the difference of the limits, as long
+        as its thread runs.
+        """
+        now, phase = time.monotonic(), self._phase.now
+        more_time = self._first_seconds - self._seconds if phase.starting else 0.0
+        has_progress = phase.since + more_time > self._counted_at
+        self._counted_at = now
+        progress = self._store.add("progress", int(has_progress))
+        if progress != self._progress:
+            self._progress, self._progress_at = progress, now
+        # A rank counts up to an interval later, and this one sees it up to an interval after that.
+        return now - self._progress_at > self._seconds + 2 * self._interval
+
+    def _answer(self) -> None:
+        """Answer a question; if ranks hang, also publish the flight recorder, which may block."""
+        super()._answer()
+        if not self._has_trace and self._store.check(["hang"]):
+            self._has_trace = True
+            self.publish("trace", self._trace())
 
     def _trace(self) -> Trace:
         """Read the flight recorder of this rank, and write it to a file if it is NCCL's."""
@@ -229,43 +269,38 @@ class Watchdog:
             problem = " ".join(describe(error).split())
         return Trace(pending, file, problem)
 
-    def _answer(self) -> Answer:
-        frame = stacks.main_thread()
-        doing = self._activity.now
-        return Answer(
-            doing=str(doing),
-            idle=time.monotonic() - doing.since,
-            waits_in=collective(frame),
-            synchronizes=device_wait(frame) if torch.cuda.is_initialized() else "",
-            collectives=flight_recorder.started(),
-            last=self._activity.collective,
-            stack=stacks.show(frame),
-            host=socket.gethostname(),
-        )
-
     def _check_for_lost_ranks(self) -> None:
         """End the run if a process of this machine is gone in two checks in a row.
 
         Its own last message, if any, arrives between the two.
         """
-        gone = set(self._gone())
+        gone = self._gone()
         if gone & self._suspects:
             self.end_for_lost_ranks()
         self._suspects = gone
 
-    def _check_for_lost_machines(self, statuses: Mapping[int, Status]) -> None:
-        """End the run if a machine is silent, and does not respond to a connection either."""
-        silences = self._observer.silences(statuses, time.monotonic())
-        silent = {rank: seconds for rank, seconds in silences.items() if seconds > LINK_SECONDS}
-        for rank in silent:
-            place = self._places.get(rank)
-            if place and place.address and not responds(place.address):
-                cause = lost_machine(place, ranks_of(place.host, self._places), silent[rank])
-                step = self._activity.now.step
-                if self.peers.end(Ending(rank, step, cause, LOST_PEER_EXIT_CODE)):
-                    print_message(cause)
-                    record(cause)
-                return
+    def _check_next_machine(self) -> None:
+        """End the run if the next machine is silent and does not respond to a connection."""
+        rank, now = self._on_next_machine, time.monotonic()
+        if rank in self._on_machine:
+            return
+        if (beat := self._read(f"beat/{rank}")) != self._next_beat:
+            self._next_beat, self._next_beat_at = beat, now
+        silence = now - self._next_beat_at
+        process = self.process_of(rank)
+        if silence < LINK_SECONDS or process is None or self.has_left(rank):
+            return
+        if process.address and not responds(process.address):
+            processes = {other: self.process_of(other) for other in range(self.world_size)}
+            ranks = [r for r, one in processes.items() if one and one.host == process.host]
+            cause = (
+                f"machine {process.host} ({process.address}) with {rank_names(ranks)} has been "
+                f"silent for {silence:.0f} s and does not respond: it is down, or its connection "
+                "is cut"
+            )
+            if self.end_run(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
+                print_message(cause)
+                record(cause)
 
     def _watch_store(self, address: tuple[str, int]) -> None:
         """End this rank if the machine of the store is silent, which blocks the other thread."""
@@ -275,7 +310,7 @@ class Watchdog:
                 cause = (
                     f"the machine of the launcher's store ({address[0]}) has been silent for "
                     f"{silence:.0f} s and does not respond: it is down, or the connection of "
-                    f"{socket.gethostname()} to it is cut"
+                    f"{self.process.host} to it is cut"
                 )
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     print_message(cause)
@@ -283,94 +318,66 @@ class Watchdog:
                 os._exit(LOST_PEER_EXIT_CODE)
 
     def _report_hang(self) -> None:
-        """Ask every rank for its state, report it once, and end all ranks."""
-        peers = self.peers
-        statuses = self._observer.until(time.monotonic(), peers.statuses())
-        peers.ask()
-        self._answer_question()
-        answers = self._collect(peers.answers, statuses, ANSWER_INTERVALS)
-        traces = self._collect(peers.traces, answers, TRACE_INTERVALS)
-        silent = sorted(statuses.keys() - answers.keys())
-        self._places = self._places or peers.known_places()
+        """Ask every rank what it does, report it once, and end all ranks."""
+        own = str(self.rank)
+        if self._store.compare_set("hang", "", own) != own.encode():
+            return  # another rank reports
+        others = self.query(range(self.world_size), ANSWER_INTERVALS * self._interval)
+        self._answer()
+        others[self.rank] = self.status()
+        answers = {rank: status for rank, status in sorted(others.items()) if status is not None}
+        silent = {
+            rank: self._inspect(rank)
+            for rank, status in others.items()
+            if status is None and not self.has_left(rank)
+        }
+        traces = self.collect("trace", list(answers), TRACE_INTERVALS * self._interval)
+        idle = min(status.idle for status in answers.values())
+        if silent:  # when they made progress is not known
+            idle = min(idle, time.monotonic() - self._progress_at)
         report = hang_report.report(
-            statuses,
+            idle,
             answers,
-            {rank: self._inspect(rank) for rank in silent},
-            peers.world_size,
-            traces,
+            silent,
+            self.world_size,
+            {rank: Trace(*trace) for rank, trace in traces.items()},
         )
-        step = self._activity.now.step
-        ending = Ending(peers.rank, step, report.summary, HANG_EXIT_CODE, silent)
-        if peers.end(ending):
+        step = self._phase.now.step
+        ending = Ending(self.rank, step, report.summary, HANG_EXIT_CODE, sorted(silent))
+        if self.end_run(ending):
             print_message(report.text)
             record(report.summary)
             self._exit(ending)
 
-    def _collect(
-        self, read: Callable[[Iterable[int]], dict[int, T]], ranks: Collection[int], intervals: int
-    ) -> dict[int, T]:
-        """Return the messages of ranks that arrive within a number of heartbeats."""
-        found = read(ranks)
-        for _ in range(intervals):
-            if len(found) == len(ranks):
-                break
-            time.sleep(self._interval)
-            found = read(ranks)
-        return found
-
-    def _inspect(self, rank: int) -> hang_report.SilentRank:
+    def _inspect(self, rank: int) -> SilentRank:
         """Inspect the process of a rank that does not answer."""
-        place = self._places.get(rank)
-        if place is None:
-            return hang_report.SilentRank("an unknown machine", 0)
-        if place.host != socket.gethostname():
-            return hang_report.SilentRank(place.host, place.pid)
+        beat = self._read(f"beat/{rank}")
+        doing = beat[1] if beat else "startup, before its first heartbeat"
+        process = self.process_of(rank)
+        if process is None:
+            return SilentRank("an unknown machine", 0, doing)
+        host, (machine, pid, _), descriptor, _ = process
+        if machine != self.process.identity.machine:
+            return SilentRank(host, pid, doing)
         try:
-            state: str = psutil.Process(place.pid).status()
+            state: str = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
             state = "gone"
-        stack = "" if state in ("gone", "stopped") else stacks.of_process(place.pid, place.stack)
-        return hang_report.SilentRank(place.host, place.pid, state, stack)
-
-    def _end_with(self, ending: Ending) -> None:
-        """Give the main thread time to end by itself, then end the process."""
-        if not self._stopped.wait(GRACE_SECONDS):
-            self._exit(ending)
+        stack = "" if state in ("gone", "stopped") else stacks.of_process(pid, descriptor)
+        return SilentRank(host, pid, doing, state, stack)
 
     def _exit(self, ending: Ending) -> NoReturn:
-        if ending.rank == self.peers.rank:
+        own = ending.rank == self.rank
+        if own:
             # The launcher must see this rank exit before those that it kills.
             time.sleep(self._interval)
-        for rank in ending.silent:
-            place = self._places.get(rank)
-            if place and place.host == socket.gethostname() and rank != self.peers.rank:
+        for rank in set(self._on_machine).intersection(ending.silent) - {self.rank}:
+            process = self._processes.get(rank)
+            if process and process.identity.machine == self.process.identity.machine:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(place.pid, signal.SIGKILL)
-        own = ending.rank == self.peers.rank
+                    os.kill(process.identity.pid, signal.SIGKILL)
         self.before_exit()
         os._exit(ending.exit_code if own else LOST_PEER_EXIT_CODE)
-
-
-def died(rank: int, place: RankPlace) -> str:
-    """Return a message about a process that ended without one."""
-    return (
-        f"rank {rank} ended without a message (process {place.pid} on {place.host}): it was "
-        "killed, as the kernel does when memory runs out, crashed in native code, or called "
-        "os._exit"
-    )
-
-
-def ranks_of(host: str, places: Mapping[int, RankPlace]) -> list[int]:
-    """Return the ranks of a machine."""
-    return [rank for rank, place in places.items() if place.host == host]
-
-
-def lost_machine(place: RankPlace, ranks: Collection[int], seconds: float) -> str:
-    """Return a message about a machine that does not respond any more."""
-    return (
-        f"machine {place.host} ({place.address}) with {rank_names(ranks)} has been silent for "
-        f"{seconds:.0f} s and does not respond: it is down, or its connection is cut"
-    )
 
 
 def record(cause: str) -> None:
@@ -386,62 +393,3 @@ def print_message(text: str) -> None:
     """Print a message to standard error in a single write."""
     sys.stderr.write(f"distmp: {masked_text(text)}\n")
     sys.stderr.flush()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
-
-
-class Observer:
-    """Decides from heartbeats whether all ranks hang.
-
-    Args:
-        silent_seconds: Limit of every rank once one of them has sent no heartbeat for that long: it
-            is stopped, so a longer limit of its phase does not apply.
-    """
-
-    def __init__(self, silent_seconds: float = math.inf) -> None:
-        self._silent_seconds = silent_seconds
-        # Count of the last heartbeat of each rank, and when it was first seen.
-        self._seen: dict[int, tuple[int, float]] = {}
-
-    def is_hang(self, statuses: Mapping[int, Status], now: float) -> bool:
-        """Return whether every rank is over its limit.
-
-        Ranks wait for each other: while one of them makes progress, the others wait for that one.
-
-        Args:
-            statuses: The last heartbeat of each rank that has not left.
-            now: Time on this rank's clock; clocks of different ranks are not compared.
-        """
-        current = self.until(now, statuses)
-        silence = max(self.silences(statuses, now).values(), default=0.0)
-        most = self._silent_seconds if silence > self._silent_seconds else math.inf
-        limits = {rank: min(status.limit, most) for rank, status in current.items()}
-        return bool(current) and all(current[rank].idle > limits[rank] for rank in current)
-
-    def until(self, now: float, statuses: Mapping[int, Status]) -> dict[int, Status]:
-        """Return heartbeats whose `idle` includes the time since they were first seen.
-
-        A rank that is stopped sends no more of them: its last one says that it has just made
-        progress.
-
-        Args:
-            now: Time on this rank's clock.
-            statuses: The last heartbeat of each rank that has not left.
-        """
-        for rank, status in statuses.items():
-            if self._seen.get(rank, (None,))[0] != status.count:
-                self._seen[rank] = (status.count, now)
-        silences = self.silences(statuses, now)
-        return {
-            rank: replace(status, idle=status.idle + silences[rank])
-            for rank, status in statuses.items()
-        }
-
-    def silences(self, statuses: Mapping[int, Status], now: float) -> dict[int, float]:
-        """Return how long each rank has sent no heartbeat, in seconds."""
-        return {rank: now - self._seen[rank][1] for rank in statuses if rank in self._seen}

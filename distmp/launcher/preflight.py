@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from distmp.checkpoint.location import locate
 from distmp.config import RunConfig
 from distmp.distributed import rendezvous_store
+from distmp.distributed.compare_ranks import differences
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import PrefixStore, Store
@@ -164,12 +165,11 @@ def _differing(
 
 def _differences(values: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
     """Return a line for each name whose value is not the same on all ranks."""
+    texts = {rank: {n: _text(v) for n, v in own.items()} for rank, own in values.items()}
     lines = []
-    for name in dict.fromkeys(name for own in values.values() for name in own):
-        by_value = ranks_by_value({rank: _text(own.get(name)) for rank, own in values.items()})
-        if len(by_value) > 1:
-            parts = [f"{value} on {_on_hosts(ranks, hosts)}" for value, ranks in by_value.items()]
-            lines.append(f"{name} differs: {', '.join(parts)}")
+    for name, by_value in differences(texts, absent="unset"):
+        parts = [f"{value} on {_on_hosts(ranks, hosts)}" for value, ranks in by_value.items()]
+        lines.append(f"{name} differs: {', '.join(parts)}")
     return lines
 
 

@@ -4,40 +4,30 @@ Collectives of FSDP are matched by their order alone. If ranks run different mod
 shard of a module is gathered into a different module of another rank, without an error if sizes
 happen to be equal. So each collective is compared with the one at the same position of the previous
 pass. If it differs, or if there is no previous pass, ranks compare what they are about to do before
-the collective starts. In a steady run this costs a comparison of two tuples, and neither host nor
-device waits.
+the collective starts, through the store. In a steady run this costs a comparison of two tuples, and
+neither host nor device waits.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import time
-import weakref
-from collections.abc import Hashable, Iterator, Mapping
-from datetime import timedelta
-from typing import Any, Literal, NamedTuple, get_args
-
-import torch
-import torch.distributed as dist
+import itertools
+from collections.abc import Hashable, Mapping
+from typing import Literal, NamedTuple
 
 from distmp.distributed import rank_monitor
 from distmp.distributed.awaited import AwaitedRanks
-from distmp.distributed.lost_peers import is_lost_connection
-from distmp.distributed.rank_monitor import RankMonitor, RankStatus
+from distmp.distributed.rank_monitor import RankMonitor, Statuses
 from distmp.distributed.world import World
 from distmp.errors import TrainingError, rank_names, ranks_by_value
 
 Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches", "next"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # How long a rank in a comparison waits for ranks that make no progress, see `AwaitedRanks`.
 ANSWER_SECONDS = 120.0
-# Time after which a rank in a comparison first checks what the others do. The pauses between checks
-# double, because every check asks all ranks.
-PATIENCE_SECONDS = 3.0
-# Timeout of the collective. `AwaitedRanks` ends a comparison much earlier.
-COLLECTIVE_DAYS = 7
+# Time after which a rank in a comparison checks what the others do.
+PATIENCE_SECONDS = 2.0
+
+_numbers = itertools.count()
 
 
 class Collective(NamedTuple):
@@ -61,7 +51,7 @@ END = Collective("end", -1, 0)
 class CollectiveOrder:
     """Records the collectives of this rank and compares their order with that of other ranks.
 
-    All ranks have to construct it at the same time, because it creates a process group.
+    All ranks have to construct it in the same order.
 
     Args:
         world: The ranks to compare, at least two.
@@ -79,17 +69,11 @@ class CollectiveOrder:
         advice: str | None = None,
     ) -> None:
         self._advice = advice or ADVICE
-        self._rank = world.rank
-        self._world_size = world.world_size
         self._units = units
         self._seconds = answer_seconds
-        # A separate group, so that comparisons do not change the order of the compared collectives.
-        # A weak reference, so that gloo's threads end when the process group is destroyed.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=answer_seconds))
-        self._group = weakref.ref(group)
-        self._monitor = rank_monitor.current()
-        if self._monitor is not None:  # only then can it be known whether other ranks are busy
-            dist.distributed_c10d._set_pg_timeout(timedelta(days=COLLECTIVE_DAYS), group)
+        self._monitor = None if world.group is None else rank_monitor.current()
+        self._number = next(_numbers)
+        self._comparisons = 0
         self._known: dict[Hashable, list[Collective]] = {}
         self._pass: Hashable = None
         self._expected: list[Collective] = []
@@ -140,7 +124,7 @@ class CollectiveOrder:
             self._compare(collective)
         self._done.append(collective)
         if self._monitor is not None:
-            self._monitor.collectives += 1
+            self._monitor.own.collectives += 1
 
     def end(self) -> None:
         """End the current pass, if there is one."""
@@ -162,125 +146,19 @@ class CollectiveOrder:
 
         Raises:
             TrainingError: If ranks differ, or if no rank that this one waits for makes progress.
-            RuntimeError: If another rank has ended, see `is_lost_connection`.
-        """
-        numbers = torch.tensor([KINDS.index(local.kind), local.unit, local.elements])
-        answers = [torch.empty_like(numbers) for _ in range(self._world_size)]
-        work: Any = dist.all_gather(answers, numbers, group=self._group(), async_op=True)
-        try:
-            with self._comparing():
-                self._wait(work, local)
-        except BaseException:
-            _leave_pending(self._group())
-            raise
-        try:
-            work.wait()
-        except RuntimeError as error:
-            if is_lost_connection(error):
-                raise
-            why = f"made no progress for {self._seconds:g} s"
-            raise self._no_answer(local, why, "another rank did not reach this point") from error
-        by_rank = [Collective(KINDS[kind], unit, n) for kind, unit, n in map(_numbers, answers)]
-        if any(other != by_rank[0] for other in by_rank):
-            raise TrainingError(f"{self._describe_all(by_rank)}; {self._advice}")
-
-    def _wait(self, work: Any, local: Collective) -> None:
-        """Wait until all ranks reach the comparison, as long as absent ranks make progress.
-
-        Raises:
-            TrainingError: If they make none, or if a rank waits in a collective.
+            LostPeerError: If another rank has ended.
         """
         if self._monitor is None:
             return
-        awaited = AwaitedRanks(self._seconds)
-        seen: dict[int, int] = {}
-        pause, check_after = 1e-5, min(PATIENCE_SECONDS, self._seconds / 4)
-        begun = time.monotonic()
-        while not work.is_completed():
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-            if time.monotonic() - begun < check_after:
-                continue
-            statuses = self._absent_ranks(self._monitor)
-            seen = self._check_waiting_ranks(local, statuses, seen)
-            why = awaited.why_stuck(statuses)
-            if why and not work.is_completed():
-                raise self._no_answer(
-                    local, why, self._monitor.describe(statuses) or "none is missing"
-                )
-            check_after = min(2 * check_after, self._seconds / 4)
-            begun = time.monotonic()
-
-    def _absent_ranks(self, monitor: RankMonitor) -> dict[int, RankStatus | None]:
-        """Return the ranks that have not reached the comparison."""
-        statuses = monitor.query(range(self._world_size))
-        return {
-            rank: status
-            for rank, status in statuses.items()
-            if status is None or not status.compares
-        }
-
-    def _no_answer(self, local: Collective, why: str, who: str) -> TrainingError:
-        return TrainingError(
-            f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, and "
-            f"waits for ranks that have {why}: {who}; {self._advice}"
-        )
-
-    @contextlib.contextmanager
-    def _comparing(self) -> Iterator[None]:
-        """Show other ranks that this rank waits in a comparison."""
-        if self._monitor is None:
-            yield
-            return
-        self._monitor.compares = True
-        try:
-            yield
-        finally:
-            self._monitor.compares = False
-
-    def _check_waiting_ranks(
-        self,
-        local: Collective,
-        statuses: Mapping[int, RankStatus | None],
-        seen: Mapping[int, int],
-    ) -> dict[int, int]:
-        """Raise if a rank waits in the same collective as in the previous check.
-
-        Args:
-            local: What this rank is about to do.
-            statuses: The status of the ranks that have not reached the comparison.
-            seen: Number of started collectives by rank, of the ranks that waited in the previous
-                check.
-
-        Returns:
-            The same for this check.
-
-        Raises:
-            TrainingError: If such a rank exists: it will not answer.
-        """
-        assert self._monitor is not None
-        waiting = {
-            rank: status
-            for rank, status in statuses.items()
-            if status is not None
-            and status.waits_in
-            # Not in a collective of the user's code before this call of the engine.
-            and status.engine_calls >= self._monitor.engine_calls
-        }
-        for rank, status in waiting.items():
-            if seen.get(rank) == status.collectives:
-                raise TrainingError(
-                    f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, "
-                    f"and rank {rank} waits in {status.waits_in}; {self._advice}"
-                )
-        return {rank: status.collectives for rank, status in waiting.items()}
-
-    def _describe_all(self, by_rank: list[Collective]) -> str:
-        return "ranks run different code: " + ", ".join(
-            f"{rank_names(ranks)} {'are' if len(ranks) > 1 else 'is'} about to "
-            f"{self._describe(collective)}"
-            for collective, ranks in ranks_by_value(dict(enumerate(by_rank))).items()
-        )
+        own = self._monitor.own
+        self._comparisons += 1
+        comparison, text = f"order {self._number}/{self._comparisons}", self._describe(local)
+        # Kept after an error, so that the other ranks raise it as well.
+        own.comparison, own.compares = comparison, text
+        problem = _Waiting(self._monitor, self._seconds, self._advice).problem
+        patience = min(PATIENCE_SECONDS, self._seconds / 4)
+        self._monitor.meet(f"{comparison}/{text}", problem, patience)
+        own.compares = ""
 
     def _describe(self, collective: Collective) -> str:
         if collective == END:
@@ -296,22 +174,74 @@ class CollectiveOrder:
         return f"{what} ({collective.elements} elements)"
 
 
+class _Waiting:
+    """A comparison in which this rank waits for others.
+
+    Args:
+        monitor: The monitor of this rank.
+        seconds: Time without progress of any awaited rank after which they are stuck.
+        advice: What to do if ranks differ, the end of the error message.
+    """
+
+    def __init__(self, monitor: RankMonitor, seconds: float, advice: str) -> None:
+        self._monitor = monitor
+        self._advice = advice
+        self._awaited = AwaitedRanks(seconds)
+        # Number of started collectives of the ranks that waited in the previous check.
+        self._waiting: dict[int, int] = {}
+
+    def problem(self, statuses: Statuses) -> TrainingError | None:
+        """Return the error if ranks differ or do not come; None while they may come."""
+        monitor, own = self._monitor, self._monitor.own
+        here = {
+            rank: status.compares
+            for rank, status in statuses.items()
+            if status is not None and status.comparison == own.comparison and status.compares
+        }
+        if set(here.values()) - {own.compares}:
+            by_rank = {**here, monitor.rank: own.compares}
+            return TrainingError(f"{_describe_all(by_rank)}; {self._advice}")
+        absent = {rank: status for rank, status in statuses.items() if rank not in here}
+        why = self._why_waiting(absent)
+        if not why and (stuck := self._awaited.why_stuck(absent)):
+            who = monitor.describe(absent) or "none is missing"
+            why = f"waits for ranks that have {stuck}: {who}"
+        if not why:
+            return None
+        return TrainingError(
+            f"rank {monitor.rank} is about to {own.compares}, unlike the last time, and {why}; "
+            f"{self._advice}"
+        )
+
+    def _why_waiting(self, absent: Statuses) -> str:
+        """Return which rank waits in the same collective as in the previous check, as text.
+
+        Such a rank will not come.
+        """
+        waiting = {
+            rank: status
+            for rank, status in absent.items()
+            if status is not None
+            and status.waits_in
+            # Not in a collective of the user's code before this call of the engine.
+            and status.engine_calls >= self._monitor.own.engine_calls
+        }
+        before, self._waiting = self._waiting, {r: s.collectives for r, s in waiting.items()}
+        for rank, status in waiting.items():
+            if before.get(rank) == status.collectives:
+                return f"rank {rank} waits in {status.waits_in}"
+        return ""
+
+
+def _describe_all(by_rank: Mapping[int, str]) -> str:
+    return "ranks run different code: " + ", ".join(
+        f"{rank_names(ranks)} {'are' if len(ranks) > 1 else 'is'} about to {collective}"
+        for collective, ranks in ranks_by_value(dict(sorted(by_rank.items()))).items()
+    )
+
+
 ADVICE = (
     "with a sharded strategy every rank has to run the same number of microbatches, and the same "
     "modules in the same order in each microbatch and evaluation; run all modules and multiply the "
     "outputs that a rank does not need by zero, or use strategy = 'ddp'"
 )
-
-
-def _leave_pending(group: dist.ProcessGroup | None) -> None:
-    """Keep a group until the process has ended, even if other code drops it.
-
-    Its destructor would wait for the comparison that is pending, so the process would not end, and
-    its launcher would not end the rank that is awaited.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def _numbers(answer: torch.Tensor) -> tuple[int, int, int]:
-    kind, unit, elements = answer.tolist()
-    return kind, unit, elements

@@ -53,7 +53,7 @@ class Stragglers:
         # On CUDA, sharded models overlap collectives with computation.
         self._hidden = world.device.type == "cuda" and strategy in SHARDED_STRATEGIES
         self._detector = SlowRankDetector(self._names() if self._every else [], log)
-        self._pending: _PendingTimes | None = None
+        self._pending: tuple[int, HostCopy] | None = None
 
     def _names(self) -> list[str]:
         hosts = self._world.ranks.gather(socket.gethostname())
@@ -75,36 +75,31 @@ class Stragglers:
         if paused_seconds > PAUSE_SECONDS:
             self._clock.drop_last()
         if self._every and step % self._every == 0:
-            self._pending = _PendingTimes(step, self._clock.take(), self._world)
+            self._pending = step, _gather(self._clock.take(), self._world)
 
     def seconds(self, step: int) -> list[float] | None:
         """Return the own time per step of each rank in seconds, if compared after `step`.
 
         Also logs which ranks are slow. A rank without a measurement has NaN.
         """
-        if self._pending is None or self._pending.step != step:
+        if self._pending is None or self._pending[0] != step:
             return None
-        seconds = own_seconds(self._pending.wait(), hidden=self._hidden)
+        # The times have arrived once the next step has started.
+        times = [OwnTime(*numbers) for numbers in self._pending[1].read()]
+        seconds = own_seconds(times, hidden=self._hidden)
         self._pending = None
         self._detector.update(step, seconds)
         return seconds
 
 
-class _PendingTimes:
-    """An asynchronous all-gather of the times of all ranks."""
-
-    def __init__(self, step: int, own: OwnTime | None, world: World) -> None:
-        self.step = step
-        numbers = torch.tensor(own or (math.nan, math.nan), dtype=torch.float64)
-        if world.device.type == "cuda":
-            numbers = numbers.pin_memory().to(world.device, non_blocking=True)
-        gathered = numbers.new_empty(2 * world.world_size)
-        all_gather(gathered, numbers, world.group).wait()
-        self._copy = HostCopy(gathered.view(-1, 2))
-
-    def wait(self) -> list[OwnTime]:
-        """Return the times; they have arrived once the next step has started."""
-        return [OwnTime(*numbers) for numbers in self._copy.read()]
+def _gather(own: OwnTime | None, world: World) -> HostCopy:
+    """Start to gather the times of all ranks, without waiting for them."""
+    numbers = torch.tensor(own or (math.nan, math.nan), dtype=torch.float64)
+    if world.device.type == "cuda":
+        numbers = numbers.pin_memory().to(world.device, non_blocking=True)
+    gathered = numbers.new_empty(2 * world.world_size)
+    all_gather(gathered, numbers, world.group).wait()
+    return HostCopy(gathered.view(-1, 2))
 
 
 def own_seconds(times: Sequence[OwnTime], *, hidden: bool) -> list[float]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distmp.distributed import rendezvous_store
+from distmp.distributed import rank_monitor, rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.lost_peers import is_lost_connection
 from distmp.distributed.orphans import is_orphan
@@ -25,8 +25,7 @@ from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
-from distmp.faults.peers import Ending, Peers
-from distmp.faults.watchdog import Watchdog, print_message, record
+from distmp.faults.watchdog import Ending, Watchdog, print_message, record
 from distmp.training.out_of_memory import advice
 
 # Time in which the launcher has to end a rank; it needs well under a second.
@@ -58,18 +57,16 @@ def watch(
     if "RANK" in os.environ:
         store = rendezvous_store.for_current_attempt(REJOIN_SECONDS)
         address = rendezvous_store.address()
-    peers = Peers(
-        rendezvous_store.PrefixStore(part, store), environment.rank, environment.world_size
-    )
     never = float("inf")
     _watchdog = Watchdog(
-        peers,
-        current_phase,
+        rendezvous_store.PrefixStore(part, store),
+        environment,
         seconds or never,
         first_seconds if seconds else never,
         store_address=address,
     )
-    _watchdog.start()
+    _watchdog.watch()
+    rank_monitor.use(_watchdog)
 
 
 def watch_preflight(environment: RankEnvironment) -> None:
@@ -94,6 +91,7 @@ def stop_watching() -> None:
     global _watchdog
     watchdog, _watchdog = _watchdog, None
     if watchdog is not None:
+        rank_monitor.use(None)
         watchdog.stop()
 
 
@@ -147,7 +145,7 @@ def _is_first(environment: RankEnvironment, error: Exception, ending: Ending) ->
         return False
     if _watchdog is not None:
         with contextlib.suppress(dist.DistError):
-            return _watchdog.peers.end(ending)
+            return _watchdog.end_run(ending)
         return True
     # Before ranks are connected, each checks the common configuration independently: the first rank
     # of each machine reports its errors.
@@ -164,11 +162,11 @@ def _lost(environment: RankEnvironment) -> int:
     deadline = time.monotonic() + MESSAGE_SECONDS
     with contextlib.suppress(dist.DistError):
         while _watchdog is not None and time.monotonic() < deadline:
-            if _watchdog.peers.ending() is not None or _watchdog.end_for_lost_ranks():
+            if _watchdog.ending() is not None or _watchdog.end_for_lost_ranks():
                 break
             time.sleep(0.05)
         else:
-            if _watchdog is None or _watchdog.peers.end(ending):
+            if _watchdog is None or _watchdog.end_run(ending):
                 print_message(cause)
     wait_to_be_ended()
     return LOST_PEER_EXIT_CODE

@@ -24,7 +24,7 @@ from distmp.distributed.beats import ROSTER, running_launchers
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.errors import TrainingError
-from distmp.faults.peers import Peers
+from distmp.faults.watchdog import ending_of
 from distmp.telemetry import RecordError, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
@@ -191,9 +191,7 @@ class Restarts:
             return str(noted)
         if self._store is not None:
             before = rendezvous_store.for_attempt(self._store, self.count - 1)
-            ending = Peers(
-                rendezvous_store.PrefixStore("peers", before), 0, self._world_size
-            ).ending()
+            ending = ending_of(rendezvous_store.PrefixStore("peers", before))
             if ending is not None:
                 return ending.cause
         return "ranks were killed, or their machine was lost"

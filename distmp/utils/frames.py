@@ -7,8 +7,10 @@ import os
 import re
 import sys
 import sysconfig
+import textwrap
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +21,8 @@ _NOT_USER_CODE = (
 )
 _DEVICE_WAIT = re.compile(r"\.(synchronize|item|tolist|cpu|numpy)\(")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+# Number of calls of a stack that are shown; the outermost ones are the same in every run.
+CALLS = 12
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -26,6 +30,31 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def working_frame(thread_id: int) -> FrameType | None:
+    """Return the innermost frame of a thread, or of the thread that it joins."""
+    frames = sys._current_frames()
+    frame = frames.get(thread_id)
+    other = _joined(frame)
+    return frame if other is None else frames.get(other.ident or 0, frame)
+
+
+def _joined(frame: FrameType | None) -> threading.Thread | None:
+    """Return the thread that a frame's thread is joining, or None."""
+    for inner in outwards(frame):
+        if inner.f_code is threading.Thread.join.__code__:
+            return inner.f_locals["self"]
+        if inner.f_code.co_filename != threading.__file__:
+            break
+    return None
+
+
+def stack_text(frame: FrameType | None) -> str:
+    """Return the stack of a frame in Python's format, with the innermost call last."""
+    calls = traceback.extract_stack(frame) if frame else []
+    shown = [call for call in calls if not call.filename.endswith("torch/nn/modules/module.py")]
+    return textwrap.dedent("".join(traceback.format_list(shown[-CALLS:])))
 
 
 def user_line(thread_id: int) -> str:
@@ -38,13 +67,14 @@ def user_line(thread_id: int) -> str:
         "FILE:LINE in FUNCTION (`source`)". If no code is the user's, the innermost line of all; ""
         for a thread that has ended.
     """
-    frames = outwards(sys._current_frames().get(thread_id))
-    return _innermost_user_line([(frame, frame.f_lineno) for frame in frames])
-
-
-def user_line_of_error(error: BaseException) -> str:
-    """Return the innermost line of the user's code in a traceback, in the form of `user_line`."""
-    return _innermost_user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
+    frames = list(outwards(sys._current_frames().get(thread_id)))
+    if not frames:
+        return ""
+    frame = next(filter(_is_user_code, frames), frames[0])
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(file, line).strip()
+    place = f"{file}:{line} in {frame.f_code.co_name}"
+    return f"{place} (`{source}`)" if source else place
 
 
 def collective(frame: FrameType | None) -> str:
@@ -93,17 +123,6 @@ def device_wait(frame: FrameType | None) -> str:
 def _place(frame: FrameType) -> str:
     path = Path(frame.f_code.co_filename)
     return f"{frame.f_code.co_name}, {Path(*path.parts[-3:])}:{frame.f_lineno}"
-
-
-def _innermost_user_line(places: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the first place in the user's code; the innermost is the first of `places`."""
-    if not places:
-        return ""
-    frame, line = next((place for place in places if _is_user_code(place[0])), places[0])
-    file = frame.f_code.co_filename
-    source = linecache.getline(file, line).strip()
-    place = f"{file}:{line} in {frame.f_code.co_name}"
-    return f"{place} (`{source}`)" if source else place
 
 
 def _is_user_code(frame: FrameType) -> bool:

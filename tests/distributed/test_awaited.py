@@ -41,7 +41,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ({"child_seconds": 20.0}, True),
         ({"child_seconds": 10.0}, False),  # a service that monitors the run
         ({"waits_in": "barrier", "busy_seconds": 140.0, "line": "train.py:3"}, True),
-        ({"ended": "has ended"}, False),
     ],
 )
 def test_what_counts_as_progress(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +16,7 @@ from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
+from tests.ended import look_ended
 from tests.ranks import ranks
 from tests.reference import ONE_RANK, TWO_RANKS, make_engine, microbatches, train
 
@@ -38,9 +36,7 @@ def test_a_late_rank_is_waited_for_and_nothing_stays_in_the_store() -> None:
         calls.wait_for_all("engine.evaluate()")
     monitor = rank_monitor.current()
     assert monitor is not None
-    store = roll_call._store_of(monitor)
-    assert store is not None
-    left = [n for n in range(1, 11) if store.check([f"{n}/engine.evaluate()"])]
+    left = [n for n in range(1, 11) if monitor._store.check([f"{n}/engine.evaluate()"])]
     assert left == [10]
 
 
@@ -102,26 +98,28 @@ def test_ranks_that_wait_for_each_other_in_two_calls_both_raise() -> None:
 @ranks(2)
 def test_a_process_that_is_gone_is_not_waited_for() -> None:
     calls = impatient()
-    monitor = rank_monitor.current()
-    assert monitor is not None
+    assert rank_monitor.current() is not None
     dist.barrier()
     if dist.get_rank() == 1:
-        # Make rank 1 look like a process that has ended.
-        process = subprocess.run(
-            [sys.executable, "-c", "import os; print(os.getpid())"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        where = [rank_monitor._pid_namespace(), int(process.stdout)]
-        monitor._store.set("process/1", json.dumps(where))
-        monitor._stopped.set()
-        monitor._thread.join()
+        look_ended()
     dist.barrier()
     if dist.get_rank() == 0:
         cause = rf"rank, 1 on {platform.node()}, has the cause; .* lacks engine\.evaluate\(\)"
         with pytest.raises(LostPeerError, match=cause):
             calls.wait_for_all("engine.evaluate()")
+
+
+@ranks(2)
+def test_a_call_that_failed_on_one_rank_only_is_an_error_of_the_next_call() -> None:
+    roll_call.FAILURE_SECONDS = 0.5
+    calls = impatient()
+    problem = ValueError("no data")
+    calls.check_failed_everywhere(1, problem)
+    if dist.get_rank() == 0:
+        message = r"failed on rank 0 of 2 \(ValueError: no data\) and not on every other rank"
+        with pytest.raises(TrainingError, match=message):
+            calls.check_failed_everywhere(2, problem)
+    dist.barrier()
 
 
 @ranks(2)

@@ -13,12 +13,12 @@ import yaml
 from benchmarks.figures import ROOT
 from distmp.config import RunConfig
 from distmp.distributed import flight_recorder
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.stopping import CHECK_EVERY
 from distmp.engine import spike_check as divergence
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
-from distmp.faults.hang_report import report
-from distmp.faults.peers import Answer, Status, Trace
+from distmp.faults.hang_report import Trace, report
 from distmp.training import time_budget
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN
 from distmp.training.run_directory import RunDirectory
@@ -68,15 +68,23 @@ def test_the_report_on_a_hang_is_the_one_of_the_code() -> None:
     stack = 'File "my_data.py", line 55, in __getitem__\n  return self.remote.read(index)\n'
     (place,) = re.findall(r"in (synchronize \(.*?\))", text)
     answers = {
-        0: Answer("step 3, decision", 300, "", place, {group: 41}, "all_gather", "", "node1"),
-        1: Answer("step 3, loading data", 301, "", "", {group: 40}, "all_gather", stack, "node2"),
+        0: RankStatus(
+            doing="step 3, decision",
+            idle=300,
+            synchronizes=place,
+            started={group: 41},
+            last_started="all_gather",
+            host="node1",
+        ),
+        1: RankStatus(
+            doing="step 3, loading data", idle=301, started={group: 40}, stack=stack, host="node2"
+        ),
     }
     traces = {
         rank: Trace({group: [(41, "all_gather")]}, f"runs/a/hang/nccl-rank-{rank}")
         for rank in (0, 1)
     }
-    statuses = {rank: Status(1, one.idle, 300, one.doing) for rank, one in answers.items()}
-    assert f"distmp: {report(statuses, answers, {}, 2, traces).text}\n" == text
+    assert f"distmp: {report(300, answers, {}, 2, traces).text}\n" == text
     assert f"its last {flight_recorder.ENTRIES} collectives" in PAGES
     assert f"Set `{flight_recorder.SIZE_VARIABLES[0]}`" in PAGES
     assert RunDirectory(ROOT).hang.name == "hang"

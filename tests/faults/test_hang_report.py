@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp.distributed import flight_recorder
+from distmp.distributed import flight_recorder, rank_monitor
 from distmp.distributed.progress import PhaseTracker
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore
-from distmp.faults import watchdog as watchdog_module
-from distmp.faults.hang_report import HangReport, SilentRank, report
-from distmp.faults.peers import Answer, Ending, Peers, Status, Trace
-from distmp.faults.watchdog import Watchdog
+from distmp.faults.hang_report import HangReport, SilentRank, Trace, report
+from distmp.faults.watchdog import Ending, Watchdog
 from tests.ranks import ranks
 
 WORLD = "the default group (nccl)"
@@ -30,20 +30,27 @@ def answer(
     collectives: int | dict[str, int] = 7,
     doing: str = "step 3, decision",
     synchronizes: str = "",
-) -> Answer:
-    counts = {WORLD: collectives} if isinstance(collectives, int) else collectives
-    return Answer(doing, 12.0, waits_in, synchronizes, counts, "all_reduce", STACK, "node1")
+) -> RankStatus:
+    return RankStatus(
+        doing=doing,
+        idle=12.0,
+        waits_in=waits_in,
+        synchronizes=synchronizes,
+        started={WORLD: collectives} if isinstance(collectives, int) else collectives,
+        last_started="all_reduce",
+        stack=STACK,
+        host="node1",
+    )
 
 
 def report_on(
-    answers: dict[int, Answer],
+    answers: dict[int, RankStatus],
     silent: dict[int, SilentRank] | None = None,
     traces: Mapping[int, Trace] | None = None,
 ) -> HangReport:
     silent = silent or {}
-    last = {rank: Status(1, 12.0, 10.0, "step 3") for rank in sorted({*answers, *silent})}
     traces = {rank: Trace({}) for rank in answers} if traces is None else traces
-    return report(last, answers, silent, len(last), traces)
+    return report(12.0, answers, silent, len(answers) + len(silent), traces)
 
 
 def pending(
@@ -101,7 +108,7 @@ def test_of_many_late_ranks_a_few_are_shown() -> None:
 
 
 def test_a_silent_rank_elsewhere() -> None:
-    result = report_on({0: WAITS}, {1: SilentRank("node7", 99)})
+    result = report_on({0: WAITS}, {1: SilentRank("node7", 99, "step 3")})
     assert (
         "rank 1 of 2 on node7 is late and does not answer: it runs on another machine; process 99"
         in result.text
@@ -109,7 +116,7 @@ def test_a_silent_rank_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("host", [READS, ELSEWHERE])
-def test_the_rank_that_is_one_collective_behind_is_late(host: Answer) -> None:
+def test_the_rank_that_is_one_collective_behind_is_late(host: RankStatus) -> None:
     """No host waits in a collective: the numbers of the collectives determine the late rank."""
     behind = answer(collectives=6, doing="step 3, forward of microbatch 1")
     ahead = pending(7, "all_reduce")
@@ -166,7 +173,7 @@ def test_a_missing_name_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("host", [READS, answer(doing="step 3, update")])
-def test_with_equal_numbers_all_wait_for_the_device(host: Answer) -> None:
+def test_with_equal_numbers_all_wait_for_the_device(host: RankStatus) -> None:
     traces = {rank: pending(6, "all_gather", "all_reduce") for rank in range(4)}
     result = report_on(dict.fromkeys(range(4), host), traces=traces)
     assert "is late" not in result.text
@@ -229,14 +236,14 @@ def test_the_same_number_of_different_groups() -> None:
 
 
 def test_one_stopped_process_is_the_cause() -> None:
-    silent = {1: SilentRank("node7", 99), 2: SilentRank("node6", 98, "stopped")}
+    silent = {1: SilentRank("node7", 99, "step 3"), 2: SilentRank("node6", 98, "step 3", "stopped")}
     result = report_on({0: READS}, silent)
     assert "find out what stopped the process" in result.text
 
 
 def test_ranks_that_may_wait_for_a_silent_rank_are_not_late() -> None:
     """Its numbers are unknown. A rank that waits for nothing is also late."""
-    silent = {1: SilentRank("node7", 99)}
+    silent = {1: SilentRank("node7", 99, "step 3")}
     waits = answer(collectives=6, synchronizes="item (f, x.py:1)")
     result = report_on({0: READS, 2: waits}, silent)
     assert "rank 1 of 3 on node7 is late and does not answer" in result.text
@@ -261,6 +268,18 @@ def test_the_report_says_where_the_flight_recorders_are() -> None:
     )
 
 
+def ask(watchdog: Watchdog) -> None:
+    """Ask all ranks because they hang."""
+    watchdog._put("hang", True)
+    watchdog._put("question/1", True)
+
+
+def alone(rank: int = 0, world_size: int = 1, store: HashStore | None = None) -> Watchdog:
+    environment = RankEnvironment(rank, rank, world_size, world_size)
+    phase = PhaseTracker()
+    return Watchdog(store or HashStore(), environment, 1, 1, phase=phase, interval_seconds=0.05)
+
+
 def collective_that_rank_2_does_not_start(group: dist.ProcessGroup) -> dist.Work | None:
     dist.all_reduce(torch.ones(3), group=group)
     dist.all_reduce(torch.ones(3))
@@ -277,24 +296,27 @@ def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
     group = dist.new_group(backend="gloo")
     work = collective_that_rank_2_does_not_start(group)
     store = dist.distributed_c10d._get_default_store()
-    peers = Peers(PrefixStore("peers", store), dist.get_rank(), 3)
-    watchdog = Watchdog(peers, PhaseTracker(), 100, 100)
-    thread = threading.Thread(target=watchdog._answer_question)
+    rank = dist.get_rank()
+    watchdog = Watchdog(PrefixStore("peers", store), RankEnvironment(rank, rank, 3, 3), 100, 100)
+    ask(watchdog)
+    thread = threading.Thread(target=watchdog._answer)
     thread.start()
     while thread.is_alive():  # the main thread is in no collective
         thread.join(0.01)
     # Read before rank 2 goes on, which completes the collective.
-    is_named = bool(flight_recorder.pending()) or dist.get_rank() == 2
-    keys = [f"answered/{rank}" for rank in range(3)]
-    store.set(keys[dist.get_rank()], "")
-    store.wait(keys)
-    answers, traces = peers.answers(range(3)), peers.traces(range(3))
+    is_named = bool(flight_recorder.pending()) or rank == 2
+    found = watchdog.collect("answer", range(3), 60)
+    answers = {other: RankStatus(**status) for other, status in found.items()}
+    traces = {
+        other: Trace(*trace) for other, trace in watchdog.collect("trace", range(3), 60).items()
+    }
     assert not any(one.waits_in for one in answers.values())
-    result = report({r: Status(1, 9.0, 1.0, "") for r in range(3)}, answers, {}, 3, traces)
+    result = report(9.0, answers, {}, 3, traces)
+    dist.barrier(group=group)
     assert f"rank 2 of 3 on {platform.node()} is late" in result.text
     assert result.text.count("is late") == 1
     name = ", all_reduce" if is_named else ""
-    number = answers[0].collectives["the default group (gloo)"]
+    number = answers[0].started["the default group (gloo)"]
     assert (
         f"it has not started collective {number} of the default group (gloo){name}, "
         "which ranks 0-1 have started"
@@ -313,7 +335,7 @@ def test_a_recorder_that_fails_does_not_stop_the_report(
 
     monkeypatch.setattr(flight_recorder, "pending", lambda: {WORLD: [(7, "all_reduce")]})
     monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
-    watchdog = Watchdog(Peers(HashStore(), 0, 1), PhaseTracker(), 100, 100)
+    watchdog = alone()
     assert watchdog._trace().problem == "the run has no folder yet"
     watchdog.traces_folder = tmp_path / "hang"
     monkeypatch.setattr(flight_recorder, "dump", fail)
@@ -324,58 +346,61 @@ def test_a_recorder_that_fails_does_not_stop_the_report(
     assert watchdog._trace().file == str(tmp_path / "hang" / "nccl-rank-0")
 
 
-def test_a_rank_answers_once_before_it_reads_its_recorder(
+def test_a_rank_answers_before_it_reads_its_recorder_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reads: list[Path] = []
 
     def dump(folder: Path) -> Path:
-        assert peers.answers([0]), "a recorder that blocks must not stop the answer"
+        answered = watchdog.collect("answer", [0], 0)
+        assert answered, "a recorder that blocks must not stop the answer"
         reads.append(folder)
         raise OSError("no space\non the disk")
 
     monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
     monkeypatch.setattr(flight_recorder, "dump", dump)
-    peers = Peers(HashStore(), 0, 1)
-    watchdog = Watchdog(peers, PhaseTracker(), 100, 100)
+    watchdog = alone()
     watchdog.traces_folder = tmp_path
-    watchdog._answer_question()
-    watchdog._answer_question()
+    ask(watchdog)
+    watchdog._answer()
+    watchdog._answer()
     assert reads == [tmp_path]
-    assert peers.traces([0])[0].problem == "OSError: no space on the disk"
+    (trace,) = watchdog.collect("trace", [0], 0).values()
+    assert Trace(*trace).problem == "OSError: no space on the disk"
 
 
 def test_only_a_rank_that_has_used_its_device_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_module, "device_wait", lambda _: "item (f, x.py:1)")
-    watchdog = Watchdog(Peers(HashStore(), 0, 1), PhaseTracker(), 100, 100)
+    monkeypatch.setattr(rank_monitor, "device_wait", lambda _: "item (f, x.py:1)")
+    watchdog = alone()
     for is_initialized, waits in ((False, ""), (True, "item (f, x.py:1)")):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)  # noqa: B023
-        assert watchdog._answer().synchronizes == waits
+        assert watchdog.status().synchronizes == waits
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_only_answers_that_may_still_arrive_are_waited_for(
+def test_a_rank_that_does_not_answer_is_reported_once(
     world_size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 1 is silent, so it has no trace either."""
-    sleeps: list[float] = []
-    watchdog = Watchdog(Peers(HashStore(), 0, world_size), PhaseTracker(), 1, 1)
-    for rank in range(world_size):
-        Peers(watchdog.peers._store, rank, world_size).beat(Status(1, 9.0, 1.0, "step 3"))
-    monkeypatch.setattr(watchdog, "_exit", lambda _: None)
-    monkeypatch.setattr(time, "sleep", sleeps.append)
-    watchdog._report_hang()
-    monkeypatch.undo()
-    assert len(sleeps) == (watchdog_module.ANSWER_INTERVALS if world_size > 1 else 0)
+    """The other ranks see that one rank reports."""
+    endings: list[Ending] = []
+    store = HashStore()
+    reporting, other = alone(0, world_size, store), alone(0, world_size, store)
+    for watchdog in (reporting, other):
+        monkeypatch.setattr(watchdog, "_exit", endings.append)
+    reporting._report_hang()
+    other.rank = 1
+    other._report_hang()
+    assert [ending.rank for ending in endings] == [0]
     text = capsys.readouterr().err
     assert text.count("does not answer") == world_size - 1
+    assert text.count("last seen in startup, before its first heartbeat") == world_size - 1
 
 
 def test_the_reporting_rank_waits_for_the_recorders_of_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def dump(folder: Path) -> Path:
-        is_other = threading.current_thread() is other
+        is_other = threading.current_thread() is watchdogs[1]._thread
         if is_other:
             time.sleep(0.2)  # several heartbeats after its answer
         return folder / f"nccl-rank-{int(is_other)}"
@@ -383,19 +408,14 @@ def test_the_reporting_rank_waits_for_the_recorders_of_the_others(
     monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
     monkeypatch.setattr(flight_recorder, "dump", dump)
     store = HashStore()
-    watchdogs = [
-        Watchdog(Peers(store, rank, 2), PhaseTracker(), 1, 1, interval_seconds=0.05)
-        for rank in (0, 1)
-    ]
+    watchdogs = [alone(rank, 2, store) for rank in (0, 1)]
+    endings: list[Ending] = []
     for watchdog in watchdogs:
         watchdog.traces_folder = tmp_path / "hang"
-        watchdog.peers.beat(Status(1, 9.0, 1.0, "step 3"))
-    endings: list[Ending] = []
-    monkeypatch.setattr(watchdogs[0], "_exit", endings.append)
-    other = threading.Thread(target=watchdogs[1]._answer_question)
-    other.start()
+        monkeypatch.setattr(watchdog, "_exit", endings.append)
+    watchdogs[1].watch()
     watchdogs[0]._report_hang()
-    other.join()
+    watchdogs[1].stop()
     assert [ending.rank for ending in endings] == [0]
     text = capsys.readouterr().err
     assert f"the latest collectives of ranks 0-1 are in {tmp_path / 'hang'}; " in text

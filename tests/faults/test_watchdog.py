@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmp.distributed import flight_recorder
+from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.progress import PhaseTracker
+from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import HashStore
 from distmp.faults import stacks, watchdog
-from distmp.faults.peers import Ending, Peers, RankPlace, Status
-from distmp.faults.watchdog import Observer, Watchdog
+from distmp.faults.watchdog import Ending, Watchdog
 from distmp.utils import frames
 from tests.progress import of_children
 from tests.ranks import ranks
@@ -28,61 +30,132 @@ from tests.ranks import ranks
 LIMIT = 10.0
 
 
-def statuses(*idle: float, count: int = 1) -> dict[int, Status]:
-    return {rank: Status(count, seconds, LIMIT, "step 3") for rank, seconds in enumerate(idle)}
+class Clock:
+    """The time of all ranks, in seconds."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_all_ranks_have_to_be_over_their_limit() -> None:
-    assert Observer().is_hang(statuses(11, 12, 13), now=100)
-    assert not Observer().is_hang(statuses(11, 12, 9), now=100)
-    assert not Observer().is_hang({}, now=100)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
 
 
-def test_the_idle_time_of_a_stopped_rank_continues() -> None:
-    """Its last heartbeat says 0 s: a report would say that nothing has moved for that long."""
-    observer = Observer()
-    observer.until(100, statuses(0, 11))
-    idle = {rank: status.idle for rank, status in observer.until(112, statuses(0, 11)).items()}
-    assert idle == {0: 12, 1: 23}
+def watch(
+    rank: int = 0,
+    world_size: int = 1,
+    store: HashStore | None = None,
+    *,
+    seconds: float = 100.0,
+    first_seconds: float = 0.0,
+    interval: float = 0.02,
+    per_machine: int | None = None,
+) -> Watchdog:
+    """Return the watchdog of a rank whose first step has ended."""
+    per_machine = per_machine or world_size
+    watchdog = Watchdog(
+        store or HashStore(),
+        RankEnvironment(rank, rank % per_machine, world_size, per_machine),
+        seconds,
+        first_seconds,
+        phase=PhaseTracker(),
+        interval_seconds=interval,
+    )
+    watchdog._phase.begin_step(3, first=bool(first_seconds))
+    return watchdog
 
 
-def test_silence_counts_from_the_last_heartbeat() -> None:
-    observer = Observer()
-    assert not observer.is_hang(statuses(1, 1), now=100)
-    # Rank 0 publishes that it waits; rank 1 publishes nothing any more.
-    assert not observer.is_hang({0: Status(2, 8, LIMIT, ""), 1: statuses(1, 1)[1]}, now=107)
-    assert not observer.is_hang({0: Status(3, 10.5, LIMIT, ""), 1: statuses(1, 1)[1]}, now=108.9)
-    assert observer.is_hang({0: Status(4, 11, LIMIT, ""), 1: statuses(1, 1)[1]}, now=109.1)
+def watch_all(world_size: int, **options: float) -> list[Watchdog]:
+    store = HashStore()
+    return [watch(n, world_size, store, **options) for n in range(world_size)]  # type: ignore[arg-type]
 
 
-def test_a_phase_that_may_take_longer_has_another_limit() -> None:
-    slow = {**statuses(11, 11), 2: Status(1, 11, 60, "compiling")}
-    assert not Observer().is_hang(slow, now=0)
+def is_hang(watchdogs: list[Watchdog]) -> bool:
+    """Let all ranks count; return whether one of them notices that all are idle."""
+    noticed = [one._all_are_idle() for one in watchdogs]
+    return any(noticed)
 
 
-def test_a_rank_that_never_sent_a_heartbeat_does_not_get_the_time_of_the_first_step() -> None:
-    """Nor does one that is silent, which no longer is in the phase that may take longer."""
-    peers = Peers(HashStore(), 0, 2)
-    peers.beat(Status(1, 11, 60, "compiling"))
-    observer = Observer(LIMIT)
-    assert not observer.is_hang(peers.statuses(), now=100)
-    assert not observer.is_hang(peers.statuses(), now=110)
-    assert observer.is_hang(peers.statuses(), now=110.1)
-    peers.beat(Status(2, 0.0, 60, "compiling"))
-    assert not observer.is_hang(peers.statuses(), now=111)
+def idle_after(watchdogs: list[Watchdog], clock: Clock) -> float:
+    """Return the seconds until a rank notices that all are idle; all count once per second."""
+    began = clock.now
+    while not is_hang(watchdogs):
+        clock.now += 1
+    return clock.now - began
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 9)), max_size=40))
+def test_ranks_hang_when_no_one_has_made_progress_for_the_limit(clock: Clock) -> None:
+    watchdogs = watch_all(3, seconds=LIMIT, interval=1.0)
+    assert LIMIT < idle_after(watchdogs, clock) <= LIMIT + 4
+    watchdogs[1]._phase.touch()
+    is_hang(watchdogs)
+    clock.now += 1
+    assert LIMIT < idle_after(watchdogs, clock) <= LIMIT + 4
+
+
+def test_a_rank_in_its_first_step_has_more_time_unless_it_is_silent(clock: Clock) -> None:
+    watchdogs = watch_all(2, seconds=LIMIT, interval=1.0, first_seconds=6 * LIMIT)
+    assert 6 * LIMIT < idle_after(watchdogs, clock) <= 6 * LIMIT + 4
+    watchdogs = watch_all(2, seconds=LIMIT, interval=1.0, first_seconds=6 * LIMIT)
+    watchdogs[0]._phase.begin_step(2, first=False)
+    for one in watchdogs:
+        one._all_are_idle()
+    assert LIMIT < idle_after(watchdogs[:1], clock) <= LIMIT + 4
+
+
+def test_without_a_limit_no_rank_hangs(clock: Clock) -> None:
+    (alone,) = watch_all(1, seconds=float("inf"), first_seconds=float("inf"))
+    assert not alone._all_are_idle()
+    clock.now += 1e9
+    assert not alone._all_are_idle()
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 0.95 * LIMIT)), max_size=30))
 def test_while_some_rank_makes_progress_there_is_no_hang(events: list[tuple[int, float]]) -> None:
-    """Some rank makes progress at least every 9 seconds; the others may be arbitrarily late."""
-    observer, now, last = Observer(), 0.0, dict.fromkeys(range(4), 0.0)
-    for count, (rank, seconds) in enumerate(events):
-        now += seconds
-        last[rank] = now
-        seen = {r: Status(count, now - since, LIMIT, "") for r, since in last.items()}
-        assert not observer.is_hang(seen, now)
-    seen = {r: Status(-1, now + 10.1 - since, LIMIT, "") for r, since in last.items()}
-    assert observer.is_hang(seen, now + 10.1)
+    """Some rank makes progress within the limit; the others may be arbitrarily late."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", clock)
+        watchdogs = watch_all(4, seconds=LIMIT, interval=1.0)
+        for rank, seconds in events:
+            until = clock.now + seconds
+            while clock.now < until:
+                assert not is_hang(watchdogs)
+                clock.now = min(clock.now + 1, until)
+            watchdogs[rank]._phase.touch()
+        assert idle_after(watchdogs, clock) > LIMIT
+
+
+def test_traffic_does_not_grow_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for world_size in (8, 64):
+        store = HashStore()
+        watchdogs = [watch(rank, world_size, store, per_machine=4) for rank in range(world_size)]
+        for one in watchdogs:
+            monkeypatch.setattr(one, "_thread", threading.Thread(target=lambda: None))
+            one.watch()
+        for one in watchdogs:
+            one._turn()
+        calls = []
+        for one in watchdogs:
+            with mock.patch.object(one, "_store", wraps=store) as seen:
+                one._turn()
+            calls.append([(call[0], len(str(call[1]))) for call in seen.method_calls])
+            one._stack.close()
+        assert len({len(found) for found in calls}) == 1
+        counts.append((len(calls[0]), max(size for found in calls for _, size in found) < 200))
+    assert counts[0] == counts[1]
+    assert counts[0][1]
+
+
+def main_frame() -> FrameType | None:
+    return frames.working_frame(threading.main_thread().ident or 0)
 
 
 class Waiting:
@@ -98,9 +171,9 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
 
     thread = threading.Thread(target=finish, daemon=True)
     thread.start()
-    until(lambda: "in wait\n" in stacks.show(sys._current_frames()[thread.ident or 0]))
+    until(lambda: "in wait\n" in frames.stack_text(sys._current_frames()[thread.ident or 0]))
     frame = sys._current_frames()[thread.ident or 0]
-    assert "in finish\n" in stacks.show(frame)
+    assert "in finish\n" in frames.stack_text(frame)
     assert frames.collective(frame) == ""  # it appears to wait for another thread
     while frame.f_code is not finish.__code__:
         assert frame.f_back is not None
@@ -115,10 +188,10 @@ def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path:
     rank = dist.get_rank()
 
     def look() -> None:
-        while not (noticed.exists() if rank == 1 else frames.collective(stacks.main_thread())):
+        while not (noticed.exists() if rank == 1 else frames.collective(main_frame())):
             time.sleep(0.05)
         (started,) = flight_recorder.started().values()
-        seen.append((frames.collective(stacks.main_thread()), started))
+        seen.append((frames.collective(main_frame()), started))
         noticed.touch()
 
     dist.all_reduce(torch.ones(1))
@@ -145,9 +218,9 @@ def test_the_collective_of_a_thread_that_is_joined(tmp_path: Path) -> None:
     places: list[str] = []
 
     def look() -> None:
-        while not (place := frames.collective(stacks.main_thread())):
+        while not (place := frames.collective(main_frame())):
             time.sleep(0.05)
-        places.extend([place, stacks.show(stacks.main_thread())])
+        places.extend([place, frames.stack_text(main_frame())])
         noticed.touch()
 
     def write() -> None:
@@ -176,10 +249,6 @@ def test_another_process_shows_its_stack() -> None:
     assert stacks.of_process(2**22 + 1, 3) == ""
 
 
-def watch(peers: Peers, current_phase: PhaseTracker, seconds: float = 100.0) -> Watchdog:
-    return Watchdog(peers, current_phase, seconds, seconds, interval_seconds=0.02)
-
-
 def until(condition: object) -> None:
     progress = of_children()
     while not condition():  # type: ignore[operator]
@@ -188,73 +257,86 @@ def until(condition: object) -> None:
 
 
 def test_a_rank_publishes_heartbeats_until_it_leaves() -> None:
-    store, current_phase = HashStore(), PhaseTracker()
-    peers = Peers(store, 0, 1)
-    monitor = watch(peers, current_phase)
-    monitor.start()
-    current_phase.begin_step(5, first=False)
-    current_phase.enter("forward of microbatch", 2)
-    until(lambda: peers.statuses()[0].doing == "step 5, forward of microbatch 2")
-    first = peers.statuses()[0].count
-    until(lambda: peers.statuses()[0].count > first)
-    places = peers.places()
-    assert places is not None
-    assert places[0].pid == os.getpid()
+    monitor = watch()
+    monitor.watch()
+    monitor._phase.begin_step(5, first=False)
+    monitor._phase.enter("forward of microbatch", 2)
+    until(lambda: monitor._read("beat/0")[1] == "step 5, forward of microbatch 2")
+    first = monitor._read("beat/0")[0]
+    until(lambda: monitor._read("beat/0")[0] > first)
+    process = monitor.process_of(0)
+    assert process is not None
+    assert process.identity.pid == os.getpid()
+    assert not monitor.has_left(0)
     monitor.stop()
-    assert peers.statuses() == {}
-    assert peers.has_left(0)
+    assert monitor.has_left(0)
 
 
 def test_transferred_bytes_are_progress_in_phases_that_transfer(tmp_path: Path) -> None:
-    current_phase = PhaseTracker()
-    monitor = watch(Peers(HashStore(), 0, 1), current_phase)
+    monitor = watch()
+    phase = monitor._phase
     for transfers in (False, True):
-        current_phase.enter("saving a checkpoint", transfers=transfers)
+        phase.enter("saving a checkpoint", transfers=transfers)
         monitor._detect_transfer()
-        before = current_phase.now.since
+        before = phase.now.since
         monitor._detect_transfer()
-        assert current_phase.now.since == before
+        assert phase.now.since == before
         (tmp_path / "file").write_bytes(bytes(2 * watchdog.TRANSFER_BYTES))
         monitor._detect_transfer()
-        assert (current_phase.now.since > before) is transfers
+        assert (phase.now.since > before) is transfers
 
 
 def test_a_process_that_was_stopped_does_not_hang() -> None:
-    current_phase = PhaseTracker()
-    monitor = watch(Peers(HashStore(), 0, 1), current_phase)
-    current_phase.now = current_phase.now._replace(since=current_phase.now.since - 1000)
+    monitor = watch()
+    phase = monitor._phase
+    phase.now = phase.now._replace(since=phase.now.since - 1000)
     monitor._detect_pause()
-    assert time.monotonic() - current_phase.now.since > 999
+    assert time.monotonic() - phase.now.since > 999
     monitor._last_turn -= 1000
     monitor._detect_pause()
-    assert time.monotonic() - current_phase.now.since < 900
+    assert time.monotonic() - phase.now.since < 900
 
 
 def test_the_first_cause_counts() -> None:
-    store = HashStore()
-    first, second = Peers(store, 0, 2), Peers(store, 1, 2)
+    first, second = watch_all(2)
     assert first.ending() is None
-    assert second.end(Ending(1, 3, "first cause", 1))
-    assert not first.end(Ending(0, 3, "second cause", 1))
+    assert second.end_run(Ending(1, 3, "first cause", 1))
+    assert not first.end_run(Ending(0, 3, "second cause", 1))
     ending = first.ending()
     assert ending is not None
     assert (ending.rank, ending.cause) == (1, "first cause")
 
 
+@pytest.mark.parametrize("has_left", [True, False])
 def test_a_process_that_is_gone_is_named_unless_it_had_left(
-    capsys: pytest.CaptureFixture[str],
+    has_left: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor, other = watch_all(2)
+    identity = other.process.identity._replace(pid=2**22 + 1)
+    other._put("process/1", other.process._replace(identity=identity))
+    if has_left:
+        other._put("left/1", True)
+    assert monitor.end_for_lost_ranks() is not has_left
+    assert ("rank 1 ended without a message" in capsys.readouterr().err) is not has_left
+    ending = monitor.ending()
+    assert has_left or (ending is not None and ending.rank == 1)
+
+
+def test_a_silent_machine_that_does_not_respond_ends_the_run(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = HashStore()
-    own, others = Peers(store, 0, 2), Peers(store, 1, 2)
-    for peers, pid in ((own, os.getpid()), (others, 2**22 + 1)):
-        peers.beat(Status(1, 0.0, LIMIT, ""))
-        peers.introduce(RankPlace(socket.gethostname(), pid, 0))
-    others.leave()
-    monitor = watch(own, PhaseTracker())
-    assert not monitor.end_for_lost_ranks()
-    others.beat(Status(2, 0.0, LIMIT, ""))
-    assert monitor.end_for_lost_ranks()
-    assert "rank 1 ended without a message" in capsys.readouterr().err
-    ending = own.ending()
+    here, there = watch(1, 4, store, per_machine=2), watch(3, 4, store, per_machine=2)
+    there._put("process/3", there.process._replace(host="node7", address="10.0.0.7"))
+    responses = [True, False]
+    monkeypatch.setattr(watchdog, "responds", lambda address: responses.pop(0))
+    for silence in (0, LINK_SECONDS - 1, 2, 1):
+        clock.now += silence
+        if not silence:
+            there._beat()
+        here._check_next_machine()
+    assert responses == []
+    assert "machine node7 (10.0.0.7) with rank 3 has been silent" in capsys.readouterr().err
+    ending = here.ending()
     assert ending is not None
-    assert ending.rank == 1
+    assert ending.rank == 3

@@ -19,9 +19,10 @@ import torch
 
 from distmp.checkpoint import store
 from distmp.distributed.progress import current_phase
+from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_attempt
 from distmp.errors import TrainingError
-from distmp.faults.peers import Ending, Peers
+from distmp.faults.watchdog import Ending, Watchdog
 from distmp.telemetry import RecordError, RecordWriter, read_records
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run_directory import RunDirectory, create_run
@@ -265,7 +266,8 @@ def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
     memory = HashStore()
     attempt(memory, 0).begin(RunDirectory(tmp_path), None)
     assert "ranks were killed" in str(attempt(memory, 1).describe_attempt(0))
-    Peers(PrefixStore("peers", for_attempt(memory, 0)), 1, 2).end(Ending(1, 4, "a cause", 1))
+    store = PrefixStore("peers", for_attempt(memory, 0))
+    Watchdog(store, RankEnvironment(1, 1, 2, 2), 9, 9).end_run(Ending(1, 4, "a cause", 1))
     assert (
         attempt(memory, 1).describe_attempt(3) == "restart 1 of 9: a cause; continuing from step 3"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from pathlib import Path
@@ -38,14 +37,6 @@ def test_line_below_an_installed_package() -> None:
     parameter.square().backward()
     assert lines[0].startswith(f"{__file__}:")
     assert "lines.append(" in lines[0]
-
-
-def test_line_of_an_error() -> None:
-    try:
-        json.loads("{")
-    except ValueError as error:
-        line = frames.user_line_of_error(error)
-    assert line.endswith('in test_line_of_an_error (`json.loads("{")`)')
 
 
 def test_innermost_line_where_no_code_is_the_users(tmp_path: Path) -> None:
