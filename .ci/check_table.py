@@ -42,7 +42,7 @@ def main() -> int:
 def with_table(page: str) -> str:
     """Return a page with the table between its marks written again."""
     found = fields()
-    rows = ["| setting, default | what is noticed | when | cost | disabled by |", "|" + 5 * "---|"]
+    rows = ["| setting, default | effect | when | cost | disabled by |", "|" + 5 * "---|"]
     for (owner, name), (when, cost, off) in CHECKS.items():
         default, text = found[owner, name]
         setting = f"Engine({name}=...)" if owner == ENGINE else SECTIONS.get(owner, "") + name

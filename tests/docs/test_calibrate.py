@@ -1,4 +1,4 @@
-"""The page on the costs of precision agrees with the commands that it describes."""
+"""The page on comparing policies agrees with the command that it describes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.comparison import DEVIATIONS
 from distmp.commands.calibrate.settings import FORMATS, MAX_ERROR
 
-PAGE = (ROOT / "docs" / "benchmarks-precision.md").read_text()
+PAGE = (ROOT / "docs" / "calibrate.md").read_text()
 TEXT = " ".join(PAGE.split())
 
 
@@ -22,7 +22,7 @@ def test_the_commands_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     found = re.findall(r"^\.venv/bin/distmp calibrate (.*)$", PAGE, re.MULTILINE)
-    assert len(found) == 2
+    assert len(found) == 3
     for options in found:
         load(shlex.split(options))
 
