@@ -87,7 +87,8 @@ def peers(result: dict[str, Any]) -> str:
     return (
         "\n\n".join(tables) + f"\n\nIn all races a transformer of size {race['size']}, "
         f"{race['tokens']:,} tokens a step, {result['ranks']} ranks with "
-        f"{result['microbatches']} microbatches a step; median (min to max) of "
-        f"{result['turns']} alternating rounds of one step, ratios per round; losses of "
+        f"{result['microbatches']} microbatches a step; tokens/s is the median (min to max) "
+        f"of {result['turns']} alternating rounds of one step, and relative time is the ratio of "
+        "the shortest steps, because other processes only lengthen a step; losses of "
         f"{result['steps']} steps. {versions}; {machine_line(result)}"
     )

@@ -53,12 +53,12 @@ def _races(result: dict[str, Any]) -> list[Row]:
         race = result["races"][name]
         fastest, leanest = races.best_peers(race)
         ours = race["loops"]["distmp `bf16`"]
-        seconds = ratios(ours["seconds"], race["loops"][fastest]["seconds"])
+        time = races.relative_time(ours, race["loops"][fastest])
         share = ours["memory"] / race["loops"][leanest]["memory"]
         rows.append(
             (
                 f"training step, `{name.split()[0]}`, bf16: time; memory",
-                f"{seconds.median:.2f}; {share:.2f}",
+                f"{time:.2f}; {share:.2f}",
                 f"1; 1, {_named(fastest, leanest)}",
                 "peers",
             )

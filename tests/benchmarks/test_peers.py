@@ -155,13 +155,13 @@ def race(**changes: Any) -> dict[str, Any]:
 def test_a_race_has_a_table() -> None:
     """accelerate is faster and smaller, but is not compared, because its dtype differs."""
     table, missing = races.rendered("ddp fp16", race()).split("\n\n")
-    head = "| ddp fp16 | time relative to the fastest |"
+    head = "| ddp fp16 | tokens/s | time relative to the fastest |"
     assert table.splitlines()[0].startswith(head)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     assert rows == [
-        ["torch DDP", "1 (1 to 1)", "200", "1.00", "1e-04"],
-        ["accelerate: computes in float32", "", "100", "", "0e+00"],
-        ["distmp `fp16`", "0.9 (0.5 to 1.1)", "220", "1.10", "4e-05"],
+        ["torch DDP", "300 (200 to 300)", "1.00", "200", "1.00", "1e-04"],
+        ["accelerate: computes in float32", "600 (600 to 600)", "", "100", "", "0e+00"],
+        ["distmp `fp16`", "333 (182 to 600)", "0.50", "220", "1.10", "4e-05"],
     ]
     assert missing == "- Lightning Fabric is excluded: it is not installed."
 
