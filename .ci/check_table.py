@@ -17,21 +17,14 @@ ENGINE = "EngineConfig"
 # Class and field of a setting; when it checks, its cost, and the value that disables it.
 CHECKS = {
     (ENGINE, "first_step_checks"): ("in the first step", "once", "False"),
-    ("PrecisionConfig", "max_consecutive_skips"): ("in each step", "none", "a large number"),
-    ("PrecisionConfig", "attribution"): ("after an overflow", "a repeated step", "false"),
+    (ENGINE, "max_consecutive_skips"): ("in each step", "none", "a large number"),
+    (ENGINE, "attribution"): ("after an overflow", "a repeated step", "False"),
     ("DivergenceConfig", "on_spike"): ("in each step", "none", "ignore"),
-    ("DivergenceConfig", "on_nonfinite_loss"): ("in each step", "none", "ignore"),
     ("RankConsistencyConfig", "every"): ("every n steps", "an all-reduce of digests", "0"),
     ("RunConfig", "preflight"): ("at the start", "a few seconds", "never"),
     ("RunConfig", "watchdog_seconds"): ("always", "a heartbeat each second", "0"),
-    ("LogConfig", "ranks_every"): ("every n steps", "two numbers of each rank", "0"),
 }
-SECTIONS = {
-    "PrecisionConfig": "precision.",
-    "DivergenceConfig": "divergence.",
-    "RankConsistencyConfig": "rank_consistency.",
-    "LogConfig": "log.",
-}
+SECTIONS = {"DivergenceConfig": "divergence.", "RankConsistencyConfig": "rank_consistency."}
 
 
 def main() -> int:

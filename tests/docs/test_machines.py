@@ -31,7 +31,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert f"within {ARRIVAL_SECONDS:g} seconds" in ALL_WELL
     assert f"{TOTAL_BYTES >> 20} MiB on each machine" in ALL_WELL
     assert f"better link is {rank_speed.SLOW_LINK:g} x slower" in ALL_WELL
-    assert f"`log.ranks_every` steps ({LogConfig().ranks_every})" in RUNNING
+    assert f"Every {LogConfig.ranks_every} steps" in RUNNING
     assert f"takes {stragglers.SLOW} x the median of the others twice in a row" in " ".join(
         RUNNING.split()
     )
