@@ -32,7 +32,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "step-tail": steps.step_tail,
     "host-cost": steps.host_cost,
     "peers": steps.peers,
-    "peers-accelerate": steps.relative_to_accelerate,
     "accumulation-error": accumulation.accumulation_error,
     "accumulation-passes": accumulation.accumulation_passes,
     "accumulation-step": accumulation.accumulation_step,
@@ -55,9 +54,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "start-up": start_up.start_up,
     "command-start": runs.command_start,
 }
-# Further tables of a result.
-RESULT_OF = {"peers-accelerate": "peers"}
-
 # The name of a mark or of a saved result: table, size of the model if not the default, and device.
 NAME = re.compile(r"(?P<table>[\w-]+?)(?P<size>-[\d.]+[mb])?-(?P<device>cpu|cuda)")
 
@@ -72,7 +68,7 @@ def figure(name: str) -> str:
     try:
         if kind == "summary":
             return summary(lambda result: _read(f"{result}-{device}"))
-        return TABLES[kind](_read(f"{RESULT_OF.get(kind, kind)}{size}-{device}"))
+        return TABLES[kind](_read(f"{kind}{size}-{device}"))
     except FileNotFoundError:
         return "Not measured yet."
 

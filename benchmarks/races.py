@@ -41,7 +41,7 @@ def check_same_work(name: str, race: Result, loop: Result) -> None:
 
 
 def rendered(name: str, race: Result) -> str:
-    """Return the table and the summary of a race as Markdown."""
+    """Return the table of a race, and the loops that it lacks, as Markdown."""
     missing = [f"- {loop} is excluded: {reason}." for loop, reason in race["absent"].items()]
     peers = _peers(race)
     if not peers:
@@ -54,7 +54,9 @@ def rendered(name: str, race: Result) -> str:
         memory_ratio = result["memory"] / peers[smallest]["memory"]
         rows.append(
             {
-                name: loop if counts else f"{loop}: computes in {result['computes']}",
+                f"{name}, {race['size']}": loop
+                if counts
+                else f"{loop}: computes in {result['computes']}",
                 "tokens/s": Spread.of([race["tokens"] / one for one in result["seconds"]]),
                 "time relative to the fastest": time_ratio if counts else "",
                 "peak memory, MB": f"{result['memory'] / 1e6:.0f}",
@@ -62,14 +64,7 @@ def rendered(name: str, race: Result) -> str:
                 "loss difference from FP32": f"{loss_difference(race, result):.0e}",
             }
         )
-    lines = [
-        f"- {loop}: {_speed(result, peers[fastest], fastest)}; "
-        f"{_memory(result, peers[smallest], smallest)}."
-        for loop, result in race["loops"].items()
-        if is_ours(loop)
-    ]
-    work = f"Transformer of size {race['size']}, {race['tokens']:,} tokens a step."
-    return "\n\n".join([table(rows), work, "\n".join([*lines, *missing])])
+    return "\n\n".join([table(rows), *(["\n".join(missing)] if missing else [])])
 
 
 def best_peers(race: Result) -> tuple[str, str]:
@@ -92,23 +87,6 @@ def _peers(race: Result) -> dict[str, Result]:
     }
 
 
-def relative_to(peer: str, races: dict[str, Result]) -> str:
-    """Return time and memory of distmp's loops relative to a peer, as a Markdown table."""
-    rows: list[dict[str, object]] = []
-    for name, race in races.items():
-        theirs = race["loops"].get(peer)
-        for loop, ours in race["loops"].items():
-            if theirs is None or not is_ours(loop):
-                continue
-            row: dict[str, object] = {"race": name, "loop": loop}
-            row[f"time relative to {peer}"] = f"{relative_time(ours, theirs):.2f}"
-            row[f"memory relative to {peer}"] = f"{ours['memory'] / theirs['memory']:.2f}"
-            if not same_dtype(race, theirs):
-                row |= dict.fromkeys(list(row)[2:], f"{peer} computes in {theirs['computes']}")
-            rows.append(row)
-    return table(rows)
-
-
 def is_ours(loop: str) -> bool:
     """Return whether a loop is distmp's."""
     return loop.startswith("distmp")
@@ -117,18 +95,3 @@ def is_ours(loop: str) -> bool:
 def same_dtype(race: Result, loop: Result) -> bool:
     """Return whether a loop computed in the requested dtype."""
     return bool(loop["computes"] == race["computes"])
-
-
-def _speed(ours: Result, theirs: Result, name: str) -> str:
-    percent = round(100 * (relative_time(ours, theirs) - 1))
-    if percent == 0:
-        return f"as fast as the fastest peer, {name}"
-    return f"{abs(percent)} % {'slower' if percent > 0 else 'faster'} than the fastest peer, {name}"
-
-
-def _memory(ours: Result, theirs: Result, name: str) -> str:
-    percent = round(100 * (ours["memory"] / theirs["memory"] - 1))
-    if percent == 0:
-        return f"as much memory as the smallest peer, {name}"
-    more = "more" if percent > 0 else "less"
-    return f"{abs(percent)} % {more} memory than the smallest peer, {name}"

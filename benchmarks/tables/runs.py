@@ -60,9 +60,7 @@ def growth(result: dict[str, Any]) -> str:
                 row[f"{title}: predicted, MB"] = f"{predicted / 1e6:.1f}"
                 # A single rank sends nothing; its writes are other output.
                 real = measured if predicted else 0
-                row[f"{title}: real, MB"] = f"{real / 1e6:.1f}" if real else ""
                 row[f"{title}: predicted / real"] = f"{predicted / real:.3f}" if real else ""
-            row["seconds of a step"] = f"{found['seconds']:.2f}" if "seconds" in found else ""
             rows.append(row)
     return (
         f"{table(rows)}\n\n22 M parameters, bf16, {result['samples_per_rank']} samples on every "

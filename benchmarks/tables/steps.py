@@ -80,7 +80,7 @@ def host_cost(result: dict[str, Any]) -> str:
 
 
 def peers(result: dict[str, Any]) -> str:
-    """Return the tables of `benchmarks.peers`, their summaries, and a line on the machine."""
+    """Return the tables of `benchmarks.peers`, and a line on method and machine."""
     tables = [races.rendered(name, race) for name, race in result["races"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
@@ -90,9 +90,3 @@ def peers(result: dict[str, Any]) -> str:
         "the shortest steps, because other processes only lengthen a step; losses of "
         f"{result['steps']} steps. {versions}; {machine_line(result)}"
     )
-
-
-def relative_to_accelerate(result: dict[str, Any]) -> str:
-    """Return the table of distmp's loops relative to accelerate's, from `benchmarks.peers`."""
-    table = races.relative_to("accelerate", result["races"])
-    return f"{table}\n\naccelerate {result['versions']['accelerate']}, {machine_line(result)}"

@@ -1,4 +1,4 @@
-"""The architecture page: its layers are those of the linter, and its journeys those of the code."""
+"""The architecture page: its layers are those of the linter, and its paths those of the code."""
 
 from __future__ import annotations
 
@@ -21,18 +21,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(distmp.__file__).parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
-_STEP = re.compile(r"^\d+\. `([\w/]+\.py)::([\w.]+)`", re.M)
-
-
-def journey(title: str) -> list[str]:
-    """Return the functions of a journey in order, as "file::qualified name"."""
-    [section] = re.findall(rf"^### {re.escape(title)}.*?(?=^##|\Z)", PAGE, re.M | re.S)
-    return [f"{file}::{name}" for file, name in _STEP.findall(section)]
-
-
-GRADIENT = journey("A gradient")
-SETTING = journey("A configuration key")
-CHECKPOINT = journey("A checkpoint")
+# The columns of the table of paths, as "file::qualified name".
+_ROWS = [row.split("|")[2:5] for row in re.findall(r"^\| \d+ \|.*$", PAGE, re.M)]
+GRADIENT, SETTING, CHECKPOINT = (
+    [cell.strip(" `") for cell in column if cell.strip()] for column in zip(*_ROWS, strict=True)
+)
 
 
 def functions(file: str) -> dict[int, str]:
@@ -86,12 +79,12 @@ def test_each_function_exists(step: str) -> None:
     assert name in functions(file).values()
 
 
-def test_the_journeys_are_read() -> None:
+def test_the_paths_are_read() -> None:
     assert [len(GRADIENT), len(SETTING), len(CHECKPOINT)] == [13, 8, 12]
 
 
 @ranks(2)
-def test_a_gradient_takes_its_journey() -> None:
+def test_a_gradient_takes_its_path() -> None:
     from tests.reference import fused_adamw, loss, make_model, microbatches
 
     engine = distmp.Engine(
@@ -104,7 +97,7 @@ def test_a_gradient_takes_its_journey() -> None:
     assert order == GRADIENT
 
 
-def test_a_setting_and_a_checkpoint_take_their_journeys(
+def test_a_setting_and_a_checkpoint_take_their_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distmp.training.train import main
@@ -136,12 +129,18 @@ def test_the_layers_are_those_of_the_linter() -> None:
     ranks_of = {name: index for index, layer in enumerate(order) for name in layer}
     heights = [ranks_of[name] for line in shown for name in line]
     assert heights == sorted(heights)
+    for letter, path in (("G", GRADIENT), ("K", SETTING), ("C", CHECKPOINT)):
+        mark = re.compile(f"  [GKC ]*{letter}[GKC ]*$")
+        marked = {i for i, line in enumerate(diagram.splitlines()) if mark.search(line)}
+        packages = {re.split(r"\W", step)[0] for step in path}
+        assert marked == {i for i, names in enumerate(shown) if packages & {*names}}, letter
 
 
 def test_places_exist() -> None:
-    table = PAGE.partition("## Where does a change belong?")[2].partition("## Three")[0]
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page.partition("## Where code goes")[2].partition("## Tests")[0]
     for place in re.findall(r"`([\w/]+(?:\.py|/))`", table):
-        assert (PACKAGE / place).exists(), place
+        assert (PACKAGE / place).exists() or (ROOT / place).exists(), place
 
 
 def _toml() -> dict[str, Any]:

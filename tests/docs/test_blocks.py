@@ -39,11 +39,8 @@ WITHOUT_ENGINE = {
     "global-mean.md-1",
     "lightning.md-1",
     "lightning.md-2",
-    "migrating.md-1",
-    "migrating.md-6",
-    "migrating.md-7",
+    "migrating.md-3",
     "numerics.md-1",
-    "numerics.md-3",
     "precision.md-1",
     "scaler.md-1",
 }

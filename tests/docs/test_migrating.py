@@ -11,5 +11,5 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 def test_the_page_has_a_block_for_each_way() -> None:
-    assert len(BLOCKS) == 8
-    assert PAGE.count("\nBefore:\n") == 6
+    assert len(BLOCKS) == 4
+    assert PAGE.count("\nBefore:\n") == 3

@@ -22,8 +22,8 @@ from distmp.utils.dtypes import dtype_name
 from distmp.utils.settings import from_mapping
 
 PAGE = (ROOT / "docs" / "precision.md").read_text()
-NARROW = (ROOT / "docs" / "narrow-products.md").read_text()
-BENCHMARKS = (ROOT / "docs" / "benchmarks-precision.md").read_text()
+NARROW = (ROOT / "docs" / "low-precision.md").read_text()
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def rows(heading: str, page: str = PAGE) -> list[list[str]]:
