@@ -18,7 +18,7 @@ from distmp.parallel.settings import (
 )
 from distmp.parallel.strategy import Strategy, refuse_shared_memory
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import NarrowLayers, narrow_layers
+from distmp.quantization import narrow_layers
 
 logger = logging.getLogger("distmp")
 
@@ -88,26 +88,15 @@ def build_strategy(
     blocks = outermost(find_blocks(module, config.sharding.wrap)) if policy.is_narrow else {}
     narrow = narrow_layers(module, policy, [*blocks], world.device)
     prepare_blocks(module, config, quiet=world.rank > 0)
-    strategy = _build(name, module, policy, world, accumulation, config, values, narrow)
-    strategy.narrow_layers = narrow
-    return strategy
-
-
-def _build(
-    name: str,
-    module: nn.Module,
-    policy: PrecisionPolicy,
-    world: World,
-    accumulation: AccumulationSettings | None,
-    config: ParallelConfig,
-    values: InitialValues,
-    narrow: NarrowLayers | None,
-) -> Strategy:
+    strategy: Strategy
     # Import lazily: importing FSDP takes half a second, and the other strategies do not need it.
-    if name in ("fsdp", "hsdp"):
+    if name in SHARDED_STRATEGIES:
         from distmp.parallel.fsdp import FullySharded
 
-        return FullySharded(module, policy, world, config, name, values, narrow)
-    from distmp.parallel.replicated import Replicated
+        strategy = FullySharded(module, policy, world, config, name, values)
+    else:
+        from distmp.parallel.replicated import Replicated
 
-    return Replicated(module, policy, world, accumulation, values)
+        strategy = Replicated(module, policy, world, accumulation, values)
+    strategy.narrow_layers = narrow
+    return strategy

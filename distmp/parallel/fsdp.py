@@ -57,7 +57,6 @@ FP32.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -90,11 +89,6 @@ from distmp.parallel.materialize import (
     materialize_shards,
     nothing_to_compute,
 )
-from distmp.parallel.quantized_gather import (
-    LargestMagnitudes,
-    ShardedWeight,
-    gather_quantized,
-)
 from distmp.parallel.reduce_scatter import reduce_scatter_sum, reduction_groups
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.sharded import (
@@ -119,7 +113,6 @@ from distmp.parallel.strategy import (
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name
 
@@ -150,7 +143,6 @@ class FullySharded(ShardedStrategy):
         config: Settings of sharding.
         name: "fsdp" or "hsdp".
         values: The initial values of parameters and buffers that are on the meta device.
-        narrow: The linear layers with narrow products, if the policy has any.
 
     Attributes:
         accumulation: Where gradients of microbatches are accumulated, and why.
@@ -164,7 +156,6 @@ class FullySharded(ShardedStrategy):
         config: ParallelConfig | None = None,
         name: str = "fsdp",
         values: InitialValues = nothing_to_compute,
-        narrow: NarrowLayers | None = None,
     ) -> None:
         config = config or ParallelConfig()
         group_of(world, name)
@@ -192,14 +183,6 @@ class FullySharded(ShardedStrategy):
         storage = torch.device("cpu") if config.sharding.offload else world.device
         materialize_shards(module, values, world.device, storage)
         self._root = cast(FSDPModule, module)
-        self._weights = self._gathered_weights(narrow, config.sharding, policy)
-        self._largest = LargestMagnitudes(
-            [weight for unit in self._weights for weight in unit],
-            self._shard_group,
-            policy.compute_dtype,
-            world.device,
-        )
-        self._largest.update()
         self._order = self._watch_collectives(world, policy, kept)
         self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
@@ -264,7 +247,6 @@ class FullySharded(ShardedStrategy):
         if self._unfinished:
             self._discard()
         super().begin_step()
-        self._largest.update()
 
     def begin_microbatch(self, *, last: bool) -> None:
         self._unfinished = True
@@ -332,29 +314,6 @@ class FullySharded(ShardedStrategy):
             microbatches=microbatches,
         )
 
-    def _gathered_weights(
-        self, narrow: NarrowLayers | None, sharding: ShardingConfig, policy: PrecisionPolicy
-    ) -> list[list[ShardedWeight]]:
-        """Return what each unit gathers, with the weights that can be gathered in 8 bits."""
-        states = {}
-        if narrow is not None and sharding.quantized_gather and policy.casts_parameters:
-            uses = Counter(
-                id(parameter)
-                for _, parameter in self.module.named_parameters(remove_duplicate=False)
-            )
-            states = {
-                id(part.weight): narrow.states[name]
-                for name, part in narrow.modules.items()
-                if uses[id(part.weight)] == 1
-            }
-        return [
-            [
-                ShardedWeight(parameter, elements, states.get(id(parameter)))
-                for parameter, elements in fsdp_internals.gathered_shards(part)
-            ]
-            for _, part in self.units()
-        ]
-
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
     ) -> CollectiveOrder | None:
@@ -368,7 +327,7 @@ class FullySharded(ShardedStrategy):
             unit = cast(FSDPModule, part)
             comm_dtype = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
             # Any, because torch does not export the abstract base classes.
-            gather: Any = _AllGather(order, index, self._weights[index])
+            gather: Any = _AllGather(order, index)
             groups = reduction_groups(
                 self._shard_group, world.device, comm_dtype, copies=self._replicas
             )
@@ -398,8 +357,6 @@ class FullySharded(ShardedStrategy):
             self._order.begin((self._forwards, self._last_microbatch))
         elif self._order is not None:
             self._order.begin("evaluation")
-        if not self._unfinished:  # outside of a step
-            self._largest.update()
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._order is not None:
@@ -434,14 +391,11 @@ class FullySharded(ShardedStrategy):
 
 
 class _AllGather:
-    """The all-gather of FSDP: checks the order first, and gathers narrow weights in 8 bits."""
+    """The all-gather of FSDP, which checks the order first."""
 
-    def __init__(
-        self, order: CollectiveOrder | None, unit: int, weights: Sequence[ShardedWeight] = ()
-    ) -> None:
+    def __init__(self, order: CollectiveOrder | None, unit: int) -> None:
         self._order = order
         self._unit = unit
-        self._weights = weights
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -455,9 +409,6 @@ class _AllGather:
     ) -> Any:
         if self._order is not None:
             self._order.note(Collective("gather", self._unit, input_tensor.numel()))
-        if any(weight.is_narrow for weight in self._weights):
-            gather_quantized(output_tensor, input_tensor, self._weights, group)
-            return None
         work = all_gather(output_tensor, input_tensor, group)
         if async_op:
             return work

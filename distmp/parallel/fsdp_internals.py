@@ -29,7 +29,6 @@ PARAMETER_ATTRIBUTES = (
     "_unsharded_param",
     "unsharded_accumulated_grad",
     "sharded_param",
-    "padded_sharded_param_size",
     "_module_info",
 )
 # Methods that move a gradient to `unsharded_accumulated_grad`, in the reduce dtype.
@@ -115,36 +114,14 @@ def refuse_replaced_parameters(model: nn.Module) -> None:
     """
     for group in _groups(model):
         for parameter in group.fsdp_params:
-            if not isinstance(_parameter_of_module(parameter), nn.Parameter):
+            info = parameter._module_info
+            if not isinstance(getattr(info.module, info.param_name), nn.Parameter):
                 raise ConfigError(
                     "model",
-                    parameter._module_info.param_name,
+                    info.param_name,
                     "is replaced by another tensor in forward (torch.func.functional_call), but "
                     "FSDP computes with the parameter; use the strategy 'ddp'",
                 )
-
-
-def gathered_shards(unit: nn.Module) -> list[tuple[nn.Parameter, int]]:
-    """Return the sharded parameters that a unit gathers, and the number of elements of each rank.
-
-    Args:
-        unit: A module that `fully_shard` has made a unit; its parts may be units, too.
-
-    Returns:
-        In the order in which FSDP2 copies them to one buffer; padding is counted.
-    """
-    # Of the module: FSDP2 knows parameters that replace deferred ones from the first forward on.
-    return [
-        (_parameter_of_module(parameter), parameter.padded_sharded_param_size.numel())
-        for group in _groups_of(unit)
-        for parameter in group.fsdp_params
-    ]
-
-
-def _parameter_of_module(parameter: Any) -> nn.Parameter:
-    info = parameter._module_info
-    found: nn.Parameter = getattr(info.module, info.param_name)
-    return found
 
 
 def watch_reductions(

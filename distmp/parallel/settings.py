@@ -50,10 +50,6 @@ class ShardingConfig:
     offload: bool = False
     """Keep parameter shards, gradients and optimizer state in host memory."""
 
-    quantized_gather: bool = True
-    """Gather the weights of linear layers with narrow products (fp8, mxfp8, nvfp4)
-    in 8 bits, which does not change results. false gathers 16 bits."""
-
     def __post_init__(self) -> None:
         check_types(self, "sharding")
         if self.accumulate not in get_args(Accumulation):

@@ -31,7 +31,7 @@ from distmp.errors import ConfigError
 from distmp.precision.stochastic import uniform
 from distmp.quantization.counts import Counts, LayerCounts
 from distmp.quantization.hadamard import hadamard, random_transform
-from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
+from distmp.quantization.operands import BLOCK_SIZES, quantize, quantize_weight
 from distmp.quantization.products import choose_product
 
 # Rows of `NarrowState.counts`.
@@ -70,8 +70,6 @@ class NarrowState:
         formats: The formats of its products; may be changed between steps.
         counts: Statistics of each of `OPERANDS` in this step.
         key: Key of the random numbers of this microbatch, int64, 0-dim.
-        largest: The largest magnitudes of the full weight, if ranks have agreed on them, see
-            `distmp.quantization.operands.largest_in_weight`; None: those of the weight.
         transform: The Hadamard transform of "block16".
         product: Computes narrow products.
     """
@@ -80,7 +78,6 @@ class NarrowState:
         self.formats = formats
         self.counts = LayerCounts(counts)
         self.key = key
-        self.largest: Tensor | None = None
         self.transform = random_transform(counts.device)
         self.product = choose_product(formats.scaling, counts.device).product
 
@@ -119,15 +116,16 @@ class _NarrowLinear(torch.autograd.Function):
         counts: LayerCounts | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # The formats and scales of forward, so that backward has them, too.
+        # The formats of forward, so that backward has them, too.
         ctx.state, ctx.formats, ctx.counts = state, state.formats, counts
-        ctx.largest = state.largest
         ctx.bias_dtype = None if bias is None else bias.dtype
         formats = state.formats
         if formats.forward is None:
             return F.linear(x, weight, bias)
         inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, INPUT))
-        weights = _weight(weight, formats, state.largest, _row(counts, WEIGHT))
+        weights = quantize_weight(
+            weight, formats.operand, formats.scaling, counts=_row(counts, WEIGHT)
+        )
         if bias is None:
             return state.product(inputs, weights, x.dtype)
         return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)
@@ -174,7 +172,7 @@ def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
     if formats.grad is None:
         return dy @ weight
     not_counted = _row(counts, WEIGHT) if formats.forward is None else None
-    weights = _weight(weight, formats, ctx.largest, not_counted)
+    weights = quantize_weight(weight, formats.operand, formats.scaling, counts=not_counted)
     dy = dy.float()
     if formats.scaling == "row":  # see Note [One rounded weight]
         dy = dy * weights.outer.t()
@@ -206,12 +204,6 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
     )
     inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, WGRAD_INPUT))
     return ctx.state.product(gradients, inputs, dtype)
-
-
-def _weight(
-    weight: Tensor, formats: ProductFormats, largest: Tensor | None, counts: Counts | None
-) -> Operand:
-    return quantize_weight(weight, formats.operand, formats.scaling, largest=largest, counts=counts)
 
 
 def _noise(number_format: str, matrix: Tensor, key: Tensor, operand: int) -> Tensor | None:

@@ -78,7 +78,6 @@ def quantize(
     format_name: str,
     scaling: str,
     *,
-    largest: Tensor | None = None,
     uniform: Tensor | None = None,
     counts: Counts | None = None,
 ) -> Operand:
@@ -88,25 +87,18 @@ def quantize(
         matrix: [rows, columns], floating point.
         format_name: "e4m3", "e5m2" or "e2m1".
         scaling: "tensor", "row", "block32" or "block16".
-        largest: Largest magnitudes, if they are known; see `largest_magnitudes`.
         uniform: Random numbers for stochastic rounding, FP32 from 0 to below 1, of the shape of
             `matrix`; None rounds to nearest.
         counts: Where statistics of the operand are added; None: nowhere.
     """
     matrix = matrix.float()
     block = (1, BLOCK_SIZES[scaling]) if scaling in BLOCK_SIZES else (1, 1)
-    if largest is None:
-        largest = largest_magnitudes(matrix, scaling)
+    largest = largest_magnitudes(matrix, scaling)
     return _quantize(matrix, FORMATS[format_name], scaling, block, largest, uniform, counts)
 
 
 def quantize_weight(
-    weight: Tensor,
-    format_name: str,
-    scaling: str,
-    *,
-    largest: Tensor | None = None,
-    counts: Counts | None = None,
+    weight: Tensor, format_name: str, scaling: str, *, counts: Counts | None = None
 ) -> Operand:
     """Round a weight to a narrow format, with scales for rows or square blocks.
 
@@ -114,12 +106,10 @@ def quantize_weight(
         weight: [output features, input features], floating point.
         format_name: "e4m3", "e5m2" or "e2m1".
         scaling: "tensor", "row", "block32" or "block16".
-        largest: Largest magnitudes, if they are known; see `largest_in_weight`.
         counts: Where statistics of the operand are added; None: nowhere.
     """
     size = BLOCK_SIZES.get(scaling, 1)
-    if largest is None:
-        largest = largest_in_weight(weight, scaling)
+    largest = _largest_in_weight(weight, scaling)
     matrix = weight.float()
     return _quantize(matrix, FORMATS[format_name], scaling, (size, size), largest, None, counts)
 
@@ -147,73 +137,15 @@ def largest_magnitudes(matrix: Tensor, scaling: str) -> Tensor:
     return magnitudes.view(rows, -(-columns // size), size).amax(2).float()
 
 
-def largest_in_weight(
-    weight: Tensor, scaling: str, *, first_row: int = 0, rows: int | None = None
-) -> Tensor:
-    """Return the largest magnitudes of a weight, of which a rank may hold some rows.
-
-    The maximum over the ranks is the result for the full weight.
-
-    Args:
-        weight: [rows of this rank, input features].
-        scaling: "tensor", "row", "block32" or "block16".
-        first_row: Index of the first of these rows.
-        rows: Number of rows of the full weight; None: those of `weight`.
-
-    Returns:
-        FP32 of shape [1, 1], [rows, 1], or a value for each square block; 0 where this rank holds
-        no values.
-    """
-    rows = len(weight) if rows is None else rows
-    if scaling == "tensor":
-        return largest_magnitudes(weight, scaling)
+def _largest_in_weight(weight: Tensor, scaling: str) -> Tensor:
+    """Return the largest magnitude of all values, of each row, or of each square block."""
     per_row = largest_magnitudes(weight, scaling)
-    size = BLOCK_SIZES.get(scaling, 1)
-    found = per_row.new_zeros(-(-rows // size), per_row.shape[1])
-    index = torch.arange(first_row, first_row + len(weight), device=weight.device) // size
+    if scaling not in BLOCK_SIZES:
+        return per_row
+    size = BLOCK_SIZES[scaling]
+    found = per_row.new_zeros(-(-len(weight) // size), per_row.shape[1])
+    index = torch.arange(len(weight), device=weight.device) // size
     return found.scatter_reduce_(0, index[:, None].expand_as(per_row), per_row, "amax")
-
-
-def quantize_rows(
-    rows: Tensor, format_name: str, scaling: str, largest: Tensor, first_row: int
-) -> Operand:
-    """Round some rows of a weight, with the scales of the full weight.
-
-    Args:
-        rows: [some output features, input features], floating point. Rows beyond the last one of
-            the weight are padding.
-        format_name: "e4m3", "e5m2" or "e2m1".
-        scaling: "tensor", "row", "block32" or "block16".
-        largest: Largest magnitudes of the full weight, see `largest_in_weight`.
-        first_row: Index of the first of these rows in the weight.
-    """
-    operand = with_row_scales(rows.float(), format_name, scaling, largest, first_row)
-    scaled = _divided(operand.values, operand.outer, operand.blocks, operand.block)
-    return operand._replace(values=round_to_nearest(scaled, operand.number_format))
-
-
-def with_row_scales(
-    values: Tensor, format_name: str, scaling: str, largest: Tensor, first_row: int
-) -> Operand:
-    """Return some rows of a weight with the scales of the full weight, without rounding.
-
-    Args:
-        values: FP32 [some output features, input features].
-        format_name: As for `quantize_rows`.
-        scaling: As for `quantize_rows`.
-        largest: As for `quantize_rows`.
-        first_row: As for `quantize_rows`.
-    """
-    number_format = FORMATS[format_name]
-    outer, blocks = _scales(largest, number_format, scaling)
-    size = BLOCK_SIZES.get(scaling, 1)
-    index = torch.arange(first_row, first_row + len(values), device=values.device) // size
-    index = index.clamp(max=len(largest) - 1)  # of padding
-    if blocks is not None:
-        blocks = blocks[index]
-    elif scaling == "row":
-        outer = outer[index]
-    return Operand(values, outer, blocks, (1, size), number_format)
 
 
 def _quantize(
