@@ -298,10 +298,7 @@ class RunConfig:
     that fits in memory, and single on one rank; the run prints the reason."""
 
     activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=HARMLESS)
-    """`blocks`: store only the inputs of each block for backward, and recompute the rest.
-    `{every: n}`: only for every n-th block. `{save: [matmul, attention]}`: also store the results
-    of these operations; operators of torch such as aten.mm can be named, too. Both can be combined.
-    """
+    """`blocks`: store only the inputs of each block for backward, and recompute the rest."""
 
     compile: Compilation = field(default="none", metadata=HARMLESS)
     """Apply `torch.compile` to each of the `blocks`, or to the `model`; with `model`, reductions do

@@ -74,7 +74,9 @@ def build_strategy(
     config.sharding.check(name)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
-    if policy.kept_functions and (config.recomputation or config.compile != "none"):
+    if policy.kept_functions and (
+        config.activation_checkpointing != "none" or config.compile != "none"
+    ):
         raise ConfigError(
             "precision.policy.keep_fp32",
             f"{policy.kept_functions[0]}()",

@@ -1,4 +1,4 @@
-"""Activation checkpointing of blocks that may have buffers, or keep some of their activations."""
+"""Activation checkpointing of blocks that may have buffers."""
 
 # Note [Buffers and recomputation]
 #
@@ -15,18 +15,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-from distmp.errors import ConfigError
-from distmp.parallel.saved_operations import SETTING, operators
-
-_Context = AbstractContextManager[Any]
+from torch.utils.checkpoint import checkpoint
 
 
 def has_buffers(block: nn.Module) -> bool:
@@ -34,9 +27,7 @@ def has_buffers(block: nn.Module) -> bool:
     return any(True for _ in block.buffers())
 
 
-def checkpoint_activations(
-    block: nn.Module, backend: str | None = None, save: Sequence[str] = ()
-) -> None:
+def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None:
     """Keep only the inputs of a block for backward, which recomputes its activations.
 
     It replaces `forward` of this object, so that parameter names do not change and FSDP's hooks,
@@ -46,25 +37,11 @@ def checkpoint_activations(
         block: The module, changed in place.
         backend: Backend of `torch.compile` if the block or the full model will be compiled. The
             `forward` of a block with buffers is compiled here.
-        save: Operations whose results are kept, too; see `operators`.
-
-    Raises:
-        ConfigError: If there is no such operation, or it cannot be kept in this block.
     """
     forward = block.forward
     options: dict[str, Any] = {}
-    if save:
-        kept = functools.partial(create_selective_checkpoint_contexts, operators(save))
-        options["context_fn"] = kept
     if has_buffers(block):
-        options["context_fn"] = functools.partial(_contexts, block, options.get("context_fn"))
-        if save and backend is not None:
-            raise ConfigError(
-                SETTING,
-                list(save),
-                f"a compiled {type(block).__name__} has buffers, and torch cannot keep results of "
-                "its operations; leave out `save`, or `compile`",
-            )
+        options["context_fn"] = functools.partial(_contexts, block)
         if backend is not None:
             # Compile `forward` itself. Compiling the block would leave the recomputation eager.
             forward = torch.compile(forward, backend=backend)
@@ -97,27 +74,10 @@ def _copy(buffer: Tensor) -> Tensor:
     return buffer.detach().clone()
 
 
-def _contexts(
-    block: nn.Module, others: Callable[[], tuple[_Context, _Context]] | None
-) -> tuple[_Context, _Context]:
-    """Return contexts of forward and recomputation, see Note [Buffers and recomputation].
-
-    Args:
-        block: The module.
-        others: Returns contexts to enter inside of them.
-    """
+def _contexts(block: nn.Module) -> tuple[_Forward, _Recomputation]:
+    """Return contexts of forward and recomputation, see Note [Buffers and recomputation]."""
     forward = _Forward(block)
-    recomputation = _Recomputation(block, forward.values)
-    if others is None:
-        return forward, recomputation
-    in_forward, in_recomputation = others()
-    return _both(forward, in_forward), _both(recomputation, in_recomputation)
-
-
-@contextmanager
-def _both(outer: _Context, inner: _Context) -> Iterator[None]:
-    with outer, inner:
-        yield
+    return forward, _Recomputation(block, forward.values)
 
 
 class _Forward:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from distmp.config import load
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel import build_strategy
-from distmp.parallel.settings import ParallelConfig, Recomputation, ShardingConfig
+from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.sharded import shard_size
 from distmp.precision import policy
 from tests.reference import make_model
@@ -41,15 +40,6 @@ def world(size: int) -> World:
         ),
         ("--compile block", "compile = 'block'"),
         ("--activation-checkpointing all", "activation_checkpointing = 'all': choose one of"),
-        ('--activation-checkpointing {"every":0}', "activation_checkpointing.every = 0: use 1"),
-        ("--activation-checkpointing {evry:2}", "did you mean 'activation_checkpointing.every'"),
-        (
-            '--activation-checkpointing {"every":"x"}',
-            "activation_checkpointing.every = 'x': must be an",
-        ),
-        ("--activation-checkpointing {save:[matmu]}", "save = 'matmu': did you mean 'matmul'"),
-        ("--activation-checkpointing {save:[aten.m]}", "save = 'aten.m': choose one of"),
-        ("--activation-checkpointing {}", "activation_checkpointing = {}: "),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(arguments: str, message: str) -> None:
@@ -73,21 +63,6 @@ def test_choices_are_checked_without_a_file_too(settings: dict[str, Any]) -> Non
         ParallelConfig(**settings)
     with pytest.raises(ConfigError, match="a pattern needs"):
         ShardingConfig(wrap=("",))
-
-
-def test_activation_checkpointing_is_a_name_or_a_section(tmp_path: Path) -> None:
-    expected = {"every": 2, "save": ["attention", "aten.mm"]}
-    file = tmp_path / "config.yaml"
-    file.write_text("activation_checkpointing:\n  every: 2\n  save: [attention, aten.mm]\n")
-    in_file = load(["--config", str(file)])
-    overridden = load(["--activation-checkpointing", "{every: 2, save: [attention, aten.mm]}"])
-    for config in (in_file, overridden):
-        assert config.activation_checkpointing == expected
-        assert config.parallel(1).recomputation == Recomputation(2, ("attention", "aten.mm"))
-    assert load(["--activation-checkpointing", "blocks"]).parallel(1).recomputation == (
-        Recomputation()
-    )
-    assert load([]).parallel(1).recomputation is None
 
 
 def test_a_shard_group_divides_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
