@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.precision.functions import functions_in_fp32
 from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
 from distmp.precision.notation import as_mapping
 from distmp.precision.notation import policy as parsed
@@ -51,7 +50,7 @@ def autocast_of_dtypes(
             loss function would give them no gradient.
     """
     if not policy.autocast:
-        return functions_in_fp32(policy.kept_functions)
+        return contextlib.nullcontext()
     cache = torch.is_autocast_cache_enabled() and not sharded
     return torch.autocast(device.type, dtype=policy.compute_dtype, cache_enabled=cache)
 

@@ -28,8 +28,6 @@ _KEYS = {
     for field in fields(PrecisionPolicy)
 }
 _FIELDS = {key: name for name, key in _KEYS.items()}
-# Aliases of keys, which are read but never written.
-_ALIASES = {"fp32_modules": "keep_fp32"}
 _DTYPES = DTYPE_WORDS | {dtype_name(dtype): dtype for dtype in DTYPE_WORDS.values()}
 _SWITCHES = {"true": True, "false": False}
 
@@ -39,22 +37,6 @@ LIGHTNING_POLICIES = {
     "bf16-mixed": "bf16-autocast",
     "32-true": "fp32",
 }
-_BF16 = "use 'bf16' (16-bit parameters, FP32 master weights) or 'bf16-autocast' (FP32 parameters)"
-_FP16 = "use 'fp16' (16-bit parameters, FP32 master weights) or 'fp16-autocast' (FP32 parameters)"
-# What to use for other names of Lightning, accelerate, Transformers and torch.
-_OTHER_NAMES = {
-    "16-true": f"weights in float16 lose small updates; {_FP16}",
-    "bf16-true": "use 'bf16-pure', which means the same and loses small updates, or 'bf16', which "
-    "has FP32 master weights",
-    **dict.fromkeys(("16", "float16", "half"), _FP16),
-    "bfloat16": _BF16,
-    **dict.fromkeys(("float8", "fp8-tensorwise", "tensorwise", "transformer-engine"), "use 'fp8'"),
-    **dict.fromkeys(("rowwise", "fp8_rowwise", "float8-rowwise"), "use 'fp8-rowwise'"),
-    **dict.fromkeys(("mxfp8_e4m3", "mx", "mxfp8-cublas"), "use 'mxfp8'"),
-    **dict.fromkeys(("fp4", "mxfp4"), "use 'nvfp4'"),
-    **dict.fromkeys(("32", "float32", "float", "full", "no"), "use 'fp32'"),
-    **dict.fromkeys(("mixed", "amp", "autocast"), "use 'bf16-autocast' or 'fp16-autocast'"),
-}
 
 
 def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
@@ -62,8 +44,8 @@ def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
 
     Text is a list of `key=value`, separated by commas, that may start with the name of a preset.
     Other keys are as in that preset, or as in `fp32`. The keys are `param`, `compute`,
-    `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (or
-    `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32`, `stochastic_rounding` and
+    `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32`
+    (patterns separated by `|`), `cast_inputs`, `tf32`, `stochastic_rounding` and
     `name`; types are `fp32`, `bf16`, `fp16`. The keys `forward`, `grad` and `wgrad` take formats of
     the matrix products of linear layers (`e4m3`, `e5m2`, `e2m1`, `bf16`), `scaling` takes `tensor`,
     `row`, `block32` or `block16`, and `hp` takes patterns. A mapping has the same keys, and
@@ -84,8 +66,7 @@ def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
     if isinstance(description, Mapping) and description:
         return _build(dict(description), default_name=None)
     problem = "use the name of a preset, a text such as 'bf16,reduce=bf16', or a mapping"
-    other = _other_name(description)
-    raise ConfigError(SETTING, description, f"{problem}; here, {other}" if other else problem)
+    raise ConfigError(SETTING, description, problem)
 
 
 def as_text(described: PrecisionPolicy) -> str:
@@ -139,10 +120,6 @@ def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
     if items.keys() == {"name"}:
         _check_name(items["name"])
     base = _preset(items.pop("preset", "fp32"))
-    for alias, key in _ALIASES.items():
-        if alias in items and key in items:
-            raise ConfigError(f"{SETTING}.{alias}", items[alias], f"means {key}; give one of them")
-    items = {_ALIASES.get(key, key): value for key, value in items.items()}
     for key in items:
         if key not in _FIELDS:
             problem = nearest(str(key), [*_FIELDS, "preset"])
@@ -181,18 +158,10 @@ def _preset(name: Any) -> PrecisionPolicy:
             "change something in it",
         )
     if not isinstance(name, str) or name not in PRESETS:
-        raise ConfigError(
-            SETTING, name, _other_name(name) or nearest(str(name), [*PRESETS, "auto"])
-        )
+        same = LIGHTNING_POLICIES.get(str(name))
+        problem = f"use {same!r}, which means the same" if same else None
+        raise ConfigError(SETTING, name, problem or nearest(str(name), [*PRESETS, "auto"]))
     return PRESETS[name]
-
-
-def _other_name(name: Any) -> str:
-    """Return what to use for a name of another library or a dtype of torch; "" if unknown."""
-    name = str(name).removeprefix("torch.")
-    if name in LIGHTNING_POLICIES:
-        return f"use {LIGHTNING_POLICIES[name]!r}, which means the same"
-    return _OTHER_NAMES.get(name, "")
 
 
 def _value(key: str, value: Any) -> Any:
@@ -234,13 +203,11 @@ def _loss_scale(value: Any) -> Any:
 
 def _word(value: Any) -> str:
     """Return a field's value as text."""
-    if isinstance(value, torch.dtype):
-        return dtype_word(value)
     if isinstance(value, tuple):
         return "|".join(value)
-    return (
-        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(_plain(value))
 
 
 def _plain(value: Any) -> Any:

@@ -53,8 +53,7 @@ class PrecisionPolicy:
             disables scaling. A step with non-finite gradients is skipped on every rank in all three
             cases.
         keep_fp32: Modules that are stored and computed in FP32 under a 16-bit policy; see
-            `distmp.precision.keep.kept_modules` for the patterns. A name with parentheses, such as
-            `prod()`, is a function, see `distmp.precision.functions`.
+            `distmp.precision.keep.kept_modules` for the patterns.
         stochastic_rounding: Whether the optimizer rounds 16-bit weights stochastically, so that
             small updates are kept on average. It needs `distmp.optim.AdamW`.
         cast_inputs: Whether the root module casts floating-point inputs to the dtype of its
@@ -118,16 +117,6 @@ class PrecisionPolicy:
     def has_masters(self) -> bool:
         """Whether the optimizer updates FP32 master weights of 16-bit parameters."""
         return self.casts_parameters and self.param_dtype == torch.float32
-
-    @property
-    def kept_functions(self) -> tuple[str, ...]:
-        """Names of the functions that `keep_fp32` computes in FP32."""
-        return tuple(entry[:-2] for entry in self.keep_fp32 if entry.endswith("()"))
-
-    @property
-    def kept_module_patterns(self) -> tuple[str, ...]:
-        """Patterns of the modules that `keep_fp32` keeps in FP32."""
-        return tuple(entry for entry in self.keep_fp32 if not entry.endswith("()"))
 
     @property
     def is_narrow(self) -> bool:
@@ -294,12 +283,6 @@ class PrecisionPolicy:
                 if self.tf32
                 else "everything is computed in FP32 already; remove it",
             )
-        if self.kept_functions and self.autocast:
-            _refuse(
-                "keep_fp32",
-                f"{self.kept_functions[0]}()",
-                "torch's autocast selects the functions in FP32; remove it or use autocast=false",
-            )
         if self.tf32 and self.compute_dtype != torch.float32:
             _refuse("tf32", True, "applies only to FP32; use compute=fp32 or set it to False")
 
@@ -331,6 +314,21 @@ def dtype_word(dtype: torch.dtype) -> str:
     return next(word for word, known in DTYPE_WORDS.items() if known == dtype)
 
 
+def _low_precision(
+    name: str, forward: str, gradients: str, scaling: str, *hp: str
+) -> PrecisionPolicy:
+    """Return a policy whose matmuls have 8 or 4 bits, except those of heads and embeddings."""
+    return PrecisionPolicy(
+        name,
+        compute_dtype=torch.bfloat16,
+        forward_format=forward,
+        grad_format=gradients,
+        wgrad_format=gradients,
+        scaling=scaling,
+        hp=("head", "embedding", *hp),
+    )
+
+
 PRESETS: dict[str, PrecisionPolicy] = {
     preset.name: preset
     for preset in (
@@ -344,40 +342,9 @@ PRESETS: dict[str, PrecisionPolicy] = {
             "fp16-autocast", compute_dtype=torch.float16, autocast=True, loss_scale="dynamic"
         ),
         PrecisionPolicy("fp16-static", compute_dtype=torch.float16, loss_scale=1024.0),
-        PrecisionPolicy(
-            "fp8",
-            compute_dtype=torch.bfloat16,
-            forward_format="e4m3",
-            grad_format="e5m2",
-            wgrad_format="e5m2",
-            hp=("head", "embedding"),
-        ),
-        PrecisionPolicy(
-            "fp8-rowwise",
-            compute_dtype=torch.bfloat16,
-            forward_format="e4m3",
-            grad_format="e4m3",
-            wgrad_format="e4m3",
-            scaling="row",
-            hp=("head", "embedding"),
-        ),
-        PrecisionPolicy(
-            "mxfp8",
-            compute_dtype=torch.bfloat16,
-            forward_format="e4m3",
-            grad_format="e4m3",
-            wgrad_format="e4m3",
-            scaling="block32",
-            hp=("head", "embedding"),
-        ),
-        PrecisionPolicy(
-            "nvfp4",
-            compute_dtype=torch.bfloat16,
-            forward_format="e2m1",
-            grad_format="e2m1",
-            wgrad_format="e2m1",
-            scaling="block16",
-            hp=("head", "embedding", "last15%"),
-        ),
+        _low_precision("fp8", "e4m3", "e5m2", "tensor"),
+        _low_precision("fp8-rowwise", "e4m3", "e4m3", "row"),
+        _low_precision("mxfp8", "e4m3", "e4m3", "block32"),
+        _low_precision("nvfp4", "e2m1", "e2m1", "block16", "last15%"),
     )
 }
