@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from distmp.errors import ConfigError, nearest
-from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype_word
+from distmp.precision.policy import DTYPE_WORDS, FIELDS, PRESETS, PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
 
 SETTING = "precision.policy"
@@ -22,12 +22,6 @@ SETTING = "precision.policy"
 # A policy, its name, its text, or its mapping.
 PolicyLike = PrecisionPolicy | str | Mapping[str, Any]
 
-# Name of each field in text and in mappings.
-_KEYS = {
-    field.name: field.name.removesuffix("_dtype").removesuffix("_format")
-    for field in fields(PrecisionPolicy)
-}
-_FIELDS = {key: name for name, key in _KEYS.items()}
 _DTYPES = DTYPE_WORDS | {dtype_name(dtype): dtype for dtype in DTYPE_WORDS.values()}
 _SWITCHES = {"true": True, "false": False}
 
@@ -91,14 +85,14 @@ def _changes(described: PrecisionPolicy) -> list[str]:
     plain = PrecisionPolicy("fp32")
     return [
         f"{key}={_word(getattr(described, name))}"
-        for name, key in _KEYS.items()
+        for key, name in FIELDS.items()
         if name != "name" and getattr(described, name) != getattr(plain, name)
     ]
 
 
 def as_mapping(described: PrecisionPolicy) -> dict[str, Any]:
     """Return all fields by their keys, as values that YAML and JSON can represent."""
-    return {key: _plain(getattr(described, name)) for name, key in _KEYS.items()}
+    return {key: _plain(getattr(described, name)) for key, name in FIELDS.items()}
 
 
 def _split(text: str) -> dict[str, Any]:
@@ -121,10 +115,10 @@ def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
         _check_name(items["name"])
     base = _preset(items.pop("preset", "fp32"))
     for key in items:
-        if key not in _FIELDS:
-            problem = nearest(str(key), [*_FIELDS, "preset"])
+        if key not in FIELDS:
+            problem = nearest(str(key), [*FIELDS, "preset"])
             raise ConfigError(f"{SETTING}.{key}", items[key], f"unknown key; {problem}")
-    values = {_FIELDS[key]: _value(key, value) for key, value in items.items()}
+    values = {FIELDS[key]: _value(key, value) for key, value in items.items()}
     if not values:
         return base
     built = replace(base, **({"name": default_name or base.name} | values))

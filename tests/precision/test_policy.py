@@ -121,7 +121,7 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         # Weights.
         ({**PURE, "param_dtype": FP16, "compute_dtype": FP16}, "param", "with param=fp32"),
         ({**B, "param_dtype": FP16}, "param", "Adam's epsilon of 1e-8 becomes zero"),
-        ({"param_dtype": BF16}, "param", "fewer bits than the compute dtype float32"),
+        ({"param_dtype": BF16}, "param", "is not the compute dtype float32"),
         ({**H, "param_dtype": BF16}, "param", "is not the compute dtype float16"),
         ({**PURE, "autocast": True}, "param", "autocast casts from FP32 weights"),
         # Autocast.
