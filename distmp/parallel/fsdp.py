@@ -85,7 +85,7 @@ from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.materialize import (
     InitialValues,
-    materialize_buffers,
+    materialize,
     materialize_shards,
     nothing_to_compute,
 )
@@ -166,7 +166,7 @@ class FullySharded(ShardedStrategy):
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
         self._param_dtype = policy.param_dtype
-        materialize_buffers(module, values, world.device)
+        materialize(module, values, world.device, parameters=False)
         self.module = module
         move_to(module, world.device, parameters=not config.sharding.offload)
         store_parameters_in_fp32(module.parameters())

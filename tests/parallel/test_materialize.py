@@ -17,7 +17,7 @@ from distmp.engine import Engine
 from distmp.engine.model import build_model
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
-from distmp.parallel.materialize import materialize_buffers, materialize_shards, not_a_number
+from distmp.parallel.materialize import materialize, materialize_shards, not_a_number
 from distmp.utils.deferred import build_whole
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, gathered
@@ -194,7 +194,7 @@ def test_buffers_that_modules_share_stay_shared() -> None:
     first, second = nn.BatchNorm1d(3, device="meta"), nn.BatchNorm1d(3, device="meta")
     second.running_mean = first.running_mean
     module = nn.Sequential(first, second)
-    materialize_buffers(module, not_a_number(module), torch.device("cpu"))
+    materialize(module, not_a_number(module), torch.device("cpu"), parameters=False)
     assert first.running_mean is second.running_mean
     assert not any(buffer.is_meta for buffer in module.buffers())
     assert all(parameter.is_meta for parameter in module.parameters())
