@@ -294,8 +294,8 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = field(default="auto", metadata=HARMLESS)
-    """single, ddp, fsdp, hsdp, or auto: single on one rank, otherwise the first of ddp, hsdp and fsdp
-    whose weights, gradients and optimizer state fit into half of the free memory."""
+    """single, ddp, fsdp, hsdp, or auto: single on one rank, otherwise the first of ddp, hsdp and
+    fsdp whose weights, gradients and optimizer state fit into half of the free memory."""
 
     activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=HARMLESS)
     """`blocks`: store only the inputs of each block for backward, and recompute the rest."""
