@@ -80,7 +80,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import fsdp_internals
-from distmp.parallel.accumulation import AccumulationMemory, choose, least_free_bytes
+from distmp.parallel.accumulation import choose, least_free_bytes
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.materialize import (
@@ -188,8 +188,14 @@ class FullySharded(ShardedStrategy):
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
         self._known = KnownParameters(module)
-        memory = self._accumulation_memory(world, policy, config.microbatches)
-        self.accumulation = choose(config.sharding.accumulate, memory)
+        self.accumulation = choose(
+            config.sharding.accumulate,
+            policy,
+            elements=sum(parameter.numel() for _, parameter in self._trainable),
+            free_bytes=least_free_bytes(world),
+            replicas=self._replicas,
+            microbatches=config.microbatches,
+        )
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
             self.reason = f"{self._replicas} copies on {shards} ranks each; {self.reason}"
@@ -299,20 +305,6 @@ class FullySharded(ShardedStrategy):
     def units(self) -> list[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
         return [(name, part) for name, part in parts if isinstance(part, FSDPModule)]
-
-    def _accumulation_memory(
-        self, world: World, policy: PrecisionPolicy, microbatches: int | None
-    ) -> AccumulationMemory:
-        return AccumulationMemory(
-            elements=sum(parameter.numel() for _, parameter in self._trainable),
-            free_bytes=least_free_bytes(world),
-            shard_size=world.world_size // self._replicas,
-            replicas=self._replicas,
-            gradient_bytes=policy.module_dtype.itemsize,
-            comm_bytes=policy.reduce_dtype.itemsize,
-            weight_bytes=policy.param_dtype.itemsize,
-            microbatches=microbatches,
-        )
 
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
