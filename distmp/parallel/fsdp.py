@@ -241,14 +241,6 @@ class FullySharded(ShardedStrategy):
         self._known = KnownParameters(self.module)
         return [*unfrozen]
 
-    def compare_microbatches(self, microbatches: int) -> None:
-        if self._order is not None:
-            self._order.compare_microbatches(microbatches)
-
-    def compare_next(self, has_next: bool) -> None:
-        if self._order is not None:
-            self._order.compare_next(has_next)
-
     def begin_step(self) -> None:
         if self._unfinished:
             self._discard()

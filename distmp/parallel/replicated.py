@@ -95,7 +95,6 @@ class Replicated(Strategy):
         self._buffers: BufferValues | None = None
         self._parts = [self._build_part(named, fp32)]
         self._known = KnownParameters(module)
-        self._order: CollectiveOrder | None = None
         if self._settings.reproducible and world.world_size > 1:
             self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
 
@@ -167,14 +166,6 @@ class Replicated(Strategy):
         from distmp.optim.sharded import build_on_shards
 
         return build_on_shards(factory, parameters, self._shapes, quiet=self._world.rank > 0)
-
-    def compare_microbatches(self, microbatches: int) -> None:
-        if self._order is not None:
-            self._order.compare_microbatches(microbatches)
-
-    def compare_next(self, has_next: bool) -> None:
-        if self._order is not None:
-            self._order.compare_next(has_next)
 
     def begin_step(self) -> None:
         for part in self._parts:

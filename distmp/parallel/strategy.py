@@ -18,6 +18,7 @@ from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
 from distmp.optim.stepped import build_on
+from distmp.parallel.collective_order import CollectiveOrder
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
@@ -57,6 +58,8 @@ class Strategy(ABC):
     module: nn.Module
     reason: str = ""
     narrow_layers: NarrowLayers | None = None
+    # None if the strategy allows ranks to run different numbers of microbatches.
+    _order: CollectiveOrder | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -96,19 +99,23 @@ class Strategy(ABC):
         """Build an optimizer on some of `optimizer_parameters`."""
         return build_on(factory, parameters)
 
-    def compare_microbatches(self, microbatches: int) -> None:  # noqa: B027 - optional
+    def compare_microbatches(self, microbatches: int) -> None:
         """Compare the number of microbatches of the next step between ranks, if it has changed.
 
         Raises:
             TrainingError: If the strategy needs the same number on every rank, and ranks differ.
         """
+        if self._order is not None:
+            self._order.compare_microbatches(microbatches)
 
-    def compare_next(self, has_next: bool) -> None:  # noqa: B027 - optional
+    def compare_next(self, has_next: bool) -> None:
         """Compare before each microbatch of an iterable whether ranks have one.
 
         Raises:
             TrainingError: If the strategy needs the same number on every rank, and ranks differ.
         """
+        if self._order is not None:
+            self._order.compare_next(has_next)
 
     @abstractmethod
     def begin_step(self) -> None:
