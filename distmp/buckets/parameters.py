@@ -177,6 +177,9 @@ class FlatParameters:
         if copies:
             self._watched = _WatchedCopies(copies, WATCHED_STEPS)
 
+    def round_gradients(self) -> None:
+        """Do nothing; the optimizer takes gradients in FP32."""
+
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the stepped weights to the parameters of the module."""
@@ -263,6 +266,9 @@ class PureParameters:
             storage.check()
 
     def check_copies(self) -> None:
+        """Do nothing; the optimizer steps these values."""
+
+    def watch_copies(self) -> None:
         """Do nothing; the optimizer steps these values."""
 
     def round_gradients(self) -> None:

@@ -51,10 +51,6 @@ class UsedParameters(Generic[Key]):
         self._newly_used: set[Key] = set()
         self._skipped: Tensor | None = None
 
-    def add(self, parameters: Iterable[Key]) -> None:
-        """Track more parameters, which are not used yet."""
-        self._unused.update(dict.fromkeys(parameters))
-
     def begin_step(self) -> None:
         """Start a step; discard what an unfinished step has recorded."""
         self._in_microbatch = set()

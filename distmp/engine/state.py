@@ -170,8 +170,7 @@ class EngineState:
         if left_out:
             self._warn(
                 "the state contains optimizer state of %s, which this engine does not train "
-                "(frozen or missing); it is ignored. Parameters that were unfrozen during training "
-                "have to be unfrozen before loading",
+                "(frozen or missing); it is ignored",
                 left_out,
             )
         # Some optimizers create the state of a parameter before its first gradient.

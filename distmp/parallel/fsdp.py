@@ -108,13 +108,11 @@ from distmp.parallel.strategy import (
     narrow_parameters,
     parameter_name,
     store_parameters_in_fp32,
-    trainable,
 )
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
-from distmp.utils.dtypes import dtype_name
 
 # Forward passes in which a replaced parameter is refused; the check costs host time.
 _WATCHED_FORWARDS = 16
@@ -165,7 +163,6 @@ class FullySharded(ShardedStrategy):
         check_shapes(module, name)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
-        self._param_dtype = policy.param_dtype
         materialize(module, values, world.device, parameters=False)
         self.module = module
         move_to(module, world.device, parameters=not config.sharding.offload)
@@ -174,7 +171,6 @@ class FullySharded(ShardedStrategy):
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         narrow_parameters(module, policy.param_dtype, except_for=kept)
-        self._frozen_in_fp32 = _frozen_in_16_bit_groups(module, policy, kept)
         mesh = _mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")
         ties = tied_names(module)
@@ -215,31 +211,6 @@ class FullySharded(ShardedStrategy):
         except ConfigError:
             self._reshard()  # a forward outside of the engine may have left gathered parameters
             self._known.check(self.module)
-
-    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        known = {name for name, _ in self._trainable}
-        return [entry for entry in trainable(self.module) if entry[0] not in known]
-
-    def add_parameters(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        for name, parameter in unfrozen:
-            if name in self._frozen_in_fp32:
-                raise ConfigError(
-                    "model",
-                    name,
-                    "was unfrozen, but FSDP holds it in float32 and the policy steps "
-                    f"{dtype_name(self._param_dtype)} weights; leave it trainable until the engine "
-                    "is built, then freeze it",
-                )
-            if parameter.dtype != torch.float32:
-                raise ConfigError(
-                    "model",
-                    name,
-                    f"was unfrozen, but its shards are {dtype_name(parameter.dtype)}; convert it "
-                    "to float32 before you build the engine",
-                )
-        self._train(unfrozen)
-        self._known = KnownParameters(self.module)
-        return [*unfrozen]
 
     def begin_step(self) -> None:
         if self._unfinished:
@@ -480,20 +451,6 @@ def _shard(
     # Not resharded, like the root: other modules may use these parameters (a tied head).
     group_kept(module, reshard=False)
     group([module], None)
-
-
-def _frozen_in_16_bit_groups(
-    module: nn.Module, policy: PrecisionPolicy, kept: Sequence[nn.Module]
-) -> frozenset[str]:
-    """Return frozen FP32 parameters in groups that FSDP trains in 16 bits."""
-    if policy.param_dtype == torch.float32:
-        return frozenset()
-    in_fp32 = {id(parameter) for part in kept for parameter in part.parameters()}
-    return frozenset(
-        parameter_name(name)
-        for name, parameter in module.named_parameters()
-        if not parameter.requires_grad and id(parameter) not in in_fp32
-    )
 
 
 def _with_submodules(modules: Sequence[nn.Module]) -> set[int]:

@@ -57,21 +57,14 @@ class ShardedStrategy(Strategy):
 
     def _track_parameters(self, world: World) -> None:
         """Start to train the parameters that require gradients now."""
-        self._trainable: list[tuple[str, nn.Parameter]] = []
-        self._storages: list[torch.UntypedStorage] = []
-        self._used = UsedParameters[str]([], world.group, world.device)
-        self._names: dict[int, str] = {}
+        self._trainable = named = trainable(self.module)
+        # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
+        self._storages = [parameter.untyped_storage() for _, parameter in named]
+        self._names = {id(parameter): name for name, parameter in named}
+        self._used = UsedParameters([name for name, _ in named], world.group, world.device)
         self._computing_loss = False
         # The gradients of this step by the `id` of their parameters, and their versions.
         self._accumulated: dict[int, tuple[Tensor, int]] = {}
-        self._train(trainable(self.module))
-
-    def _train(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        self._trainable += named
-        # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
-        self._storages += (parameter.untyped_storage() for _, parameter in named)
-        self._used.add(name for name, _ in named)
-        self._names.update((id(parameter), name) for name, parameter in named)
         for name, parameter in named:
             parameter.register_hook(_RefusesDirectUse(name))
 

@@ -30,6 +30,11 @@ REBUILD = (
     "engine"
 )
 
+UNFROZEN = (
+    "was unfrozen, but was frozen when the engine was built, so the optimizer does not step it; "
+    "leave it trainable until the engine is built, then freeze it"
+)
+
 USED_DIRECTLY = (
     "the loss uses a parameter outside of the module for which FSDP gathers it (as in a penalty on "
     "weights, or a call of a submodule); use weight_decay of the optimizer, or the strategy 'ddp'"
@@ -70,24 +75,12 @@ class Strategy(ABC):
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that the optimizer steps, with the parameter names of the model."""
 
-    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters that require gradients now and are not trained yet."""
-        return []
-
-    def add_parameters(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        """Start to train the parameters that `unfrozen` returned, the same on all ranks.
-
-        Returns:
-            The additional tensors that the optimizer has to step, see `optimizer_parameters`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot add parameters")
-
     def check_model(self) -> None:  # noqa: B027 - optional
         """Refuse a model whose parameters are no longer those that are trained.
 
         Raises:
-            ConfigError: Naming the first parameter that was replaced, removed, converted or moved,
-                or written to although its value is copied from a master weight.
+            ConfigError: Naming the first parameter that was replaced, removed, converted, moved or
+                unfrozen, or written to although its value is copied from a master weight.
         """
 
     def watch_copies(self) -> None:  # noqa: B027 - optional
@@ -304,7 +297,7 @@ def group_of(world: World, strategy: str) -> dist.ProcessGroup:
 
 
 class KnownParameters:
-    """Detects trained parameters that were replaced or removed, and parameters that were added.
+    """Detects trained parameters that were replaced or removed, and other ones to train.
 
     Args:
         model: The model with its final parameters.
@@ -321,8 +314,8 @@ class KnownParameters:
         """Refuse a model with different parameters.
 
         Raises:
-            ConfigError: Naming the first parameter that was replaced, removed, converted, moved or
-                added.
+            ConfigError: Naming the first parameter that was replaced, removed, converted, moved,
+                unfrozen or added.
         """
         current = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
         for name, (known, dtype, device) in self._trained.items():
@@ -339,8 +332,9 @@ class KnownParameters:
                 continue
             raise ConfigError("model", name, f"{problem}, {REBUILD}")
         for name, parameter in current.items():
-            if parameter.requires_grad and name not in self._names:
-                raise ConfigError("model", name, f"is new, {REBUILD}")
+            if parameter.requires_grad and name not in self._trained:
+                problem = UNFROZEN if name in self._names else f"is new, {REBUILD}"
+                raise ConfigError("model", name, problem)
 
 
 def move_to(module: nn.Module, device: torch.device, *, parameters: bool = True) -> None:

@@ -207,12 +207,6 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
-        "groups of unfrozen parameters are not followed by the schedule",
-        "distmp/engine/updates.py",
-        "self.learning_rates.add_groups(addition.param_groups)",
-        "pass",
-    ),
-    Mutant(
         "nobody compares the optimizer's tensors with those to be stepped",
         "distmp/optim/stepped.py",
         "    _check_tensors(optimizer, parameters)\n    if any(",

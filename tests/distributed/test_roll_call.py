@@ -20,7 +20,7 @@ from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
 from tests.ranks import ranks
-from tests.reference import ONE_RANK, TWO_RANKS, make_engine, microbatches, train
+from tests.reference import ONE_RANK, make_engine, microbatches, train
 
 
 def impatient() -> RollCall:
@@ -122,25 +122,6 @@ def test_a_process_that_is_gone_is_not_waited_for() -> None:
         cause = rf"rank, 1 on {platform.node()}, has the cause; .* lacks engine\.evaluate\(\)"
         with pytest.raises(LostPeerError, match=cause):
             calls.wait_for_all("engine.evaluate()")
-
-
-@ranks(2)
-def test_an_unfrozen_parameter_of_one_rank_is_an_error_that_names_it() -> None:
-    impatient()
-    engine = make_engine()
-    engine.module.head.requires_grad_(False)
-    other = make_engine(model=engine.module)
-    train(other, 1, TWO_RANKS)
-    if dist.get_rank() == 1:
-        time.sleep(0.1)
-        other._calls.count("step")
-        time.sleep(6)
-        return
-    other.module.head.requires_grad_(True)
-    with pytest.raises(
-        TrainingError, match=r"engine\.step\(\).*, which trains head\.weight, which"
-    ):
-        other.step(microbatches(1, TWO_RANKS[1]))
 
 
 def test_a_single_process_does_not_wait() -> None:

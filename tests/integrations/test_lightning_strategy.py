@@ -106,7 +106,6 @@ def test_the_strategy(tmp_path: Path) -> None:
     _check_own_optimizer_step(pl)
     _check_resume(pl, tmp_path)
     _check_the_model_afterwards(pl)
-    _check_unfrozen(pl)
     _check_refusals(pl)
 
 
@@ -271,30 +270,6 @@ def _check_the_model_afterwards(pl: Any) -> None:
     module = make_module(pl, steps_nothing)
     fit(pl, "bf16", module, batches, callbacks=[Load()])
     assert torch.equal(module.net[0].weight, weights["net.0.weight"] + 1)
-
-
-def _check_unfrozen(pl: Any) -> None:
-    """A layer that is unfrozen in the second epoch has gradients of both ranks, in FP32."""
-
-    class Unfreeze(pl.Callback):  # type: ignore[misc, name-defined]
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            if trainer.current_epoch == 1:
-                module.net[0].requires_grad_(True)
-                trainer.optimizers[0].add_param_group({"params": list(module.net[0].parameters())})
-
-    def trained(parameters: Any) -> torch.optim.Optimizer:
-        return sgd([value for value in parameters if value.requires_grad])
-
-    module = make_module(pl, trained)
-    module.net[0].requires_grad_(False)
-    frozen = module.net[0].weight.clone()
-    batches = [inputs(index) for index in range(2)]
-    fit(pl, "bf16", module, batches, max_epochs=2, callbacks=[Unfreeze()])
-    assert [len(gradients) for gradients in module.gradients] == [4, 4, 6, 6]
-    wanted = frozen - LR * module.gradients[2][4] - LR * module.gradients[3][4]
-    torch.testing.assert_close(module.net[0].weight.detach(), wanted, rtol=0, atol=1e-6)
-    assert not torch.equal(wanted, frozen)
-    assert same_on_all_ranks({name: v.tolist() for name, v in module.state_dict().items()})
 
 
 def _check_refusals(pl: Any) -> None:

@@ -254,23 +254,6 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert_same_bits(weights(engine), weights(reference))
 
 
-@pytest.mark.parametrize("precision", ["bf16-pure", "bf16-pure,keep_fp32=first"])
-@ranks(2)
-def test_bf16_weights_cannot_be_unfrozen_unless_kept_in_fp32(precision: str) -> None:
-    model = make_model()
-    model.first.requires_grad_(False)
-    engine = make_engine(model=model, strategy="fsdp", policy=precision)
-    train(engine, 1, TWO_RANKS)
-    before = weights(engine)
-    engine.module.first.requires_grad_(True)
-    if "keep_fp32" in precision:
-        train(engine, 1, TWO_RANKS, first=1)
-        assert not torch.equal(weights(engine)["first.weight"], before["first.weight"])
-    else:
-        with pytest.raises(ConfigError, match=r"'first\.weight': was unfrozen.*then freeze it"):
-            train(engine, 1, TWO_RANKS, first=1)
-
-
 @ranks(2)
 def test_a_second_backward_through_freed_parameters_is_one_message() -> None:
     def with_penalty(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:

@@ -83,7 +83,7 @@ class MasterWeightsReplica:
             # The user's hook `optimizer_step` has called the closure, but not the optimizer.
             self._buffers.end_step(self._no_skip)
         self.check_model()
-        self._add_unfrozen()
+        self.step_masters(self._optimizers)
         self._buffers.begin_step()
         self._replicated.begin_step()
         self._state, self._backwards = "accumulating", 0
@@ -153,19 +153,6 @@ class MasterWeightsReplica:
             self.conversion.values[parameters[name]] = master
         self._known = {id(value) for value in self._module.parameters()}
         self._masters = {id(master) for master in self.conversion.values.values()}
-
-    def _add_unfrozen(self) -> None:
-        """Train parameters that a callback has unfrozen since the last step."""
-        unfrozen = self._replicated.unfrozen()
-        if unfrozen:
-            exact = [self.conversion.values[parameter] for _, parameter in unfrozen]
-            added = self._replicated.add_parameters(unfrozen)
-            with torch.no_grad():
-                for (_, master), value in zip(added, exact, strict=True):
-                    master.copy_(value)
-            self.publish()
-            self._find_masters()
-        self.step_masters(self._optimizers)
 
     def _stepped(self, optimizer: Optimizer, parameter: Tensor) -> Tensor:
         if id(parameter) in self._masters or not parameter.requires_grad:
