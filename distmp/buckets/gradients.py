@@ -208,7 +208,7 @@ class Fp32GradBuckets:
         self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
-        self._used = UsedParameters(self._slots, group, device)
+        self._used = UsedParameters([slot.name for slot in self._slots], group, device)
         # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
@@ -247,12 +247,12 @@ class Fp32GradBuckets:
     @property
     def unused(self) -> list[str]:
         """Names of the parameters that no rank has ever used."""
-        return [slot.name for slot in self._used.unused]
+        return self._used.unused
 
     @unused.setter
     def unused(self, names: Iterable[str]) -> None:
         selected = set(names)
-        self._used.unused = [slot for slot in self._slots if slot.name in selected]
+        self._used.unused = [slot.name for slot in self._slots if slot.name in selected]
 
     def attach(self, bucket: int, index: int, target: Tensor) -> None:
         """Assign the gradient of a parameter to another tensor, which the optimizer steps instead.
@@ -497,7 +497,7 @@ class Fp32GradBuckets:
             else:
                 view.copy_(gradient)
             slot.has_gradient = True
-        self._used.mark_used(slot)
+        self._used.mark_used(slot.name)
         slot.parameter.grad = None
         if self._last_microbatch and self._reduction is not None:
             self._mark_ready(slot)
@@ -559,7 +559,7 @@ class Fp32GradBuckets:
 
     def _set_gradient(self, slot: _Slot) -> None:
         """Set `.grad` of a parameter and of its target to views of the reduced bucket."""
-        steps = slot.parameter.requires_grad and not self._used.is_unused(slot)
+        steps = slot.parameter.requires_grad and not self._used.is_unused(slot.name)
         view = self._total.views[slot.bucket][slot.index]
         if not self.sharded:
             slot.parameter.grad = view if steps else None

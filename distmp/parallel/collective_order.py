@@ -10,11 +10,10 @@ device waits.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -168,11 +167,13 @@ class CollectiveOrder:
         answers = [torch.empty_like(numbers) for _ in range(self._world_size)]
         work: Any = dist.all_gather(answers, numbers, group=self._group(), async_op=True)
         try:
-            with self._comparing():
-                self._wait(work, local)
+            self._wait(work, local)
         except BaseException:
             _leave_pending(self._group())
             raise
+        finally:
+            if self._monitor is not None:
+                self._monitor.compares = False
         try:
             work.wait()
         except RuntimeError as error:
@@ -180,7 +181,10 @@ class CollectiveOrder:
                 raise
             why = f"made no progress for {self._seconds:g} s"
             raise self._no_answer(local, why, "another rank did not reach this point") from error
-        by_rank = [Collective(KINDS[kind], unit, n) for kind, unit, n in map(_numbers, answers)]
+        by_rank = [
+            Collective(KINDS[kind], unit, n)
+            for kind, unit, n in (answer.tolist() for answer in answers)
+        ]
         if any(other != by_rank[0] for other in by_rank):
             raise TrainingError(f"{self._describe_all(by_rank)}; {self._advice}")
 
@@ -192,6 +196,7 @@ class CollectiveOrder:
         """
         if self._monitor is None:
             return
+        self._monitor.compares = True  # other ranks see that this one waits in a comparison
         awaited = AwaitedRanks(self._seconds)
         seen: dict[int, int] = {}
         pause, check_after = 1e-5, min(PATIENCE_SECONDS, self._seconds / 4)
@@ -225,18 +230,6 @@ class CollectiveOrder:
             f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, and "
             f"waits for ranks that have {why}: {who}; {self._advice}"
         )
-
-    @contextlib.contextmanager
-    def _comparing(self) -> Iterator[None]:
-        """Show other ranks that this rank waits in a comparison."""
-        if self._monitor is None:
-            yield
-            return
-        self._monitor.compares = True
-        try:
-            yield
-        finally:
-            self._monitor.compares = False
 
     def _check_waiting_ranks(
         self,
@@ -310,8 +303,3 @@ def _leave_pending(group: dist.ProcessGroup | None) -> None:
     its launcher would not end the rank that is awaited.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def _numbers(answer: torch.Tensor) -> tuple[int, int, int]:
-    kind, unit, elements = answer.tolist()
-    return kind, unit, elements

@@ -103,7 +103,6 @@ from distmp.parallel.strategy import (
     broadcast_from_rank_zero,
     check_accumulation,
     check_parameters,
-    group_of,
     move_to,
     narrow_parameters,
     parameter_name,
@@ -156,7 +155,6 @@ class FullySharded(ShardedStrategy):
         values: InitialValues = nothing_to_compute,
     ) -> None:
         config = config or ParallelConfig()
-        group_of(world, name)
         _check_offload(config.sharding, world)
         check_accumulation(policy)
         check_parameters(module, policy)

@@ -15,11 +15,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+# The module that a buffer is registered in, and its name there.
+_Buffer = tuple[nn.Module, str]
 
 
 def has_buffers(block: nn.Module) -> bool:
@@ -55,16 +60,9 @@ def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None
     block.forward = torch.compiler.disable(recomputed) if has_buffers(block) else recomputed
 
 
-class _BufferName(NamedTuple):
-    """The module that a buffer is registered in, and its name there."""
-
-    holder: nn.Module
-    name: str
-
-
-def _registered(block: nn.Module) -> dict[_BufferName, Tensor]:
+def _registered(block: nn.Module) -> dict[_Buffer, Tensor]:
     return {
-        _BufferName(holder, name): buffer
+        (holder, name): buffer
         for holder in block.modules()
         for name, buffer in holder.named_buffers(recurse=False, remove_duplicate=False)
     }
@@ -74,40 +72,31 @@ def _copy(buffer: Tensor) -> Tensor:
     return buffer.detach().clone()
 
 
-def _contexts(block: nn.Module) -> tuple[_Forward, _Recomputation]:
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], _Recomputation]:
     """Return contexts of forward and recomputation, see Note [Buffers and recomputation]."""
-    forward = _Forward(block)
-    return forward, _Recomputation(block, forward.values)
+    values: dict[_Buffer, Tensor] = {}
+    return _kept_initial_values(block, values), _Recomputation(block, values)
 
 
-class _Forward:
-    """Keeps the initial values of the buffers that a forward writes.
-
-    Attributes:
-        values: A copy of each of these buffers.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self.values: dict[_BufferName, Tensor] = {}
-
-    def __enter__(self) -> None:
-        self._before = _registered(self._block)
-        self._versions = {key: buffer._version for key, buffer in self._before.items()}
-        self.values.update((key, _copy(buffer)) for key, buffer in self._before.items())
-
-    def __exit__(self, *_: object) -> None:
-        after = _registered(self._block)
-        for key, buffer in self._before.items():
-            if after.get(key) is buffer and buffer._version == self._versions[key]:
-                del self.values[key]
-        self._before = {}
+@contextmanager
+def _kept_initial_values(block: nn.Module, values: dict[_Buffer, Tensor]) -> Iterator[None]:
+    """Add a copy of the initial value of each buffer that a forward writes to `values`."""
+    before = _registered(block)
+    versions = {key: buffer._version for key, buffer in before.items()}
+    values.update((key, _copy(buffer)) for key, buffer in before.items())
+    try:
+        yield
+    finally:
+        after = _registered(block)
+        for key, buffer in before.items():
+            if after.get(key) is buffer and buffer._version == versions[key]:
+                del values[key]
 
 
 class _Recomputation:
     """Replaces the buffers of a block by copies; may be entered several times."""
 
-    def __init__(self, block: nn.Module, values: dict[_BufferName, Tensor]) -> None:
+    def __init__(self, block: nn.Module, values: dict[_Buffer, Tensor]) -> None:
         self._block = block
         self._values = values
 

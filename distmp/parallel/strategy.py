@@ -283,19 +283,6 @@ def check_model(model: object) -> None:
         raise ConfigError("model", name, problem)
 
 
-def group_of(world: World, strategy: str) -> dist.ProcessGroup:
-    """Return the ranks' process group.
-
-    Raises:
-        ConfigError: If the process runs alone.
-    """
-    if world.group is None:
-        raise ConfigError(
-            "strategy", strategy, "needs a process group; start the run with torchrun"
-        )
-    return world.group
-
-
 class KnownParameters:
     """Detects trained parameters that were replaced or removed, and other ones to train.
 

@@ -268,11 +268,6 @@ def test_a_second_backward_through_freed_parameters_is_one_message() -> None:
         train(engine, 1, TWO_RANKS)
 
 
-def test_fsdp_needs_a_process_group() -> None:
-    with pytest.raises(ConfigError, match="strategy = 'fsdp': needs a process group"):
-        FullySharded(make_model(), policy("fp32"), World.current("cpu"))
-
-
 @ranks(2)
 def test_parameters_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'first\.weight' is float64"):

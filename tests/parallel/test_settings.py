@@ -8,11 +8,8 @@ import torch
 from distmp.config import load
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel import build_strategy
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.sharded import shard_size
-from distmp.precision import policy
-from tests.reference import make_model
 
 
 def world(size: int) -> World:
@@ -73,9 +70,3 @@ def test_a_shard_group_divides_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
         shard_size(ShardingConfig(shard_size=3), world(8))
     with pytest.raises(ConfigError, match="= 4: does not divide the 6 ranks"):
         shard_size(ShardingConfig(), world(6))
-
-
-@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
-def test_sharding_needs_a_process_group(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"strategy = '{name}': needs a process group"):
-        build_strategy(name, make_model(), policy("fp32"), world(1))
