@@ -10,7 +10,6 @@ import torch
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.layers import NarrowLayers
 from distmp.quantization.linear import ProductFormats
-from distmp.quantization.products import emulated_product
 
 logger = logging.getLogger("distmp")
 
@@ -42,7 +41,7 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
     """
     return {
         "formats": [_formats(layers.policy_formats)],
-        "emulated": is_emulated(layers),
+        "emulated": layers.is_emulated,
         "backend": layers.backend,
         "narrow": [*layers.modules],
         "wide": dict(layers.wide),
@@ -57,14 +56,9 @@ def log_formats(layers: NarrowLayers, policy: PrecisionPolicy, device: torch.dev
         policy: The policy.
         device: Device of the model.
     """
-    slow = device.type != "cpu" and is_emulated(layers)
+    slow = device.type != "cpu" and layers.is_emulated
     level = logging.WARNING if slow else logging.INFO
     logger.log(level, "precision %s: %s", policy.name, describe_formats(layers))
-
-
-def is_emulated(layers: NarrowLayers) -> bool:
-    """Return whether narrow products are emulated, which is slow."""
-    return any(state.product is emulated_product for state in layers.states.values())
 
 
 def _formats(formats: ProductFormats) -> str:

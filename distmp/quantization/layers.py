@@ -17,7 +17,7 @@ from distmp.quantization.linear import (
     ProductFormats,
     narrow_linear,
 )
-from distmp.quantization.products import choose_product
+from distmp.quantization.products import choose_product, emulated_product
 from distmp.quantization.selection import Selection, describe_outside, select
 
 
@@ -30,6 +30,7 @@ class NarrowLayers:
         device: Device of the model.
 
     Attributes:
+        is_emulated: Whether products are emulated, which is slow.
         backend: How products are computed, such as "emulated".
         policy_formats: The formats of the policy; those of a layer may change during the run.
         wide: Why each other linear layer stays in the compute dtype, by name.
@@ -40,7 +41,8 @@ class NarrowLayers:
     """
 
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
-        self.backend = choose_product(policy.scaling, device).description
+        self.is_emulated = choose_product(policy.scaling, device) is emulated_product
+        self.backend = "emulated" if self.is_emulated else "computed by torch._scaled_mm"
         self.wide = selection.wide
         self._outside = selection.outside
         self.modules = selection.narrow

@@ -31,7 +31,7 @@ from distmp.errors import ConfigError
 from distmp.precision.stochastic import uniform
 from distmp.quantization.counts import Counts, LayerCounts
 from distmp.quantization.hadamard import hadamard, random_transform
-from distmp.quantization.operands import BLOCK_SIZES, quantize, quantize_weight
+from distmp.quantization.operands import BLOCK_SIZES, quantize
 from distmp.quantization.products import choose_product
 
 # Rows of `NarrowState.counts`.
@@ -79,7 +79,7 @@ class NarrowState:
         self.counts = LayerCounts(counts)
         self.key = key
         self.transform = random_transform(counts.device)
-        self.product = choose_product(formats.scaling, counts.device).product
+        self.product = choose_product(formats.scaling, counts.device)
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowState) -> Tensor:
@@ -93,11 +93,7 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowS
 
     Returns:
         [..., output features], in the dtype of `x`.
-
-    Raises:
-        ConfigError: Under a function transform, such as `torch.vmap`.
     """
-    _check_not_transformed()
     counts = state.counts if torch.is_grad_enabled() else None
     y: Tensor = _NarrowLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
     # As in F.linear, the result is no view: FSDP loses its hook if a view is changed in place.
@@ -123,8 +119,8 @@ class _NarrowLinear(torch.autograd.Function):
         if formats.forward is None:
             return F.linear(x, weight, bias)
         inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, INPUT))
-        weights = quantize_weight(
-            weight, formats.operand, formats.scaling, counts=_row(counts, WEIGHT)
+        weights = quantize(
+            weight, formats.operand, formats.scaling, square=True, counts=_row(counts, WEIGHT)
         )
         if bias is None:
             return state.product(inputs, weights, x.dtype)
@@ -155,24 +151,12 @@ def _check_differentiated_once(formats: ProductFormats) -> None:
         )
 
 
-def _check_not_transformed() -> None:
-    """Refuse `torch.func.grad`, `jvp`, `vmap` and so on, for which the products have no rules."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return
-    raise ConfigError(
-        "loss",
-        "torch.func or torch.vmap",
-        "narrow products have no rules for function transforms; list these layers in "
-        "precision.policy.hp, or use bf16",
-    )
-
-
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
     formats, counts, dtype = ctx.formats, ctx.counts, dy.dtype
     if formats.grad is None:
         return dy @ weight
     not_counted = _row(counts, WEIGHT) if formats.forward is None else None
-    weights = quantize_weight(weight, formats.operand, formats.scaling, counts=not_counted)
+    weights = quantize(weight, formats.operand, formats.scaling, square=True, counts=not_counted)
     dy = dy.float()
     if formats.scaling == "row":  # see Note [One rounded weight]
         dy = dy * weights.outer.t()

@@ -78,87 +78,28 @@ def quantize(
     format_name: str,
     scaling: str,
     *,
+    square: bool = False,
     uniform: Tensor | None = None,
     counts: Counts | None = None,
 ) -> Operand:
-    """Round a matrix to a narrow format, with scales for rows or blocks of a row.
+    """Round a matrix to a low-precision format, with scales for rows or blocks.
 
     Args:
         matrix: [rows, columns], floating point.
         format_name: "e4m3", "e5m2" or "e2m1".
         scaling: "tensor", "row", "block32" or "block16".
+        square: Whether blocks are square, as those of weights, or parts of a row.
         uniform: Random numbers for stochastic rounding, FP32 from 0 to below 1, of the shape of
             `matrix`; None rounds to nearest.
         counts: Where statistics of the operand are added; None: nowhere.
     """
-    matrix = matrix.float()
-    block = (1, BLOCK_SIZES[scaling]) if scaling in BLOCK_SIZES else (1, 1)
-    largest = largest_magnitudes(matrix, scaling)
-    return _quantize(matrix, FORMATS[format_name], scaling, block, largest, uniform, counts)
-
-
-def quantize_weight(
-    weight: Tensor, format_name: str, scaling: str, *, counts: Counts | None = None
-) -> Operand:
-    """Round a weight to a narrow format, with scales for rows or square blocks.
-
-    Args:
-        weight: [output features, input features], floating point.
-        format_name: "e4m3", "e5m2" or "e2m1".
-        scaling: "tensor", "row", "block32" or "block16".
-        counts: Where statistics of the operand are added; None: nowhere.
-    """
+    matrix, number_format = matrix.float(), FORMATS[format_name]
     size = BLOCK_SIZES.get(scaling, 1)
-    largest = _largest_in_weight(weight, scaling)
-    matrix = weight.float()
-    return _quantize(matrix, FORMATS[format_name], scaling, (size, size), largest, None, counts)
-
-
-def largest_magnitudes(matrix: Tensor, scaling: str) -> Tensor:
-    """Return the largest magnitude of all values, of each row, or of each block of a row.
-
-    Args:
-        matrix: [rows, columns].
-        scaling: "tensor", "row", "block32" or "block16".
-
-    Returns:
-        FP32 of shape [1, 1], [rows, 1] or [rows, columns / block size, rounded up].
-    """
-    magnitudes = matrix.abs()
-    if scaling == "tensor":
-        found = magnitudes.amax() if matrix.numel() else magnitudes.new_zeros(())
-        return found.reshape(1, 1).float()
-    if scaling == "row":
-        return magnitudes.amax(1, keepdim=True).float()
-    size = BLOCK_SIZES[scaling]
-    rows, columns = matrix.shape
-    if columns % size:
-        magnitudes = torch.nn.functional.pad(magnitudes, (0, -columns % size))
-    return magnitudes.view(rows, -(-columns // size), size).amax(2).float()
-
-
-def _largest_in_weight(weight: Tensor, scaling: str) -> Tensor:
-    """Return the largest magnitude of all values, of each row, or of each square block."""
-    per_row = largest_magnitudes(weight, scaling)
-    if scaling not in BLOCK_SIZES:
-        return per_row
-    size = BLOCK_SIZES[scaling]
-    found = per_row.new_zeros(-(-len(weight) // size), per_row.shape[1])
-    index = torch.arange(len(weight), device=weight.device) // size
-    return found.scatter_reduce_(0, index[:, None].expand_as(per_row), per_row, "amax")
-
-
-def _quantize(
-    matrix: Tensor,
-    number_format: NumberFormat,
-    scaling: str,
-    block: tuple[int, int],
-    largest: Tensor,
-    uniform: Tensor | None,
-    counts: Counts | None,
-) -> Operand:
+    block = (size if square else 1, size)
+    largest = _largest_magnitudes(matrix, scaling, square=square)
     outer, blocks = _scales(largest, number_format, scaling)
-    scaled = _divided(matrix, outer, blocks, block)
+    scales = outer if blocks is None else expand_blocks(blocks, block, matrix.shape) * outer
+    scaled = matrix / scales
     if uniform is None:
         values = round_to_nearest(scaled, number_format)
     else:
@@ -166,6 +107,29 @@ def _quantize(
     if counts is not None:
         outer = counts.add(outer, scaled, values, largest, number_format)
     return Operand(values, outer, blocks, block, number_format)
+
+
+def _largest_magnitudes(matrix: Tensor, scaling: str, *, square: bool) -> Tensor:
+    """Return the largest magnitude of all values, of each row, or of each block.
+
+    Returns:
+        FP32 of shape [1, 1], [rows, 1], or [blocks of rows, blocks of columns].
+    """
+    magnitudes = matrix.abs()
+    if scaling == "tensor":
+        found = magnitudes.amax() if matrix.numel() else magnitudes.new_zeros(())
+        return found.reshape(1, 1)
+    if scaling == "row":
+        return magnitudes.amax(1, keepdim=True)
+    of_rows = _largest_in_blocks(magnitudes, BLOCK_SIZES[scaling])
+    return _largest_in_blocks(of_rows.t(), BLOCK_SIZES[scaling]).t() if square else of_rows
+
+
+def _largest_in_blocks(magnitudes: Tensor, size: int) -> Tensor:
+    """Return the largest value of each `size` columns."""
+    rows, columns = magnitudes.shape
+    padded = torch.nn.functional.pad(magnitudes, (0, -columns % size))
+    return padded.reshape(rows, -(-columns // size), size).amax(2)
 
 
 def _scales(
@@ -177,14 +141,6 @@ def _scales(
     if scaling == "block32":
         return largest.new_ones(1, 1), power_of_two_scales(largest, number_format)
     return _block16_scales(largest, number_format)
-
-
-def _divided(
-    matrix: Tensor, outer: Tensor, blocks: Tensor | None, block: tuple[int, int]
-) -> Tensor:
-    if blocks is None:
-        return matrix / outer
-    return matrix / (expand_blocks(blocks, block, matrix.shape) * outer)
 
 
 def _block16_scales(largest: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:

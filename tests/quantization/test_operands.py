@@ -14,7 +14,6 @@ from distmp.quantization.counts import LayerCounts
 from distmp.quantization.operands import (
     Operand,
     quantize,
-    quantize_weight,
 )
 from distmp.quantization.products import emulated_product, scaled_product
 from tests.quantization import oracle
@@ -88,7 +87,7 @@ def test_a_non_finite_value_makes_its_row_of_the_product_nan(
 def test_the_transposed_weight_has_the_same_values(scaling: str, name: str) -> None:
     if scaling == "row":
         pytest.skip("scales of rows cannot be transposed")
-    operand = quantize_weight(random(70, 48), name, scaling)
+    operand = quantize(random(70, 48), name, scaling, square=True)
     assert torch.equal(operand.transposed().dequantized(), operand.dequantized().t())
 
 
@@ -154,7 +153,7 @@ def test_the_scale_of_an_operand_keeps_the_relative_error(scaling: str, name: st
 @EACH
 def test_a_product_in_bfloat16_is_rounded_once(scaling: str, name: str) -> None:
     a, b = random(48, 1024), random(32, 1024, seed=1)
-    first, second = quantize(a, name, scaling), quantize_weight(b, name, scaling)
+    first, second = quantize(a, name, scaling), quantize(b, name, scaling, square=True)
     product = emulated_product(first, second, torch.bfloat16)
     assert product.dtype == torch.bfloat16
     exact = first.dequantized().double() @ second.dequantized().double().t()
