@@ -48,9 +48,7 @@ class Updates:
         set_rounding(self.optimizer, policy)
         place_matrices(self.optimizer, strategy, self.names, device)
         place_shards(self.optimizer, strategy, self.names)
-        # The host steps offloaded parameters, and has to wait for the decision.
-        on_host = any(tensor.device.type != device.type for _, tensor in parameters)
-        self.skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
+        self.skips_on_device = prepare_for_device_skip(self.optimizer)
         self._stepped = SteppedTensors(self.optimizer, parameters)
         self.learning_rates = LearningRates(
             self.optimizer, schedule, device, on_device=self.skips_on_device

@@ -66,10 +66,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -155,7 +153,6 @@ class FullySharded(ShardedStrategy):
         values: InitialValues = nothing_to_compute,
     ) -> None:
         config = config or ParallelConfig()
-        _check_offload(config.sharding, world)
         check_accumulation(policy)
         check_parameters(module, policy)
         check_shapes(module, name)
@@ -163,7 +160,7 @@ class FullySharded(ShardedStrategy):
         self._replicas = world.world_size // shards
         materialize(module, values, world.device, parameters=False)
         self.module = module
-        move_to(module, world.device, parameters=not config.sharding.offload)
+        move_to(module, world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
@@ -174,8 +171,7 @@ class FullySharded(ShardedStrategy):
         ties = tied_names(module)
         _shard(module, policy, kept, mesh, config.sharding)
         check_ties(module, ties, name)
-        storage = torch.device("cpu") if config.sharding.offload else world.device
-        materialize_shards(module, values, world.device, storage)
+        materialize_shards(module, values, world.device)
         self._root = cast(FSDPModule, module)
         self._order = self._watch_collectives(world, policy, kept)
         self._prepare_gradients()
@@ -418,7 +414,6 @@ def _shard(
     # FP32, because `_ReduceScatter` converts to the communication dtype.
     computed = replace(fsdp2_policy(policy.wide, own_accumulator=True), reduce_dtype=torch.float32)
     fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     in_fp32 = _with_submodules(kept)
     done: set[int] = set()
 
@@ -429,7 +424,6 @@ def _shard(
             mesh=mesh,
             mp_policy=fp32 if id(parts[0]) in in_fp32 else computed,
             reshard_after_forward=reshard,
-            offload_policy=offload,
         )
 
     def group_kept(holder: nn.Module, reshard: bool) -> None:
@@ -453,12 +447,3 @@ def _shard(
 
 def _with_submodules(modules: Sequence[nn.Module]) -> set[int]:
     return {id(part) for module in modules for part in module.modules()}
-
-
-def _check_offload(sharding: ShardingConfig, world: World) -> None:
-    if sharding.offload and world.device.type == "cpu":
-        raise ConfigError(
-            "sharding.offload",
-            True,
-            "this run computes on the CPU, so everything is in host memory already; use false",
-        )

@@ -97,28 +97,24 @@ def materialize(
 
 
 @torch.no_grad()
-def materialize_shards(
-    module: nn.Module, values: InitialValues, device: torch.device, storage: torch.device
-) -> None:
+def materialize_shards(module: nn.Module, values: InitialValues, device: torch.device) -> None:
     """Replace the DTensors of a module that are on the meta device by their initial values.
 
     Args:
         module: A module that `fully_shard` has sharded.
         values: The initial values of whole parameters.
-        device: Where to compute them.
-        storage: Where the shards are held.
+        device: Where to compute them, and where the shards are held.
     """
 
     def shard(held: HeldTensor) -> Tensor:
         meta = cast("DTensor", held.tensor)
-        return _like(meta, _shard(values(held.name, device), meta, storage))
+        return _like(meta, _shard(values(held.name, device), meta))
 
     replace_tensors(module, lambda tensor: tensor.is_meta, shard)
 
 
-def _shard(value: Tensor, meta: DTensor, storage: torch.device) -> Tensor:
-    # `DTensor.from_local` would move offloaded shards to the device of the mesh.
-    sharded = cast("DTensor", torch.empty_like(meta, device=storage))
+def _shard(value: Tensor, meta: DTensor) -> Tensor:
+    sharded = cast("DTensor", torch.empty_like(meta, device=value.device))
     local = sharded.to_local()
     for index, _ in local_parts(meta):
         local.copy_(value[index])

@@ -47,9 +47,6 @@ class ShardingConfig:
     """Patterns (`*` and `?`) for the class names or module names of blocks. Empty: the classes in
     the model's `_no_split_modules`, otherwise the entries of its outermost module lists."""
 
-    offload: bool = False
-    """Keep parameter shards, gradients and optimizer state in host memory."""
-
     def __post_init__(self) -> None:
         check_types(self, "sharding")
         _check_choice("sharding.accumulate", self.accumulate, Accumulation)
@@ -67,7 +64,6 @@ class ShardingConfig:
         uses = {
             "accumulate": ("hsdp",) if self.accumulate == "hybrid" else SHARDED_STRATEGIES,
             "reshard_after_forward": SHARDED_STRATEGIES,
-            "offload": SHARDED_STRATEGIES,
             "shard_size": ("hsdp",),
         }
         for setting in fields(self):

@@ -324,12 +324,11 @@ class KnownParameters:
                 raise ConfigError("model", name, problem)
 
 
-def move_to(module: nn.Module, device: torch.device, *, parameters: bool = True) -> None:
-    """Move buffers and, if `parameters` is set, parameters; those on the meta device stay there."""
-    if parameters:
-        for parameter in module.parameters():
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(device)
+def move_to(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers; those on the meta device stay there."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             if not buffer.is_meta:

@@ -275,23 +275,6 @@ def test_parameters_that_cannot_be_trained_are_refused() -> None:
 
 
 @ranks(1)
-def test_there_is_nothing_to_offload_to_on_a_cpu() -> None:
-    with pytest.raises(ConfigError, match=r"sharding.offload = True: this run computes on the CPU"):
-        make_engine(**sharded("fsdp", offload=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@ranks(1, cuda=True)
-def test_offloaded_shards_are_stepped_on_the_host() -> None:
-    engine = make_engine(device="cuda:0", max_norm=1.3, **sharded("fsdp", offload=True))
-    train(engine, 4, ONE_RANK)
-    for parameter in engine.module.parameters():
-        assert parameter.to_local().device.type == "cpu"
-    assert error(weights(engine), plain_training(4, ONE_RANK, max_norm=1.3)[0]) < 1e-4
-
-
-@ranks(1)
 def test_a_parameter_without_rows_is_named() -> None:
     model = nn.Module()
     model.temperature = nn.Parameter(torch.ones(()))

@@ -31,10 +31,6 @@ def world(size: int) -> World:
         ("--sharding.shard-size 2 --strategy fsdp", "sharding.shard_size = 2: applies only to"),
         ("--sharding.shard-size 0 --strategy hsdp", "sharding.shard_size = 0: use 1 or more"),
         ("--no-sharding.reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),
-        (
-            "--sharding.offload --strategy ddp",
-            "applies only to fsdp and hsdp, but",
-        ),
         ("--compile block", "compile = 'block'"),
         ("--activation-checkpointing all", "activation_checkpointing = 'all': choose one of"),
     ],
