@@ -18,7 +18,7 @@ from distmp.quantization.linear import (
     narrow_linear,
 )
 from distmp.quantization.products import choose_product, emulated_product
-from distmp.quantization.selection import Selection, describe_outside, select
+from distmp.quantization.selection import Selection, select
 
 
 class NarrowLayers:
@@ -44,7 +44,6 @@ class NarrowLayers:
         self.is_emulated = choose_product(policy.scaling, device) is emulated_product
         self.backend = "emulated" if self.is_emulated else "computed by torch._scaled_mm"
         self.wide = selection.wide
-        self._outside = selection.outside
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -91,8 +90,6 @@ class NarrowLayers:
         total = len(self.modules) + len(self.wide)
         text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
-        if self._outside:
-            wide.append(f"{describe_outside(self._outside)} (not an nn.Linear)")
         return f"{text}; wide: {', '.join(wide)}" if wide else text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,13 +28,10 @@ class Selection(NamedTuple):
     Attributes:
         narrow: Layers with narrow products, by name.
         wide: Why each other linear layer stays in the compute dtype, by name.
-        outside: Number of modules that hold a matrix without being an nn.Linear or an embedding,
-            by their class.
     """
 
     narrow: dict[str, nn.Linear]
     wide: dict[str, str]
-    outside: dict[str, int]
 
 
 def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> Selection:
@@ -59,35 +55,17 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
         raise ConfigError(
             "precision.policy",
             policy.name,
-            f"gives no linear layer narrow products; {_why(reasons, _outside(model))}",
+            f"gives no linear layer narrow products; {_why(reasons)}",
         )
     wide = {name: reasons[name] for name in linear if name in reasons}
-    return Selection(narrow, wide, _outside(model))
+    return Selection(narrow, wide)
 
 
-def describe_outside(outside: dict[str, int]) -> str:
-    """Return `Selection.outside` as text, such as "8 Conv1D"."""
-    return ", ".join(f"{count} {kind}" for kind, count in outside.items())
-
-
-def _outside(model: nn.Module) -> dict[str, int]:
-    return dict(
-        Counter(
-            type(part).__name__
-            for part in model.modules()
-            if not isinstance(part, nn.Linear | nn.Embedding | nn.EmbeddingBag)
-            and any(value.dim() > 1 for value in part.parameters(recurse=False))
-        )
-    )
-
-
-def _why(reasons: dict[str, str], outside: dict[str, int]) -> str:
-    others = f"; {describe_outside(outside)} are not an nn.Linear" if outside else ""
+def _why(reasons: dict[str, str]) -> str:
     if not reasons:
-        return f"the model has no nn.Linear{others}; use bf16"
+        return "the model has no nn.Linear; use bf16"
     name, reason = next(iter(reasons.items()))
-    example = f"for example {name!r} stays wide because of {reason}{others}"
-    return f"{example}; use bf16, or change hp"
+    return f"for example {name!r} stays wide because of {reason}; use bf16, or change hp"
 
 
 def _unsuitable(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
