@@ -57,9 +57,9 @@ FP32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -72,10 +72,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from distmp.buckets.gradients import BACKWARD_IN_LOSS
 from distmp.buckets.parameters import WATCHED_STEPS
+from distmp.buckets.used import UsedParameters
 from distmp.distributed.collectives import all_gather
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import fsdp_internals
 from distmp.parallel.accumulation import choose, least_free_bytes
@@ -89,15 +91,11 @@ from distmp.parallel.materialize import (
 )
 from distmp.parallel.reduce_scatter import reduce_scatter_sum, reduction_groups
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
-from distmp.parallel.sharded import (
-    ShardedStrategy,
-    check_shapes,
-    check_ties,
-    shard_size,
-    tied_names,
-)
+from distmp.parallel.sharded import HOOK, check_shapes, check_ties, shard_size, tied_names
 from distmp.parallel.strategy import (
+    USED_DIRECTLY,
     KnownParameters,
+    Strategy,
     broadcast_from_rank_zero,
     check_accumulation,
     check_parameters,
@@ -105,11 +103,13 @@ from distmp.parallel.strategy import (
     narrow_parameters,
     parameter_name,
     store_parameters_in_fp32,
+    trainable,
 )
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
+from distmp.utils.dtensor import is_dtensor
 
 # Forward passes in which a replaced parameter is refused; the check costs host time.
 _WATCHED_FORWARDS = 16
@@ -119,13 +119,33 @@ WRITTEN_IN_FORWARD = (
     "copy, so the new value would be lost; hold it in a buffer, or change engine.weights() between "
     "steps"
 )
+REPLACED = (
+    "was replaced by .data =, which FSDP does not see; write to it in place (.copy_, .clamp_), or "
+    "use engine.load_state_dict"
+)
 
 
-class FullySharded(ShardedStrategy):
+class _RefusesDirectUse:
+    """Hook of a shard, to which autograd has a gradient only if the shard itself was used.
+
+    FSDP reduces gradients of gathered parameters; this gradient would differ between ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, gradient: Tensor) -> NoReturn:
+        raise ConfigError("model", self._name, USED_DIRECTLY)
+
+
+class FullySharded(Strategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
 
     With `hsdp` the `sharding.shard_size` ranks of a shard group share one copy of the model, and
     every shard group has a copy.
+
+    FSDP sets zero gradients for a parameter that no rank has used, if its group was reduced at all.
+    `UsedParameters` determines which of these the optimizer steps.
 
     All ranks have to run the same modules in every microbatch. `CollectiveOrder` raises an error if
     they do not.
@@ -206,10 +226,25 @@ class FullySharded(ShardedStrategy):
             self._reshard()  # a forward outside of the engine may have left gathered parameters
             self._known.check(self.module)
 
+    def computing_loss(self, *, computing: bool) -> None:
+        self._computing_loss = computing
+
+    def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(self._trainable)
+
     def begin_step(self) -> None:
         if self._unfinished:
             self._discard()
-        super().begin_step()
+        self._used.begin_step()
+        self._accumulated.clear()
+        for (name, parameter), storage in zip(self._trainable, self._storages, strict=True):
+            hooks = parameter._backward_hooks or {}
+            if len(hooks) > 1 and not all(isinstance(h, _RefusesDirectUse) for h in hooks.values()):
+                raise ConfigError("model", name, HOOK)
+            is_replaced = parameter.untyped_storage()._cdata != storage._cdata
+            if is_replaced and is_dtensor(parameter):
+                raise ConfigError("model", name, REPLACED)
+            parameter.grad = None
 
     def begin_microbatch(self, *, last: bool) -> None:
         self._unfinished = True
@@ -221,7 +256,16 @@ class FullySharded(ShardedStrategy):
             self._root.set_requires_all_reduce(last)
 
     def finish_gradients(self) -> None:
-        super().finish_gradients()
+        # FSDP waits for its reductions at the end of each backward.
+        self._used.exchange_flags()
+        for name, parameter in self._trainable:
+            self._check_gradient(parameter)
+            if self._used.is_unused(name) or not parameter.requires_grad:
+                # FSDP reduces all parameters of a group, even those that were frozen later.
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._accumulated.clear()
         if self._order is not None:
             self._order.end()
         self._unfinished = False
@@ -245,6 +289,18 @@ class FullySharded(ShardedStrategy):
     def gradient_memory(self) -> list[Tensor]:
         return [*super().gradient_memory(), *fsdp_internals.unreduced_gradients(self.module)]
 
+    def end_step(self, skipped: Tensor) -> None:
+        self._used.end_step(skipped)
+
+    @property
+    def unused(self) -> list[str]:
+        return self._used.unused
+
+    @unused.setter
+    def unused(self, names: Iterable[str]) -> None:
+        selected = set(names)
+        self._used.unused = [name for name, _ in self._trainable if name in selected]
+
     def copy_master_to_model(self) -> None:
         """Nothing to copy: the next forward gathers and casts the shards."""
 
@@ -262,6 +318,57 @@ class FullySharded(ShardedStrategy):
     def units(self) -> list[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
         return [(name, part) for name, part in parts if isinstance(part, FSDPModule)]
+
+    def _track_parameters(self, world: World) -> None:
+        """Start to train the parameters that require gradients now."""
+        self._trainable = named = trainable(self.module)
+        # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
+        self._storages = [parameter.untyped_storage() for _, parameter in named]
+        self._names = {id(parameter): name for name, parameter in named}
+        self._used = UsedParameters([name for name, _ in named], world.group, world.device)
+        self._computing_loss = False
+        # The gradients of this step by the `id` of their parameters, and their versions.
+        self._accumulated: dict[int, tuple[Tensor, int]] = {}
+        for name, parameter in named:
+            parameter.register_hook(_RefusesDirectUse(name))
+
+    def _mark_used(self, parameter: nn.Parameter) -> None:
+        """Record that backward had a gradient of a parameter on this rank."""
+        name = self._names.get(id(parameter))
+        if name is not None:
+            if self._computing_loss:
+                raise TrainingError(BACKWARD_IN_LOSS.format(name))
+            self._used.mark_used(name)
+
+    def _record_gradient(self, parameter: nn.Parameter) -> None:
+        """Record the gradient that FSDP has set, whose memory only FSDP may change in this step."""
+        gradient = parameter.grad
+        if gradient is None:
+            self._refuse_lost_gradient(parameter)
+        self._accumulated[id(parameter)] = (gradient, gradient._version)
+
+    def _check_gradient(self, parameter: nn.Parameter) -> None:
+        """Refuse a gradient that other code has removed, replaced or written to in this step.
+
+        FSDP2 adds to the memory of a shard without a new version of the DTensor.
+
+        Raises:
+            TrainingError: Naming the parameter.
+        """
+        recorded = self._accumulated.get(id(parameter))
+        if recorded is None:
+            return
+        gradient, version = recorded
+        if parameter.grad is not gradient or gradient._version != version:
+            self._refuse_lost_gradient(parameter)
+
+    def _refuse_lost_gradient(self, parameter: nn.Parameter) -> NoReturn:
+        raise TrainingError(
+            f"the loss function or a hook has cleared or changed the gradient of "
+            f"{self._names[id(parameter)]!r} before the end of the step, so the sum over "
+            "microbatches would be lost; leave out zero_grad, which engine.step calls, and hooks "
+            "that set .grad"
+        )
 
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]

@@ -142,19 +142,19 @@ MUTANTS = [
     ),
     Mutant(
         "a parameter that no rank has used is updated under fsdp",
-        "distmp/parallel/sharded.py",
+        "distmp/parallel/fsdp.py",
         "if self._used.is_unused(name) or not parameter.requires_grad:",
         "if not parameter.requires_grad:",
     ),
     Mutant(
         "a parameter frozen during training is updated under fsdp",
-        "distmp/parallel/sharded.py",
+        "distmp/parallel/fsdp.py",
         "if self._used.is_unused(name) or not parameter.requires_grad:",
         "if self._used.is_unused(name):",
     ),
     Mutant(
         "a step without a gradient does not count as a zero gradient",
-        "distmp/parallel/sharded.py",
+        "distmp/parallel/fsdp.py",
         "parameter.grad = torch.zeros_like(parameter)",
         "pass",
     ),
