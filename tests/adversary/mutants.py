@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "a parameter frozen during training keeps being updated with its last gradient",
         "distmp/buckets/gradients.py",
-        "steps = slot.parameter.requires_grad and not self._used.is_unused(slot)",
-        "steps = not self._used.is_unused(slot)",
+        "steps = slot.parameter.requires_grad and not self._used.is_unused(slot.name)",
+        "steps = not self._used.is_unused(slot.name)",
     ),
     Mutant(
         "a parameter that no rank has used is updated under fsdp",
