@@ -69,12 +69,8 @@ def check(model: nn.Module) -> None:
     """
     missing = {name for group in _groups(model) for name in _missing(group, GROUP_ATTRIBUTES)}
     if not missing:
-        missing = {
-            name
-            for group in _groups(model)
-            for parameter in group.fsdp_params
-            for name in _missing(parameter, PARAMETER_ATTRIBUTES)
-        }
+        parameters = _parameters(model)
+        missing = {name for each in parameters for name in _missing(each, PARAMETER_ATTRIBUTES)}
     _refuse_if(missing, "accumulate in FP32", " or strategy = 'ddp'")
 
 
@@ -95,9 +91,10 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     All gradients of a group have one dtype, in every microbatch; FSDP2 fails if they differ
     (pytorch#196996).
     """
-    for parameter in _gathered_parameters(model):
-        if parameter.is_floating_point():  # frozen parameters too: they may be unfrozen later
-            parameter.grad_dtype = torch.float32
+    for parameter in _parameters(model):
+        gathered = parameter._unsharded_param
+        if gathered.is_floating_point():  # frozen parameters too: they may be unfrozen later
+            gathered.grad_dtype = torch.float32
     for group in _groups(model):
         if hasattr(group, _SET_GRAD_DTYPES):
             setattr(group, _SET_GRAD_DTYPES, _keep_grad_dtypes)
@@ -112,16 +109,15 @@ def refuse_replaced_parameters(model: nn.Module) -> None:
     Raises:
         ConfigError: Naming a replaced parameter.
     """
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            info = parameter._module_info
-            if not isinstance(getattr(info.module, info.param_name), nn.Parameter):
-                raise ConfigError(
-                    "model",
-                    info.param_name,
-                    "is replaced by another tensor in forward (torch.func.functional_call), but "
-                    "FSDP computes with the parameter; use the strategy 'ddp'",
-                )
+    for parameter in _parameters(model):
+        info = parameter._module_info
+        if not isinstance(getattr(info.module, info.param_name), nn.Parameter):
+            raise ConfigError(
+                "model",
+                info.param_name,
+                "is replaced by another tensor in forward (torch.func.functional_call), but "
+                "FSDP computes with the parameter; use the strategy 'ddp'",
+            )
 
 
 def watch_reductions(
@@ -219,20 +215,19 @@ def discard_gradients(model: nn.Module) -> None:
     """Discard gradients that are not reduced yet, which `zero_grad` does not clear."""
     for group in _groups(model):
         group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
-            parameter._unsharded_param.grad = None
-            if _has_accumulator(parameter):
-                parameter.unsharded_accumulated_grad = None
+    for parameter in _parameters(model):
+        parameter._unsharded_param.grad = None
+        if _has_accumulator(parameter):
+            parameter.unsharded_accumulated_grad = None
 
 
 def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return the gradients of this rank that are not fully reduced yet."""
     gradients = [group._partial_reduce_output for group in _groups(model)]
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            gradients.append(parameter._unsharded_param.grad)
-            if _has_accumulator(parameter):
-                gradients.append(parameter.unsharded_accumulated_grad)
+    for parameter in _parameters(model):
+        gradients.append(parameter._unsharded_param.grad)
+        if _has_accumulator(parameter):
+            gradients.append(parameter.unsharded_accumulated_grad)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -305,10 +300,8 @@ def fsdp2_policies(model: nn.Module) -> Iterator[MixedPrecisionPolicy]:
         yield group.mp_policy
 
 
-def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            yield parameter._unsharded_param
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    return (parameter for group in _groups(model) for parameter in group.fsdp_params)
 
 
 def written_parameter(model: nn.Module) -> str | None:
@@ -316,11 +309,10 @@ def written_parameter(model: nn.Module) -> str | None:
 
     FSDP2 fills gathered parameters without counting a version, so each write is the model's.
     """
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            gathered = getattr(parameter, "_unsharded_param", None)
-            if type(gathered) is nn.Parameter and gathered._version:
-                return str(parameter._param_fqn)
+    for parameter in _parameters(model):
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if type(gathered) is nn.Parameter and gathered._version:
+            return str(parameter._param_fqn)
     return None
 
 

@@ -20,16 +20,9 @@ CPU_FEATURES = {
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
     torch.float16: ("amx_fp16", "avx512_fp16", "asimdhp"),
 }
-# First compute capability with a kernel of torch for narrow products, by the scaling of a policy.
-# Products with other scalings are emulated on every device.
+# First compute capability with a kernel of torch for low-precision matmuls, by the scaling of a
+# policy. Matmuls with other scalings are emulated on every device.
 NARROW_CAPABILITY = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
-# Narrow products by the scaling of a policy, for messages.
-_PRODUCTS = {
-    "tensor": "8-bit products",
-    "row": "8-bit products with scales of rows",
-    "block32": "8-bit products with scales of blocks",
-    "block16": "4-bit products with scales of blocks",
-}
 
 
 class Resolution(NamedTuple):
@@ -130,15 +123,14 @@ def _limit(chosen: PrecisionPolicy, device: torch.device) -> str:
     if chosen.tf32 and capability < TF32_CAPABILITY:
         return f"{name} has no TF32, so products keep all bits of float32"
     if chosen.is_narrow and not computes_narrow(chosen.scaling, capability):
-        products = _PRODUCTS[chosen.scaling]
-        return f"{name} only emulates {products}, which is slow: use it for tests"
+        return f"{name} only emulates matmuls with scaling={chosen.scaling}, which is slow"
     if chosen.compute_dtype in SIXTEEN_BIT and chosen.compute_dtype not in native_dtypes(device):
         return f"{name} only emulates {dtype_name(chosen.compute_dtype)}, which is slow"
     return ""
 
 
 def computes_narrow(scaling: str, capability: tuple[int, int]) -> bool:
-    """Return whether a GPU of this compute capability has a kernel for narrow products."""
+    """Return whether a GPU of this compute capability has a kernel for low-precision matmuls."""
     return scaling in NARROW_CAPABILITY and capability >= NARROW_CAPABILITY[scaling]
 
 

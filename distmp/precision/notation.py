@@ -173,8 +173,10 @@ def _value(key: str, value: Any) -> Any:
         return None if value == "none" else value
     if key in ("keep_fp32", "hp"):
         return _patterns(value)
-    if key == "loss_scale":
-        return _loss_scale(value)
+    if key == "loss_scale" and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+        return None if value == "none" else value  # the policy refuses other words
     return value
 
 
@@ -182,17 +184,6 @@ def _patterns(value: Any) -> Any:
     if isinstance(value, str):
         return () if value in ("", "none") else tuple(value.split("|"))
     return tuple(value) if isinstance(value, list) else value
-
-
-def _loss_scale(value: Any) -> Any:
-    if not isinstance(value, str) or value == "dynamic":
-        return value
-    if value == "none":
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return value  # the policy refuses it
 
 
 def _word(value: Any) -> str:

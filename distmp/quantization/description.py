@@ -13,19 +13,11 @@ from distmp.quantization.linear import ProductFormats
 
 logger = logging.getLogger("distmp")
 
-# The scales of `ProductFormats.scaling` in words.
-_SCALES = {
-    "tensor": "a scale per tensor",
-    "row": "a scale per row",
-    "block32": "a scale per 32 values",
-    "block16": "a scale per 16 values",
-}
-
 
 def describe_formats(layers: NarrowLayers) -> str:
     """Return the formats of the policy, how products are computed, and which layers are narrow.
 
-    Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor; 8 of 9 linear layers have
+    Example: "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor; 8 of 9 linear layers have
     narrow products, emulated; wide: head (hp=head)".
     """
     return f"{_formats(layers.policy_formats)}; {layers.describe()}"
@@ -66,4 +58,4 @@ def _formats(formats: ProductFormats) -> str:
         f"{product} {getattr(formats, product) or 'bf16'}"
         for product in ("forward", "grad", "wgrad")
     )
-    return f"{products}, {_SCALES[formats.scaling]}"
+    return f"{products}, scaling {formats.scaling}"

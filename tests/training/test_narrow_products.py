@@ -15,7 +15,7 @@ from distmp.training.trainer import Trainer
 from tests.commands.report.test_report import report
 from tests.torchrun import TINY, corpus
 
-FORMATS = "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor"
+FORMATS = "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor"
 BACKEND = "6 of 8 linear layers have narrow products, emulated"
 WIDE = {f"blocks.{block}.feed_forward.down": "hp=*.down" for block in range(2)}
 
@@ -43,7 +43,7 @@ def trained(tmp_path: Path, *arguments: str) -> str:
 def test_from_the_start_to_the_report(tmp_path: Path) -> None:
     output = trained(tmp_path, "--steps=7", "--precision.policy=fp8,hp=*.down")
     assert f"formats: {FORMATS}; {BACKEND}; wide: " in output
-    assert "this CPU only emulates 8-bit products, which is slow: use it for tests" in output
+    assert "this CPU only emulates matmuls with scaling=tensor, which is slow" in output
 
     records = read_records(tmp_path / "run" / "steps.jsonl")
     assert [r.step for r in records if r.narrow_operands is not None] == [1, 3, 6, 7]
