@@ -86,12 +86,6 @@ class _Slot:
     has_gradient: bool = False
 
 
-BACKWARD_IN_LOSS = (
-    "the loss function has called backward, which would add the gradient of {!r} with the wrong "
-    "scale; return the sum of all losses, whose backward the engine calls"
-)
-
-
 class Fp32GradBuckets:
     """Accumulates the gradients of all microbatches in flat FP32 buckets and sums them over ranks.
 
@@ -135,7 +129,7 @@ class Fp32GradBuckets:
     Attributes:
         layouts: The parameters of each bucket and their offsets.
         buffers: After `finish`: the flat FP32 buckets, each of shape (size of the layout,).
-        computing_loss: Set while the loss is computed; a backward is then an error.
+        used: Tracks which parameters have ever had a gradient.
 
     Raises:
         ConfigError: If an argument is invalid or differs between ranks, or if `reproducible` does
@@ -175,7 +169,6 @@ class Fp32GradBuckets:
         }
         _check_options(options, bucket_bytes, reduce_dtype)
         _check_group(group)
-        self.computing_loss = False
         named_parameters = check_parameters(named_parameters)
         described = {name: repr(value) for name, value in options.items()}
         described |= {"bucket_bytes": repr(bucket_bytes), "reduce_dtype": repr(reduce_dtype)}
@@ -208,7 +201,7 @@ class Fp32GradBuckets:
         self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
-        self._used = UsedParameters([slot.name for slot in self._slots], group, device)
+        self.used = UsedParameters([slot.name for slot in self._slots], group, device)
         # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
@@ -244,16 +237,6 @@ class Fp32GradBuckets:
         """Return the gradient of every parameter by name, as views of the finished buckets."""
         return {slot.name: self._total.views[slot.bucket][slot.index] for slot in self._slots}
 
-    @property
-    def unused(self) -> list[str]:
-        """Names of the parameters that no rank has ever used."""
-        return self._used.unused
-
-    @unused.setter
-    def unused(self, names: Iterable[str]) -> None:
-        selected = set(names)
-        self._used.unused = [slot.name for slot in self._slots if slot.name in selected]
-
     def attach(self, bucket: int, index: int, target: Tensor) -> None:
         """Assign the gradient of a parameter to another tensor, which the optimizer steps instead.
 
@@ -277,7 +260,7 @@ class Fp32GradBuckets:
             )
         self.discard()
         self._stage = "begun"
-        self._used.begin_step()
+        self.used.begin_step()
         for slot in self._slots:
             slot.has_gradient = False
             slot.parameter.grad = None
@@ -366,7 +349,7 @@ class Fp32GradBuckets:
             kept: 0-dim bool, usually the result of `microbatch_is_finite`; if False the microbatch
                 is dropped, and the caller has to drop its loss and weight. None keeps it.
         """
-        self._used.end_microbatch(kept)
+        self.used.end_microbatch(kept)
         if kept is not None:
             for buffer in self._leaf.buffers:
                 buffer.masked_fill_(~kept, 0.0)
@@ -399,7 +382,7 @@ class Fp32GradBuckets:
             if self._sums is not None:
                 self._total = self._sums.total_after(self._leaf)
             self._sync_order()
-            self._used.exchange_flags()
+            self.used.exchange_flags()
         for slot in self._slots:
             self._set_gradient(slot)
 
@@ -428,7 +411,7 @@ class Fp32GradBuckets:
         Args:
             skipped: 0-dim, nonzero if the step was skipped; the same on all ranks.
         """
-        self._used.end_step(skipped)
+        self.used.end_step(skipped)
 
     @torch.no_grad()
     def discard(self) -> None:
@@ -474,8 +457,7 @@ class Fp32GradBuckets:
 
     def _take_gradient(self, slot: _Slot, gradient: Tensor) -> None:
         """Add the gradient of a parameter to its bucket, unless autograd has done so."""
-        if self.computing_loss:
-            raise TrainingError(BACKWARD_IN_LOSS.format(slot.name))
+        self.used.mark_used(slot.name)
         if torch.is_grad_enabled():
             raise TrainingError(
                 f"backward(create_graph=True) computed the gradient of {slot.name!r}, and buckets "
@@ -497,7 +479,6 @@ class Fp32GradBuckets:
             else:
                 view.copy_(gradient)
             slot.has_gradient = True
-        self._used.mark_used(slot.name)
         slot.parameter.grad = None
         if self._last_microbatch and self._reduction is not None:
             self._mark_ready(slot)
@@ -559,7 +540,7 @@ class Fp32GradBuckets:
 
     def _set_gradient(self, slot: _Slot) -> None:
         """Set `.grad` of a parameter and of its target to views of the reduced bucket."""
-        steps = slot.parameter.requires_grad and not self._used.is_unused(slot.name)
+        steps = slot.parameter.requires_grad and not self.used.is_unused(slot.name)
         view = self._total.views[slot.bucket][slot.index]
         if not self.sharded:
             slot.parameter.grad = view if steps else None

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmp.errors import TrainingError
+
 
 class UsedParameters:
     """Tracks which parameters have ever had a gradient, on any rank.
@@ -30,14 +32,19 @@ class UsedParameters:
         parameters: Names of parameters that are not used yet, in the same order on all ranks.
         group: The ranks; None for a single process.
         device: The device of the flags.
+
+    Attributes:
+        computing_loss: Set while the loss is computed; a gradient is then an error.
     """
 
     def __init__(
         self, parameters: Iterable[str], group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
+        self.computing_loss = False
         self._group = group
         self._device = device
-        self._unused = dict.fromkeys(parameters)  # in the same order on all ranks
+        self._all = [*parameters]
+        self._unused = dict.fromkeys(self._all)  # in the same order on all ranks
         # Parameters that this rank has used in this step: in the current microbatch, in
         # microbatches that count, and in microbatches that may be dropped, with a flag on the
         # device.
@@ -55,7 +62,17 @@ class UsedParameters:
         self._droppable = []
 
     def mark_used(self, parameter: str) -> None:
-        """Record a gradient of this parameter on this rank."""
+        """Record a gradient of this parameter on this rank.
+
+        Raises:
+            TrainingError: While the loss is computed.
+        """
+        if self.computing_loss:
+            raise TrainingError(
+                f"the loss function has called backward, which would add the gradient of "
+                f"{parameter!r} with the wrong scale; return the sum of all losses, whose backward "
+                "the engine calls"
+            )
         if parameter in self._unused:
             self._in_microbatch.add(parameter)
 
@@ -97,7 +114,8 @@ class UsedParameters:
 
     @unused.setter
     def unused(self, parameters: Iterable[str]) -> None:
-        self._unused = dict.fromkeys(parameters)
+        selected = set(parameters)
+        self._unused = {name: None for name in self._all if name in selected}
         self._newly_used = set()
         self._skipped = None
         self.begin_step()

@@ -109,7 +109,7 @@ class EngineState:
         if self._products.schedule is not None:
             for name, value in self._products.schedule.state_dict().items():
                 state[f"{NARROW}{name}"] = value
-        for name in self._strategy.unused:
+        for name in self._strategy.used.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self.counts
         state["engine/seed"] = torch.tensor(self.seed)
@@ -163,7 +163,7 @@ class EngineState:
         )
         if self._updates.skips_on_device:
             prepare_for_device_skip(self._updates.optimizer)
-        self._strategy.unused = [
+        self._strategy.used.unused = [
             *(name.removeprefix(UNUSED) for name in stored if name.startswith(UNUSED)),
             *never_stepped(self._updates.optimizer, self._updates.names, optimizer_state),
         ]
@@ -174,7 +174,7 @@ class EngineState:
                 left_out,
             )
         # Some optimizers create the state of a parameter before its first gradient.
-        unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
+        unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.used.unused))
         temporary, replaced = self._to_convert(optimizer_state)
         live = self.tensors()
         live = {name: tensor for name, tensor in live.items() if name not in replaced} | temporary

@@ -57,7 +57,7 @@ FP32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -72,7 +72,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from distmp.buckets.gradients import BACKWARD_IN_LOSS
 from distmp.buckets.parameters import WATCHED_STEPS
 from distmp.buckets.used import UsedParameters
 from distmp.distributed.collectives import all_gather
@@ -226,16 +225,13 @@ class FullySharded(Strategy):
             self._reshard()  # a forward outside of the engine may have left gathered parameters
             self._known.check(self.module)
 
-    def computing_loss(self, *, computing: bool) -> None:
-        self._computing_loss = computing
-
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
 
     def begin_step(self) -> None:
         if self._unfinished:
             self._discard()
-        self._used.begin_step()
+        self.used.begin_step()
         self._accumulated.clear()
         for (name, parameter), storage in zip(self._trainable, self._storages, strict=True):
             hooks = parameter._backward_hooks or {}
@@ -257,10 +253,10 @@ class FullySharded(Strategy):
 
     def finish_gradients(self) -> None:
         # FSDP waits for its reductions at the end of each backward.
-        self._used.exchange_flags()
+        self.used.exchange_flags()
         for name, parameter in self._trainable:
             self._check_gradient(parameter)
-            if self._used.is_unused(name) or not parameter.requires_grad:
+            if self.used.is_unused(name) or not parameter.requires_grad:
                 # FSDP reduces all parameters of a group, even those that were frozen later.
                 parameter.grad = None
             elif parameter.grad is None:
@@ -289,18 +285,6 @@ class FullySharded(Strategy):
     def gradient_memory(self) -> list[Tensor]:
         return [*super().gradient_memory(), *fsdp_internals.unreduced_gradients(self.module)]
 
-    def end_step(self, skipped: Tensor) -> None:
-        self._used.end_step(skipped)
-
-    @property
-    def unused(self) -> list[str]:
-        return self._used.unused
-
-    @unused.setter
-    def unused(self, names: Iterable[str]) -> None:
-        selected = set(names)
-        self._used.unused = [name for name, _ in self._trainable if name in selected]
-
     def copy_master_to_model(self) -> None:
         """Nothing to copy: the next forward gathers and casts the shards."""
 
@@ -325,8 +309,7 @@ class FullySharded(Strategy):
         # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
         self._storages = [parameter.untyped_storage() for _, parameter in named]
         self._names = {id(parameter): name for name, parameter in named}
-        self._used = UsedParameters([name for name, _ in named], world.group, world.device)
-        self._computing_loss = False
+        self.used = UsedParameters([name for name, _ in named], world.group, world.device)
         # The gradients of this step by the `id` of their parameters, and their versions.
         self._accumulated: dict[int, tuple[Tensor, int]] = {}
         for name, parameter in named:
@@ -336,9 +319,7 @@ class FullySharded(Strategy):
         """Record that backward had a gradient of a parameter on this rank."""
         name = self._names.get(id(parameter))
         if name is not None:
-            if self._computing_loss:
-                raise TrainingError(BACKWARD_IN_LOSS.format(name))
-            self._used.mark_used(name)
+            self.used.mark_used(name)
 
     def _record_gradient(self, parameter: nn.Parameter) -> None:
         """Record the gradient that FSDP has set, whose memory only FSDP may change in this step."""

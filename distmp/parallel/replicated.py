@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -89,6 +89,7 @@ class Replicated(Strategy):
             reproducible=self._settings.reproducible,
             drop_non_finite=self._settings.drop_non_finite,
         )
+        self.used = self._buckets.used
         self._parameters: FlatParameters | PureParameters
         if policy.casts_parameters and not policy.has_masters:
             self._parameters = PureParameters(self._buckets)
@@ -128,9 +129,6 @@ class Replicated(Strategy):
             self._buffers = BufferValues(self.model)
         self._buckets.begin_microbatch(last=last)
 
-    def computing_loss(self, *, computing: bool) -> None:
-        self._buckets.computing_loss = computing
-
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         return self._buckets.backward_context(loss)
 
@@ -165,17 +163,6 @@ class Replicated(Strategy):
 
     def copy_master_to_model(self) -> None:
         self._parameters.publish()
-
-    def end_step(self, skipped: Tensor) -> None:
-        self._buckets.end_step(skipped)
-
-    @property
-    def unused(self) -> list[str]:
-        return self._buckets.unused
-
-    @unused.setter
-    def unused(self, names: Iterable[str]) -> None:
-        self._buckets.unused = [*names]
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:
         ranks = self._world.world_size

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from distmp.buckets.used import UsedParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
@@ -58,9 +59,11 @@ class Strategy(ABC):
         module: The prepared module; call it for forward.
         reason: What was chosen automatically and why, as text; empty if there was no choice.
         narrow_layers: The linear layers with narrow products; None under wide policies.
+        used: Tracks which parameters have ever had a gradient, on any rank.
     """
 
     module: nn.Module
+    used: UsedParameters
     reason: str = ""
     narrow_layers: NarrowLayers | None = None
     # None if the strategy allows ranks to run different numbers of microbatches.
@@ -118,9 +121,9 @@ class Strategy(ABC):
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
 
-    @abstractmethod
     def computing_loss(self, *, computing: bool) -> None:
         """Refuse a backward while the loss is computed, as the loss function's own one."""
+        self.used.computing_loss = computing
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         """Return the context of the backward of a microbatch.
@@ -178,18 +181,9 @@ class Strategy(ABC):
     def copy_master_to_model(self) -> None:
         """Copy the stepped weights to the parameters of the module, for the next forward."""
 
-    @abstractmethod
     def end_step(self, skipped: Tensor) -> None:
         """End a step; `skipped` is 0-dim and nonzero if it was skipped. The host does not wait."""
-
-    @property
-    @abstractmethod
-    def unused(self) -> list[str]:
-        """Names of parameters that no rank has ever used, see `UsedParameters`; can be set."""
-
-    @unused.setter
-    @abstractmethod
-    def unused(self, names: Iterable[str]) -> None: ...
+        self.used.end_step(skipped)
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the modules, by name, that gather their parameters before forward, root first."""
