@@ -16,7 +16,12 @@ from distmp.parallel.settings import (
     AccumulationSettings,
     ParallelConfig,
 )
-from distmp.parallel.strategy import Strategy, refuse_shared_memory
+from distmp.parallel.strategy import (
+    Strategy,
+    check_accumulation,
+    check_parameters,
+    refuse_shared_memory,
+)
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import narrow_layers
 
@@ -72,6 +77,8 @@ def build_strategy(
     """
     config = config or ParallelConfig()
     config.sharding.check(name)
+    check_accumulation(policy)
+    check_parameters(module, policy)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
     if name not in SHARDED_STRATEGIES and policy.casts_parameters:

@@ -24,8 +24,6 @@ from distmp.parallel.strategy import (
     KnownParameters,
     Strategy,
     broadcast_from_rank_zero,
-    check_accumulation,
-    check_parameters,
     store_parameters_in_fp32,
     trainable,
 )
@@ -64,8 +62,6 @@ class Replicated(Strategy):
         self._settings = settings or AccumulationSettings()
         check_buckets(policy, self._settings)
         self._world = world
-        check_accumulation(policy)
-        check_parameters(module, policy)
         if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
             logger.warning(COMPILED_WHOLE)
         materialize(module, values, world.device)
