@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distmp.distributed import rank_monitor
 from distmp.distributed.awaited import AwaitedRanks
 from distmp.distributed.lost_peers import is_lost_connection
-from distmp.distributed.rank_monitor import RankMonitor, RankStatus
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.world import World
 from distmp.errors import TrainingError, rank_names, ranks_by_value
 
@@ -206,7 +206,12 @@ class CollectiveOrder:
             pause = min(2 * pause, 0.05)
             if time.monotonic() - begun < check_after:
                 continue
-            statuses = self._absent_ranks(self._monitor)
+            # Of the ranks that have not reached the comparison.
+            statuses = {
+                rank: status
+                for rank, status in self._monitor.query(range(self._world_size)).items()
+                if status is None or not status.compares
+            }
             seen = self._check_waiting_ranks(local, statuses, seen)
             why = awaited.why_stuck(statuses)
             if why and not work.is_completed():
@@ -215,15 +220,6 @@ class CollectiveOrder:
                 )
             check_after = min(2 * check_after, self._seconds / 4)
             begun = time.monotonic()
-
-    def _absent_ranks(self, monitor: RankMonitor) -> dict[int, RankStatus | None]:
-        """Return the ranks that have not reached the comparison."""
-        statuses = monitor.query(range(self._world_size))
-        return {
-            rank: status
-            for rank, status in statuses.items()
-            if status is None or not status.compares
-        }
 
     def _no_answer(self, local: Collective, why: str, who: str) -> TrainingError:
         return TrainingError(

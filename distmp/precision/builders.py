@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
-from distmp.precision.notation import as_mapping
-from distmp.precision.notation import policy as parsed
+from distmp.precision.notation import name_of
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import map_tensors
@@ -183,15 +182,8 @@ def refuse_narrow(policy: PrecisionPolicy) -> None:
         _refuse(
             policy,
             "has matrix products with fewer than 16 bits, which only distmp.Engine and the trainer "
-            f"compute; use one of them, or here {_without_formats(policy)!r}",
+            f"compute; use one of them, or here {name_of(policy.wide)!r}",
         )
-
-
-def _without_formats(policy: PrecisionPolicy) -> str:
-    """Return the name or the text of the policy with the same dtypes and no formats."""
-    keys = as_mapping(policy.wide)
-    del keys["name"]
-    return parsed(keys).name
 
 
 def _refuse(policy: PrecisionPolicy, problem: str) -> NoReturn:

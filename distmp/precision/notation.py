@@ -123,7 +123,7 @@ def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
         return base
     built = replace(base, **({"name": default_name or base.name} | values))
     if default_name is None and "name" not in values:
-        return replace(built, name=_name_of(built))
+        return replace(built, name=name_of(built))
     return built
 
 
@@ -135,8 +135,8 @@ def _check_name(name: Any) -> None:
         )
 
 
-def _name_of(built: PrecisionPolicy) -> str:
-    """Return the name of a policy without one: the preset that it equals, or its text."""
+def name_of(built: PrecisionPolicy) -> str:
+    """Return the preset that a policy equals except for its name, or the text of its fields."""
     for preset in PRESETS.values():
         if replace(built, name=preset.name) == preset:
             return preset.name

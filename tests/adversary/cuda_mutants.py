@@ -272,8 +272,8 @@ MUTANTS = [
     Mutant(
         "the host decides whether buffers are reverted",
         MODULE_BUFFERS,
-        "batch.write(torch.where(condition.to(before.device), before, batch.flat()))",
-        "batch.write(before if condition else batch.flat())",
+        "values = torch.where(condition.to(now.device), before, now)",
+        "values = before if condition else now",
         REVERTED,
     ),
     Mutant(
