@@ -58,7 +58,7 @@ class Strategy(ABC):
     Attributes:
         module: The prepared module; call it for forward.
         reason: What was chosen automatically and why, as text; empty if there was no choice.
-        narrow_layers: The linear layers with narrow products; None under wide policies.
+        narrow_layers: The linear layers with low-precision matmuls; None if the policy has none.
         used: Tracks which parameters have ever had a gradient, on any rank.
     """
 

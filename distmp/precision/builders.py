@@ -39,7 +39,7 @@ def autocast_context(
 def autocast_of_dtypes(
     policy: PrecisionPolicy, device: torch.device, *, sharded: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return what `autocast_context` returns; narrow formats are applied elsewhere.
+    """Return what `autocast_context` returns; low-precision formats are applied elsewhere.
 
     Args:
         policy: The policy.

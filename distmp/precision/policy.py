@@ -65,8 +65,9 @@ class PrecisionPolicy:
             in FP32 in any case. See `distmp.quantization`.
         grad_format: Format of the output gradient in the product for the gradient of the input.
         wgrad_format: Format of the output gradient in the product for the gradient of the weight.
-        scaling: Which values of a narrow operand share a scale: "tensor" (all), "row" (a row along
-            the summed dimension), "block32" (32 values, MXFP8) or "block16" (16 values, NVFP4).
+        scaling: Which values of a low-precision operand share a scale: "tensor" (all), "row" (a row
+            along the summed dimension), "block32" (32 values, MXFP8) or "block16" (16 values,
+            NVFP4).
         hp: Linear layers whose products stay in the compute dtype (high precision): patterns as in
             `keep_fp32`, `embedding` for a head that shares the weight of an embedding, and
             `first2`, `last2` or `last15%` for the layers in the first or last blocks.
@@ -169,13 +170,13 @@ class PrecisionPolicy:
             self._refuse("scaling", f"choose one of {', '.join(SCALINGS)}")
         if not self.is_narrow:
             if self.scaling != "tensor":
-                self._refuse("scaling", "no product has a narrow format; set forward")
+                self._refuse("scaling", "no product has a low-precision format; set forward")
             if self.hp:
-                self._refuse("hp", "no product has a narrow format; remove it")
+                self._refuse("hp", "no product has a low-precision format; remove it")
             return
         if self.compute_dtype != torch.bfloat16:
             self._refuse(
-                "compute", "results of narrow products need the range of bfloat16; use compute=bf16"
+                "compute", "low-precision matmuls need the range of bfloat16; use compute=bf16"
             )
 
     def _check_format(self, key: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of the operands of narrow products, added where operands are rounded."""
+"""Statistics of the operands of low-precision matmuls, added where operands are rounded."""
 
 # Note [Statistics under torch.compile]
 #

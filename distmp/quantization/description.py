@@ -1,4 +1,4 @@
-"""Describes the narrow products of a model, for messages and records."""
+"""Describes the low-precision matmuls of a model, for messages and records."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger("distmp")
 
 
 def describe_formats(layers: NarrowLayers) -> str:
-    """Return the formats of the policy, how products are computed, and which layers are narrow.
+    """Return the formats of the policy, how products are computed, and which layers have them.
 
     Example: "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor; 8 of 9 linear layers have
-    narrow products, emulated; wide: head (hp=head)".
+    low-precision matmuls, emulated; in the compute dtype: head (hp=head)".
     """
     return f"{_formats(layers.policy_formats)}; {layers.describe()}"
 
@@ -28,8 +28,8 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
 
     Returns:
         "formats", a list of texts; "emulated"; "backend", how products are computed; "narrow", the
-        names of the layers with narrow products; "wide", why each other linear layer stays in the
-        compute dtype, by name.
+        names of the layers with low-precision matmuls; "wide", why each other linear layer stays in
+        the compute dtype, by name.
     """
     return {
         "formats": [_formats(layers.policy_formats)],
@@ -41,10 +41,10 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
 
 
 def log_formats(layers: NarrowLayers, policy: PrecisionPolicy, device: torch.device) -> None:
-    """Log the formats of narrow products; a warning if a GPU emulates them.
+    """Log the formats of low-precision matmuls; a warning if a GPU emulates them.
 
     Args:
-        layers: The layers with narrow products.
+        layers: The layers with low-precision matmuls.
         policy: The policy.
         device: Device of the model.
     """

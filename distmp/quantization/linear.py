@@ -4,9 +4,9 @@
     grad:     dx = dy w       [tokens, in]  from [tokens, out] and [out, in]
     wgrad:    dw = dy^T x     [out, in]     from [tokens, out] and [tokens, in]
 
-Inputs, weights and output gradients are rounded to the format of the product where it is narrow;
-`x` and `w` have the format of `forward` in all products (e4m3 or e2m1 if forward is wide). Sums
-are FP32, and results are rounded to the dtype of `x` once.
+Inputs, weights and output gradients are rounded to the format of the product where it has one;
+`x` and `w` have the format of `forward` in all products (e4m3 or e2m1 if forward has the compute
+dtype). Sums are FP32, and results are rounded to the dtype of `x` once.
 """
 
 # Note [One rounded weight]
@@ -57,21 +57,21 @@ class ProductFormats:
 
     @property
     def operand(self) -> str:
-        """Format of inputs and weights in narrow products."""
+        """Format of inputs and weights in low-precision matmuls."""
         if self.forward is not None:
             return self.forward
         return "e2m1" if self.scaling == "block16" else "e4m3"
 
 
 class NarrowState:
-    """The changing state of a linear layer with narrow products.
+    """The changing state of a linear layer with low-precision matmuls.
 
     Attributes:
         formats: The formats of its products; may be changed between steps.
         counts: Statistics of each of `OPERANDS` in this step.
         key: Key of the random numbers of this microbatch, int64, 0-dim.
         transform: The Hadamard transform of "block16".
-        product: Computes narrow products.
+        product: Computes low-precision matmuls.
     """
 
     def __init__(self, formats: ProductFormats, counts: Tensor, key: Tensor) -> None:
@@ -146,7 +146,7 @@ def _check_differentiated_once(formats: ProductFormats) -> None:
         raise ConfigError(
             "loss",
             "torch.autograd.grad(..., create_graph=True)",
-            "narrow products have no second derivatives; use grad=bf16 and wgrad=bf16 in "
+            "low-precision matmuls have no second derivatives; use grad=bf16 and wgrad=bf16 in "
             "precision.policy, or bf16",
         )
 

@@ -1,4 +1,4 @@
-"""Operands of matrix products: values in a narrow format, and their scales.
+"""Operands of matrix products: values in a low-precision format, and their scales.
 
 All products are `a @ b.T` with a of shape [m, k] and b of shape [n, k], as GPU kernels expect. A
 scale belongs to all values of an operand, to a row, or to a block of a row. Weights have square
@@ -32,7 +32,7 @@ _SMALLEST_BLOCK_SCALE = 2.0**-9
 
 
 class Operand(NamedTuple):
-    """A matrix in a narrow format; it represents `values * block scale * outer scale`.
+    """A matrix in a low-precision format; it represents `values * block scale * outer scale`.
 
     Attributes:
         values: [rows, columns], FP32 with values that the format represents.

@@ -1,4 +1,4 @@
-"""Matrix products of narrow operands: an exact emulation for every device, and GPU kernels.
+"""Matrix products of low-precision operands: an exact emulation for every device, and GPU kernels.
 
 The emulation is the specification: operands have the values of the format, products of two values
 are exact in FP32, and sums are FP32. `torch._scaled_mm` runs on GPUs from compute capability 8.9 on

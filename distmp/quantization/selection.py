@@ -1,4 +1,4 @@
-"""Selects the linear layers of a model whose products are narrow."""
+"""Selects the linear layers of a model with low-precision matmuls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Selection(NamedTuple):
     """The linear layers of a model.
 
     Attributes:
-        narrow: Layers with narrow products, by name.
+        narrow: Layers with low-precision matmuls, by name.
         wide: Why each other linear layer stays in the compute dtype, by name.
     """
 
@@ -35,15 +35,15 @@ class Selection(NamedTuple):
 
 
 def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> Selection:
-    """Return which linear layers have narrow products under a policy, and why others do not.
+    """Return which linear layers have low-precision matmuls under a policy, and why others do not.
 
     Args:
         model: The model.
-        policy: A policy with narrow formats.
+        policy: A policy with low-precision formats.
         blocks: Names of the model's blocks, in order.
 
     Raises:
-        ConfigError: If a pattern of the policy matches nothing, or no layer can be narrow.
+        ConfigError: If a pattern of the policy matches nothing, or no layer is suitable.
     """
     reasons = {**_unsuitable(model, policy), **_in_fp32(model, policy)}
     for pattern in policy.hp:
@@ -55,7 +55,7 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
         raise ConfigError(
             "precision.policy",
             policy.name,
-            f"gives no linear layer narrow products; {_why(reasons)}",
+            f"gives no linear layer low-precision matmuls; {_why(reasons)}",
         )
     wide = {name: reasons[name] for name in linear if name in reasons}
     return Selection(narrow, wide)
@@ -65,7 +65,8 @@ def _why(reasons: dict[str, str]) -> str:
     if not reasons:
         return "the model has no nn.Linear; use bf16"
     name, reason = next(iter(reasons.items()))
-    return f"for example {name!r} stays wide because of {reason}; use bf16, or change hp"
+    example = f"for example {name!r} stays in the compute dtype because of {reason}"
+    return f"{example}; use bf16, or change hp"
 
 
 def _unsuitable(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:

@@ -53,7 +53,7 @@ LIMITS = {
 
 
 def test_every_preset_is_here() -> None:
-    # The layers of this model are too small for narrow products; see tests/quantization.
+    # The layers of this model are too small for low-precision matmuls; see tests/quantization.
     assert {name for name, preset in PRESETS.items() if not preset.is_narrow} < set(LIMITS)
 
 

@@ -1,4 +1,4 @@
-"""What the engine says about narrow products: formats at the start, and layers without calls."""
+"""What the engine says about low-precision matmuls: formats at the start, and layers without calls."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_formats_are_said(caplog: pytest.LogCaptureFixture) -> None:
     assert layers is not None
     text = (
         "forward e4m3, grad e4m3, wgrad bf16, scaling row; 2 of 3 linear layers have "
-        "narrow products, emulated; wide: head (hp=head)"
+        "low-precision matmuls, emulated; in the compute dtype: head (hp=head)"
     )
     assert describe_formats(layers) == text
     assert f"precision mine: {text}" in caplog.messages

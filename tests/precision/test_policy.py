@@ -219,7 +219,7 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
     model = Model()
     try:
         built = PrecisionPolicy(**fields)
-        # As the engine does, which alone computes narrow products.
+        # As the engine does, which alone computes low-precision matmuls.
         narrow = narrow_layers(model, built, [], torch.device("cpu"))
         prepare(model, built.wide, "cpu")
     except ConfigError as refused:

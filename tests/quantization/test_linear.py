@@ -247,7 +247,7 @@ def test_second_derivatives_are_refused(text: str) -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
     narrow_layers(layer, policy(text), [], torch.device("cpu"))
     x = torch.ones(4, 32, requires_grad=True)
-    with pytest.raises(ConfigError, match="narrow products have no second derivatives"):
+    with pytest.raises(ConfigError, match="low-precision matmuls have no second derivatives"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 

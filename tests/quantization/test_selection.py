@@ -89,7 +89,7 @@ def test_layers_in_fp32_are_wide() -> None:
         ("fp8,hp=hed", "matches no module of the model"),
         ("fp8,hp=first9", "the model has 5 blocks"),
         ("fp8,hp=last0", "selects no block; use 1 or more"),
-        ("fp8,hp=*", "gives no linear layer narrow products"),
+        ("fp8,hp=*", "gives no linear layer low-precision matmuls"),
     ],
 )
 def test_errors(text: str, problem: str) -> None:
