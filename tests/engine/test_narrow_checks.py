@@ -1,4 +1,4 @@
-"""What the engine says about low-precision matmuls: formats at the start, and layers without calls."""
+"""Formats that the engine logs at the start, and layers with formats that nothing calls."""
 
 from __future__ import annotations
 

@@ -129,12 +129,12 @@ def test_products_with_other_formats_are_a_mismatch(explanation: Explanation) ->
     assert observed is not None
     wrong = {**observed.narrow, "blocks.*.feed_forward.down": {"e4m3"}}
     assert [*differences(observed._replace(narrow=wrong), fp8)] == [
-        f"blocks.*.feed_forward.down has low-precision operands in e4m3, but the policy {fp8.name} "
+        f"blocks.*.feed_forward.down has narrow operands in e4m3, but the policy {fp8.name} "
         "specifies e4m3 and e5m2"
     ]
     none = [*differences(observed._replace(narrow={}), fp8)]
     assert len(none) == 4
-    assert "has low-precision operands in none" in none[0]
+    assert "has narrow operands in none" in none[0]
 
 
 def test_the_report_says_what_is_narrow_and_what_it_gains(explanation: Explanation) -> None:
