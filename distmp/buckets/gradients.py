@@ -110,7 +110,8 @@ class Fp32GradBuckets:
     Args:
         named_parameters: Trainable parameters with their names, in order of registration, the same
             on all ranks. A parameter that is frozen later has no gradient while it is frozen.
-        group: Ranks to reduce over; None for a single process, which reduces nothing.
+        group: Ranks to reduce over; None for a single process, which reduces nothing. Several
+            objects need a group each, or the order of their reductions would depend on timing.
         bucket_bytes: A bucket is closed once it has this many bytes; None takes 25 MiB, on CPUs
             6 MiB.
         reduce_dtype: Communication dtype: float32, or bfloat16 or float16 by all-to-all, summed in
@@ -123,8 +124,6 @@ class Fp32GradBuckets:
             more sets of buckets.
         drop_non_finite: Hold every microbatch separately until `microbatch_is_finite` has returned
             whether to drop it. Needs memory for one more set of buckets, and disables overlap.
-        overlap: False reduces only in `finish`. If several objects share one group, only the first
-            may overlap. Otherwise the order of their reductions would depend on timing.
 
     Attributes:
         layouts: The parameters of each bucket and their offsets.
@@ -159,13 +158,11 @@ class Fp32GradBuckets:
         shard: bool = False,
         reproducible: bool = False,
         drop_non_finite: bool = False,
-        overlap: bool = True,
     ) -> None:
         options: dict[str, object] = {
             "shard": shard,
             "reproducible": reproducible,
             "drop_non_finite": drop_non_finite,
-            "overlap": overlap,
         }
         _check_options(options, bucket_bytes, reduce_dtype)
         _check_group(group)
@@ -187,7 +184,6 @@ class Fp32GradBuckets:
         # the same unless microbatches are summed separately.
         self._leaf = self._total = FlatGradients(self.layouts)
         self._drop_non_finite = drop_non_finite
-        self._overlap = overlap and not drop_non_finite
         separate = reproducible or drop_non_finite
         self._sums = PartialSums(self.layouts, pairwise=reproducible) if separate else None
         # Indices of the buckets in the order of their reductions, and in the order in which they
@@ -487,7 +483,7 @@ class Fp32GradBuckets:
         """Launch the reductions of all buckets that are complete and next in order."""
         missing = self._missing[slot.bucket]
         missing.discard(slot)
-        if missing or not self._overlap:
+        if missing or self._drop_non_finite:
             return
         if self._observed is not None and slot.bucket not in self._observed:
             self._observed.append(slot.bucket)

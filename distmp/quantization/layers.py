@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 
 import torch
@@ -117,9 +117,7 @@ def narrow_layers(
     _restore_forward(model)
     if not policy.is_narrow:
         return None
-    layers = NarrowLayers(select(model, policy, blocks), policy, device)
-    _leave_fast_path(model, layers.modules.values())
-    return layers
+    return NarrowLayers(select(model, policy, blocks), policy, device)
 
 
 def product_formats(policy: PrecisionPolicy) -> ProductFormats:
@@ -145,26 +143,6 @@ def _restore_forward(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(vars(module).get("forward"), "is_narrow", False):
             del module.forward
-
-
-def _leave_fast_path(model: nn.Module, layers: Iterable[nn.Linear]) -> None:
-    """Let torch's encoder layers call their low-precision layers in evaluation mode, too.
-
-    Without gradients, torch computes an `nn.TransformerEncoderLayer` from its weights in one
-    operator, whose products have the compute dtype, unless a module in it has hooks.
-    """
-    narrow = {*layers}
-    for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False  # only that operator takes nested tensors
-        if isinstance(part, nn.TransformerEncoderLayer) and narrow.intersection(part.modules()):
-            hooks = part._forward_pre_hooks.values()
-            if _do_nothing not in hooks:
-                part.register_forward_pre_hook(_do_nothing)
-
-
-def _do_nothing(module: nn.Module, arguments: object) -> None:
-    """Hook that disables torch's operator for encoder layers."""
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

@@ -267,23 +267,6 @@ def test_function_transforms_are_refused() -> None:
         torch.func.grad(lambda x: layer(x).sum())(torch.ones(4, 32))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_encoder_layers_of_torch_are_narrow_in_evaluation(*, masked: bool) -> None:
-    torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2)
-    encoder = encoder.bfloat16().eval()
-    layers = [narrow_layers(encoder, policy("fp8"), [], torch.device("cpu")) for _ in range(2)][1]
-    assert layers is not None
-    called = []
-    for name, state in layers.states.items():
-        product = state.product
-        state.product = lambda *args, n=name, f=product: called.append(n) or f(*args)
-    mask = torch.tensor([[False] * 16, [False] * 10 + [True] * 6]) if masked else None
-    with torch.no_grad():
-        encoder(torch.ones(2, 16, 32).bfloat16(), src_key_padding_mask=mask)
-    assert called == [*layers.modules]
-
-
 def test_a_model_of_an_earlier_engine_has_only_the_formats_of_the_new_one() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     first = narrow_layers(model, policy("fp8"), [], torch.device("cpu"))
