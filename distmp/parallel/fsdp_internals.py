@@ -38,9 +38,6 @@ _SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
 # Function by which FSDP2 divides a parameter into one part for each rank.
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
 
-# Communication hooks of FSDP1 that divide by the factors of their state.
-_FSDP1_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
-
 
 class GradientReduction(NamedTuple):
     """How a wrapper reduces the gradients of its parameters over ranks.
@@ -242,31 +239,15 @@ def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
             continue
         names = ("shard_process_group", "replicate_process_group")
         groups = tuple(filter(None, (getattr(group.mesh_info, name, None) for name in names)))
-        factor = group.gradient_divide_factor
         accumulates = not (group.reduce_grads and group.all_reduce_grads)
         if group._all_reduce_hook is not None:
-            yield GradientReduction(groups, accumulates, None, _name(group._all_reduce_hook))
-        elif factor is not None and _may_divide_twice(group):
-            yield GradientReduction(
-                groups, accumulates, None, "set_gradient_divide_factor() without shards"
-            )
+            yield GradientReduction(groups, accumulates, None, name_of(group._all_reduce_hook))
+        elif group.gradient_divide_factor is not None:
+            # torch 2.13 may divide by it twice, for a shard dimension of one rank.
+            yield GradientReduction(groups, accumulates, None, "set_gradient_divide_factor()")
         else:
-            divisor = factor or math.prod(each.size() for each in groups)
+            divisor = math.prod(each.size() for each in groups)
             yield GradientReduction(groups, accumulates, divisor)
-
-
-def _may_divide_twice(group: Any) -> bool:
-    """Return whether torch 2.13 divides by the gradient divide factor twice.
-
-    It does without shards, that is, for `replicate` and a shard dimension of one rank, if it does
-    not let the collective divide: once where it copies the gradient instead of the reduce-scatter,
-    and again before or after the all-reduce.
-    """
-    if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
-        return False
-    policy, parameter = group.mp_policy, group.fsdp_params[0].sharded_param
-    dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
-    return group.force_sum_reduction_for_comms or dtype not in (torch.float32, torch.bfloat16)
 
 
 def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
@@ -280,17 +261,14 @@ def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
         return None
     accumulates = not state._sync_gradients
     groups = tuple(filter(None, (state.process_group, getattr(state, "_inter_node_pg", None))))
-    factors = (state._gradient_predivide_factor, state._gradient_postdivide_factor)
-    hook = state._comm_hook
-    if hook is not None and hook.__module__ != _FSDP1_HOOKS:
-        return GradientReduction(groups, accumulates, None, _name(hook))
-    if hook is not None:
-        of_hook = state._comm_hook_state
-        factors = (of_hook.gradient_predivide_factor, of_hook.gradient_postdivide_factor)
-    return GradientReduction(groups, accumulates, math.prod(factors))
+    if state._comm_hook is not None:
+        return GradientReduction(groups, accumulates, None, name_of(state._comm_hook))
+    divisor = state._gradient_predivide_factor * state._gradient_postdivide_factor
+    return GradientReduction(groups, accumulates, divisor)
 
 
-def _name(function: object) -> str:
+def name_of(function: object) -> str:
+    """Return the name of a function or of the class of a callable object."""
     return getattr(function, "__qualname__", type(function).__name__)
 
 
