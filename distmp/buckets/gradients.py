@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -159,16 +159,16 @@ class Fp32GradBuckets:
         reproducible: bool = False,
         drop_non_finite: bool = False,
     ) -> None:
-        options: dict[str, object] = {
+        switches = {
             "shard": shard,
             "reproducible": reproducible,
             "drop_non_finite": drop_non_finite,
         }
-        _check_options(options, bucket_bytes, reduce_dtype)
+        _check_options(switches, bucket_bytes, reduce_dtype)
         _check_group(group)
         named_parameters = check_parameters(named_parameters)
+        options = {**switches, "bucket_bytes": bucket_bytes, "reduce_dtype": reduce_dtype}
         described = {name: repr(value) for name, value in options.items()}
-        described |= {"bucket_bytes": repr(bucket_bytes), "reduce_dtype": repr(reduce_dtype)}
         device = named_parameters[0][1].device
         check_same(group, device, described | describe_parameters(named_parameters))
         self.group = group
@@ -594,7 +594,9 @@ def _recorder(computed: list[bool]) -> Callable[[Tensor | None], None]:
     return record
 
 
-def _check_options(switches: dict[str, object], bucket_bytes: object, reduce_dtype: object) -> None:
+def _check_options(
+    switches: Mapping[str, object], bucket_bytes: object, reduce_dtype: object
+) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(name, value, "must be True or False")

@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
         for name, part in _candidates(model)
         if type(part).__name__ in unsplit and part is not model
     }
-    return blocks or dict(_entries_of_lists(model, ""))
+    return blocks or dict(_entries_of_lists(model))
 
 
 def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -125,22 +125,18 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     )
 
 
-def _entries_of_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _entries_of_lists(
+    module: nn.Module, prefix: str = "", *, in_list: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the entries of outermost module lists; lists and dictionaries in them are flattened."""
     for name, child in module.named_children():
         full = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList):
-            yield from _entries(child, f"{full}.")
-        else:
+        if isinstance(child, CONTAINERS if in_list else nn.ModuleList):
+            yield from _entries_of_lists(child, f"{full}.", in_list=True)
+        elif not in_list:
             yield from _entries_of_lists(child, f"{full}.")
-
-
-def _entries(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the entries of a module list; nested lists and dictionaries are flattened."""
-    for name, entry in container.named_children():
-        if isinstance(entry, CONTAINERS):
-            yield from _entries(entry, f"{prefix}{name}.")
-        elif _has_parameters(entry):
-            yield f"{prefix}{name}", entry
+        elif _has_parameters(child):
+            yield full, child
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -108,26 +108,19 @@ def materialize_shards(module: nn.Module, values: InitialValues, device: torch.d
 
     def shard(held: HeldTensor) -> Tensor:
         meta = cast("DTensor", held.tensor)
-        return _like(meta, _shard(values(held.name, device), meta))
+        value = values(held.name, device)
+        sharded = cast("DTensor", torch.empty_like(meta, device=device))
+        local = sharded.to_local()
+        for index, _ in local_parts(meta):
+            local.copy_(value[index])
+        # Give all copies of a shard the same bits, whatever hardware has computed them.
+        for dimension, placement in enumerate(meta.placements):
+            if placement.is_replicate():
+                group = meta.device_mesh.get_group(dimension)
+                dist.broadcast(local, src=dist.get_process_group_ranks(group)[0], group=group)
+        return _like(meta, sharded)
 
     replace_tensors(module, lambda tensor: tensor.is_meta, shard)
-
-
-def _shard(value: Tensor, meta: DTensor) -> Tensor:
-    sharded = cast("DTensor", torch.empty_like(meta, device=value.device))
-    local = sharded.to_local()
-    for index, _ in local_parts(meta):
-        local.copy_(value[index])
-    _broadcast_to_replicas(local, meta)
-    return sharded
-
-
-def _broadcast_to_replicas(local: Tensor, meta: DTensor) -> None:
-    """Give all copies of a shard the same bits, whatever hardware has computed them."""
-    for dimension, placement in enumerate(meta.placements):
-        if placement.is_replicate():
-            group = meta.device_mesh.get_group(dimension)
-            dist.broadcast(local, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
 def _like(meta: Tensor, value: Tensor) -> Tensor:

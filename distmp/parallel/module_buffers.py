@@ -87,10 +87,15 @@ class ModuleBuffers:
             self._before, self._others_before = None, []
         self.broadcast()
 
+    @torch.no_grad()
     def broadcast(self) -> None:
         """Set the buffers to those of rank 0; every rank has to call it."""
-        if self._group is not None:
-            _broadcast(self._module, self._group)
+        if self._group is None:
+            return
+        for batch in _batches(self._module):
+            flat = _flat(batch)
+            dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)
+            _write(batch, _parts(batch, flat))
 
 
 class BufferValues:
@@ -151,15 +156,6 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
 def _values_of_engines(except_for: nn.Module) -> list[BufferValues]:
     modules = [buffers._module for buffers in _of_all_engines]
     return [BufferValues(module) for module in modules if module is not except_for]
-
-
-@torch.no_grad()
-def _broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
-    source = dist.get_global_rank(group, 0)
-    for batch in _batches(module):
-        flat = _flat(batch)
-        dist.broadcast(flat, source, group)
-        _write(batch, _parts(batch, flat))
 
 
 def _batches(module: nn.Module) -> list[dict[str, Tensor]]:
