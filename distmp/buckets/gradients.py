@@ -43,8 +43,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -159,15 +160,16 @@ class Fp32GradBuckets:
         reproducible: bool = False,
         drop_non_finite: bool = False,
     ) -> None:
-        switches = {
+        options: dict[str, Any] = {
             "shard": shard,
             "reproducible": reproducible,
             "drop_non_finite": drop_non_finite,
+            "bucket_bytes": bucket_bytes,
+            "reduce_dtype": reduce_dtype,
         }
-        _check_options(switches, bucket_bytes, reduce_dtype)
+        _check_options(**options)
         _check_group(group)
         named_parameters = check_parameters(named_parameters)
-        options = {**switches, "bucket_bytes": bucket_bytes, "reduce_dtype": reduce_dtype}
         described = {name: repr(value) for name, value in options.items()}
         device = named_parameters[0][1].device
         check_same(group, device, described | describe_parameters(named_parameters))
@@ -594,14 +596,12 @@ def _recorder(computed: list[bool]) -> Callable[[Tensor | None], None]:
     return record
 
 
-def _check_options(
-    switches: Mapping[str, object], bucket_bytes: object, reduce_dtype: object
-) -> None:
+def _check_options(bucket_bytes: Any, reduce_dtype: object, **switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(name, value, "must be True or False")
     is_count = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
-    if bucket_bytes is not None and not (is_count and bucket_bytes > 0):  # type: ignore[operator]
+    if bucket_bytes is not None and not (is_count and bucket_bytes > 0):
         raise ConfigError("bucket_bytes", bucket_bytes, "use an integer above 0, or None")
     if reduce_dtype not in SUMMED_DTYPES:
         raise ConfigError(

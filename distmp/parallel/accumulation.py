@@ -92,7 +92,10 @@ def choose(
 def least_free_bytes(world: World) -> int:
     """Return the smallest free memory of any rank, in bytes; every rank has to call it."""
     if world.device.type == "cuda":
-        free = _free_cuda_bytes(world.device)
+        # Including what torch's allocator holds but does not use.
+        cached = torch.cuda.memory_reserved(world.device)
+        cached -= torch.cuda.memory_allocated(world.device)
+        free = torch.cuda.mem_get_info(world.device)[0] + cached
     else:
         free = free_host_bytes() // local_world_size(world.world_size)
     if world.group is None:
@@ -100,9 +103,3 @@ def least_free_bytes(world: World) -> int:
     least = torch.tensor(free, device=world.device)
     dist.all_reduce(least, dist.ReduceOp.MIN, world.group)
     return int(least)
-
-
-def _free_cuda_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, including what torch's allocator holds but does not use."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached

@@ -57,6 +57,7 @@ FP32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, cast
@@ -127,17 +128,12 @@ REPLACED = (
 )
 
 
-class _RefusesDirectUse:
+def _refuse_direct_use(name: str, gradient: Tensor) -> NoReturn:
     """Hook of a shard, to which autograd has a gradient only if the shard itself was used.
 
     FSDP reduces gradients of gathered parameters; this gradient would differ between ranks.
     """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, gradient: Tensor) -> NoReturn:
-        raise ConfigError("model", self._name, USED_DIRECTLY)
+    raise ConfigError("model", name, USED_DIRECTLY)
 
 
 class FullySharded(Strategy):
@@ -235,8 +231,7 @@ class FullySharded(Strategy):
         self.used.begin_step()
         self._accumulated.clear()
         for (name, parameter), storage in zip(self._trainable, self._storages, strict=True):
-            hooks = parameter._backward_hooks or {}
-            if len(hooks) > 1 and not all(isinstance(h, _RefusesDirectUse) for h in hooks.values()):
+            if len(parameter._backward_hooks or {}) > 1:  # one is `_refuse_direct_use`
                 raise ConfigError("model", name, HOOK)
             is_replaced = parameter.untyped_storage()._cdata != storage._cdata
             if is_replaced and is_dtensor(parameter):
@@ -314,7 +309,7 @@ class FullySharded(Strategy):
         # The gradients of this step by the `id` of their parameters, and their versions.
         self._accumulated: dict[int, tuple[Tensor, int]] = {}
         for name, parameter in named:
-            parameter.register_hook(_RefusesDirectUse(name))
+            parameter.register_hook(functools.partial(_refuse_direct_use, name))
 
     def _mark_used(self, parameter: nn.Parameter) -> None:
         """Record that backward had a gradient of a parameter on this rank."""

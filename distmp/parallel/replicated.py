@@ -70,13 +70,14 @@ class Replicated(Strategy):
         if self._settings.shard_optimizer:  # a shard is a range of elements in row-major order
             for _, parameter in named:
                 parameter.data = parameter.data.contiguous()
+        self._drops = self._settings.on_nonfinite == "drop_microbatch"
         self._buckets = Fp32GradBuckets(
             named,
             world.group,
             reduce_dtype=policy.reduce_dtype,
             shard=self._settings.shard_optimizer,
             reproducible=self._settings.reproducible,
-            drop_non_finite=self._settings.drop_non_finite,
+            drop_non_finite=self._drops,
         )
         self.used = self._buckets.used
         self._parameters: FlatParameters | PureParameters
@@ -114,7 +115,7 @@ class Replicated(Strategy):
         self._buckets.begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
-        if self._settings.drop_non_finite:
+        if self._drops:
             self._buffers = BufferValues(self.model)
         self._buckets.begin_microbatch(last=last)
 

@@ -126,11 +126,6 @@ class AccumulationSettings:
         check_types(self, skip={"on_nonfinite"})
         _check_choice("precision.on_nonfinite", self.on_nonfinite, OnNonfinite)
 
-    @property
-    def drop_non_finite(self) -> bool:
-        """Whether single microbatches can be dropped."""
-        return self.on_nonfinite == "drop_microbatch"
-
     def refuse_for(self, strategy: str) -> None:
         """Refuse settings that a sharded strategy does not implement.
 

@@ -89,13 +89,12 @@ def native_dtypes(device: torch.device) -> list[torch.dtype]:
 
 def _resolve_cuda(device: torch.device) -> Resolution:
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
-    if capability >= FP8_CAPABILITY:
-        # Fewer bits than 16 change the training, so they are never chosen automatically.
-        faster = "fp8 may be faster: distmp calibrate --policies bf16,fp8"
-        return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively; {faster}")
     native = native_dtypes(device)
     if torch.bfloat16 in native:
-        return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively")
+        # Fewer bits than 16 change the training, so they are never chosen automatically.
+        faster = "; fp8 may be faster: distmp calibrate --policies bf16,fp8"
+        hint = faster if capability >= FP8_CAPABILITY else ""
+        return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively{hint}")
     if torch.float16 in native:
         return Resolution(
             policy("fp16"), f"{gpu} computes float16 natively and only emulates bfloat16"

@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(
         "every rank keeps its own batch statistics",
         "distmp/parallel/module_buffers.py",
-        "_broadcast(self._module, self._group)",
+        "dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)",
         "pass",
     ),
     Mutant(
