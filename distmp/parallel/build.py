@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from distmp.distributed.world import World
@@ -16,12 +17,7 @@ from distmp.parallel.settings import (
     AccumulationSettings,
     ParallelConfig,
 )
-from distmp.parallel.strategy import (
-    Strategy,
-    check_accumulation,
-    check_parameters,
-    refuse_shared_memory,
-)
+from distmp.parallel.strategy import Strategy, check_parameters, refuse_shared_memory
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import narrow_layers
 
@@ -77,7 +73,12 @@ def build_strategy(
     """
     config = config or ParallelConfig()
     config.sharding.check(name)
-    check_accumulation(policy)
+    if policy.accumulate_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.accumulate",
+            policy.accumulate_dtype,
+            "all strategies sum microbatches in FP32; use fp32",
+        )
     check_parameters(module, policy)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)

@@ -169,7 +169,10 @@ class CollectiveOrder:
         try:
             self._wait(work, local)
         except BaseException:
-            _leave_pending(self._group())
+            # Keep the group until the process has ended, even if other code drops it. Its
+            # destructor would wait for the pending comparison, so the process would not end, and
+            # its launcher would not end the rank that is awaited.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group()))
             raise
         finally:
             if self._monitor is not None:
@@ -290,12 +293,3 @@ ADVICE = (
     "modules in the same order in each microbatch and evaluation; run all modules and multiply the "
     "outputs that a rank does not need by zero, or use strategy = 'ddp'"
 )
-
-
-def _leave_pending(group: dist.ProcessGroup | None) -> None:
-    """Keep a group until the process has ended, even if other code drops it.
-
-    Its destructor would wait for the comparison that is pending, so the process would not end, and
-    its launcher would not end the rank that is awaited.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -20,7 +20,7 @@ from distmp.optim import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
 from distmp.optim.stepped import build_on
 from distmp.parallel.collective_order import CollectiveOrder
-from distmp.precision.policy import PrecisionPolicy, dtype_word
+from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtensor import is_dtensor
@@ -201,20 +201,6 @@ class Strategy(ABC):
         return found
 
 
-def check_accumulation(policy: PrecisionPolicy) -> None:
-    """Refuse a policy that does not accumulate in FP32, as every strategy does.
-
-    Raises:
-        ConfigError: For another dtype.
-    """
-    if policy.accumulate_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.accumulate",
-            policy.accumulate_dtype,
-            "all strategies sum microbatches in FP32; use fp32",
-        )
-
-
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
     """Refuse parameters that the policy cannot convert.
 
@@ -231,11 +217,7 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
                 f"{name!r} is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
                 f"{dtype_word(policy.compute_dtype)}-autocast",
             )
-        if parameter.requires_grad and parameter.dtype not in (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-        ):
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise ConfigError(
                 "precision.policy",
                 policy.name,

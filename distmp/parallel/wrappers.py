@@ -89,7 +89,12 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
     """Refuse a module without a wrapper that several ranks train."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if group is None and divisor is None and _spans_all_ranks(module):
+    # DTensors may describe how all ranks share the parameters.
+    spans_all_ranks = any(
+        is_dtensor(parameter) and parameter.device_mesh.size() == dist.get_world_size()
+        for parameter in module.parameters()
+    )
+    if group is None and divisor is None and spans_all_ranks:
         return
     raise ConfigError(
         "module",
@@ -97,14 +102,6 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
         "is not wrapped in DDP or FSDP, so it is unknown how its gradients are reduced; pass the "
         "wrapped module (in Lightning, trainer.strategy.model), or pass both the ranks over which "
         "you sum gradients and what you divide the sum by: group=..., divisor=...",
-    )
-
-
-def _spans_all_ranks(module: nn.Module) -> bool:
-    """Return whether DTensors describe how all ranks share the parameters."""
-    return any(
-        is_dtensor(parameter) and parameter.device_mesh.size() == dist.get_world_size()
-        for parameter in module.parameters()
     )
 
 

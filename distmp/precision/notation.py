@@ -111,8 +111,12 @@ def _split(text: str) -> dict[str, Any]:
 
 
 def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
-    if items.keys() == {"name"}:
-        _check_name(items["name"])
+    if items.keys() == {"name"} and str(items["name"]) in PRESETS:
+        raise ConfigError(
+            f"{SETTING}.name",
+            items["name"],
+            f"is only a label of an FP32 policy; use preset={items['name']}",
+        )
     base = _preset(items.pop("preset", "fp32"))
     for key in items:
         if key not in FIELDS:
@@ -125,14 +129,6 @@ def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
     if default_name is None and "name" not in values:
         return replace(built, name=name_of(built))
     return built
-
-
-def _check_name(name: Any) -> None:
-    """Refuse only a name, as in `{name: bf16}`, which would be FP32 with this name."""
-    if isinstance(name, str) and name in PRESETS:
-        raise ConfigError(
-            f"{SETTING}.name", name, f"is only a label of an FP32 policy; use preset={name}"
-        )
 
 
 def name_of(built: PrecisionPolicy) -> str:
@@ -172,18 +168,14 @@ def _value(key: str, value: Any) -> Any:
     if key in ("forward", "grad", "wgrad"):
         return None if value == "none" else value
     if key in ("keep_fp32", "hp"):
-        return _patterns(value)
+        if isinstance(value, str):
+            return () if value in ("", "none") else tuple(value.split("|"))
+        return tuple(value) if isinstance(value, list) else value
     if key == "loss_scale" and isinstance(value, str):
         with contextlib.suppress(ValueError):
             return float(value)
         return None if value == "none" else value  # the policy refuses other words
     return value
-
-
-def _patterns(value: Any) -> Any:
-    if isinstance(value, str):
-        return () if value in ("", "none") else tuple(value.split("|"))
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _word(value: Any) -> str:

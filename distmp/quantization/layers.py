@@ -87,8 +87,7 @@ class NarrowLayers:
         reasons: dict[str, list[str]] = {}
         for name, reason in self.wide.items():
             reasons.setdefault(reason, []).append(name)
-        total = len(self.modules) + len(self.wide)
-        count = f"{len(self.modules)} of {total}"
+        count = f"{len(self.modules)} of {len(self.modules) + len(self.wide)}"
         text = f"{count} linear layers have low-precision matmuls, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
         return f"{text}; in the compute dtype: {', '.join(wide)}" if wide else text
