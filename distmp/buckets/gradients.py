@@ -231,6 +231,10 @@ class Fp32GradBuckets:
             for layout, buffer in zip(self.layouts, self.buffers, strict=True)
         ]
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of every parameter by name, as views of the finished buckets."""
+        return {slot.name: self._total.views[slot.bucket][slot.index] for slot in self._slots}
+
     def attach(self, bucket: int, index: int, target: Tensor) -> None:
         """Assign the gradient of a parameter to another tensor, which the optimizer steps instead.
 

@@ -11,9 +11,9 @@ from distmp.precision.notation import PolicyLike, policy
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
 from distmp.utils.dtypes import dtype_name
 
-# First compute capability with tensor cores for the dtype; below, it is emulated or slow.
+# First compute capability with tensor cores for the dtype; below, it is emulated or slow. TF32 has
+# that of bfloat16.
 CAPABILITIES = {torch.bfloat16: (8, 0), torch.float16: (7, 0)}
-TF32_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 # CPU features that compute with the dtype, as the kernel lists them.
 CPU_FEATURES = {
@@ -119,7 +119,7 @@ def _limit(chosen: PrecisionPolicy, device: torch.device) -> str:
     name, capability = "this CPU", (0, 0)
     if device.type == "cuda":
         name, capability = _gpu(device), torch.cuda.get_device_capability(device)
-    if chosen.tf32 and capability < TF32_CAPABILITY:
+    if chosen.tf32 and capability < CAPABILITIES[torch.bfloat16]:
         return f"{name} has no TF32, so products keep all bits of float32"
     if chosen.is_narrow and not computes_narrow(chosen.scaling, capability):
         return f"{name} only emulates matmuls with scaling={chosen.scaling}, which is slow"
