@@ -97,9 +97,8 @@ class ParallelConfig:
         check_types(self)
         if self.microbatches is not None and self.microbatches < 1:
             raise ConfigError("microbatches", self.microbatches, "use 1 or more, or None")
-        _check_choice(
-            "activation_checkpointing", self.activation_checkpointing, ActivationCheckpointing
-        )
+        recomputed = self.activation_checkpointing
+        _check_choice("activation_checkpointing", recomputed, ActivationCheckpointing)
         _check_choice("compile", self.compile, Compilation)
 
 
