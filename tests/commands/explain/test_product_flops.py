@@ -157,18 +157,6 @@ def test_a_step_without_wide_products_in_backward(explanation: Explanation) -> N
     assert "of backward" not in " ".join(report(explanation._replace(observed=observed)))
 
 
-def test_gathers_in_8_bits_are_parameters(explanation: Explanation) -> None:
-    rows = {
-        (entry.purpose, entry.dtype): entry.nbytes for entry in explanation.predicted.communication
-    }
-    by_purpose = {f"{purpose} {dtype}" for purpose, dtype in rows}
-    assert {
-        "parameters torch.uint8",
-        "parameters torch.bfloat16",
-        "scales torch.float32",
-    } <= by_purpose
-
-
 @pytest.mark.nightly
 def test_json_has_the_products(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--strategy=single"]
