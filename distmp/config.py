@@ -292,14 +292,11 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = field(default="auto", metadata=HARMLESS)
-    """single, ddp, fsdp, hsdp, or auto: the first of ddp, ddp with shard_optimizer, hsdp and fsdp
-    that fits in memory, and single on one rank; the run prints the reason."""
+    """single, ddp, fsdp, hsdp, or auto: single on one rank, otherwise the first of ddp, hsdp and
+    fsdp whose weights, gradients and optimizer state fit into half of the free memory."""
 
     activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=HARMLESS)
-    """`blocks`: store only the inputs of each block for backward, and recompute the rest.
-    `{every: n}`: only for every n-th block. `{save: [matmul, attention]}`: also store the results
-    of these operations; operators of torch such as aten.mm can be named, too. Both can be combined.
-    """
+    """`blocks`: store only the inputs of each block for backward, and recompute the rest."""
 
     compile: Compilation = field(default="none", metadata=HARMLESS)
     """Apply `torch.compile` to each of the `blocks`, or to the `model`; with `model`, reductions do

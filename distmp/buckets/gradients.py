@@ -45,6 +45,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,12 +87,6 @@ class _Slot:
     has_gradient: bool = False
 
 
-BACKWARD_IN_LOSS = (
-    "the loss function has called backward, which would add the gradient of {!r} with the wrong "
-    "scale; return the sum of all losses, whose backward the engine calls"
-)
-
-
 class Fp32GradBuckets:
     """Accumulates the gradients of all microbatches in flat FP32 buckets and sums them over ranks.
 
@@ -116,7 +111,8 @@ class Fp32GradBuckets:
     Args:
         named_parameters: Trainable parameters with their names, in order of registration, the same
             on all ranks. A parameter that is frozen later has no gradient while it is frozen.
-        group: Ranks to reduce over; None for a single process, which reduces nothing.
+        group: Ranks to reduce over; None for a single process, which reduces nothing. Several
+            objects need a group each, or the order of their reductions would depend on timing.
         bucket_bytes: A bucket is closed once it has this many bytes; None takes 25 MiB, on CPUs
             6 MiB.
         reduce_dtype: Communication dtype: float32, or bfloat16 or float16 by all-to-all, summed in
@@ -129,13 +125,11 @@ class Fp32GradBuckets:
             more sets of buckets.
         drop_non_finite: Hold every microbatch separately until `microbatch_is_finite` has returned
             whether to drop it. Needs memory for one more set of buckets, and disables overlap.
-        overlap: False reduces only in `finish`. If several objects share one group, only the first
-            may overlap. Otherwise the order of their reductions would depend on timing.
 
     Attributes:
         layouts: The parameters of each bucket and their offsets.
         buffers: After `finish`: the flat FP32 buckets, each of shape (size of the layout,).
-        computing_loss: Set while the loss is computed; a backward is then an error.
+        used: Tracks which parameters have ever had a gradient.
 
     Raises:
         ConfigError: If an argument is invalid or differs between ranks, or if `reproducible` does
@@ -165,20 +159,18 @@ class Fp32GradBuckets:
         shard: bool = False,
         reproducible: bool = False,
         drop_non_finite: bool = False,
-        overlap: bool = True,
     ) -> None:
-        options: dict[str, object] = {
+        options: dict[str, Any] = {
             "shard": shard,
             "reproducible": reproducible,
             "drop_non_finite": drop_non_finite,
-            "overlap": overlap,
+            "bucket_bytes": bucket_bytes,
+            "reduce_dtype": reduce_dtype,
         }
-        _check_options(options, bucket_bytes, reduce_dtype)
+        _check_options(**options)
         _check_group(group)
-        self.computing_loss = False
         named_parameters = check_parameters(named_parameters)
         described = {name: repr(value) for name, value in options.items()}
-        described |= {"bucket_bytes": repr(bucket_bytes), "reduce_dtype": repr(reduce_dtype)}
         device = named_parameters[0][1].device
         check_same(group, device, described | describe_parameters(named_parameters))
         self.group = group
@@ -194,7 +186,6 @@ class Fp32GradBuckets:
         # the same unless microbatches are summed separately.
         self._leaf = self._total = FlatGradients(self.layouts)
         self._drop_non_finite = drop_non_finite
-        self._overlap = overlap and not drop_non_finite
         separate = reproducible or drop_non_finite
         self._sums = PartialSums(self.layouts, pairwise=reproducible) if separate else None
         # Indices of the buckets in the order of their reductions, and in the order in which they
@@ -208,7 +199,7 @@ class Fp32GradBuckets:
         self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
-        self._used = UsedParameters(self._slots, group, device)
+        self.used = UsedParameters([slot.name for slot in self._slots], group, device)
         # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
@@ -244,16 +235,6 @@ class Fp32GradBuckets:
         """Return the gradient of every parameter by name, as views of the finished buckets."""
         return {slot.name: self._total.views[slot.bucket][slot.index] for slot in self._slots}
 
-    @property
-    def unused(self) -> list[str]:
-        """Names of the parameters that no rank has ever used."""
-        return [slot.name for slot in self._used.unused]
-
-    @unused.setter
-    def unused(self, names: Iterable[str]) -> None:
-        selected = set(names)
-        self._used.unused = [slot for slot in self._slots if slot.name in selected]
-
     def attach(self, bucket: int, index: int, target: Tensor) -> None:
         """Assign the gradient of a parameter to another tensor, which the optimizer steps instead.
 
@@ -277,7 +258,7 @@ class Fp32GradBuckets:
             )
         self.discard()
         self._stage = "begun"
-        self._used.begin_step()
+        self.used.begin_step()
         for slot in self._slots:
             slot.has_gradient = False
             slot.parameter.grad = None
@@ -366,7 +347,7 @@ class Fp32GradBuckets:
             kept: 0-dim bool, usually the result of `microbatch_is_finite`; if False the microbatch
                 is dropped, and the caller has to drop its loss and weight. None keeps it.
         """
-        self._used.end_microbatch(kept)
+        self.used.end_microbatch(kept)
         if kept is not None:
             for buffer in self._leaf.buffers:
                 buffer.masked_fill_(~kept, 0.0)
@@ -399,7 +380,7 @@ class Fp32GradBuckets:
             if self._sums is not None:
                 self._total = self._sums.total_after(self._leaf)
             self._sync_order()
-            self._used.exchange_flags()
+            self.used.exchange_flags()
         for slot in self._slots:
             self._set_gradient(slot)
 
@@ -428,7 +409,7 @@ class Fp32GradBuckets:
         Args:
             skipped: 0-dim, nonzero if the step was skipped; the same on all ranks.
         """
-        self._used.end_step(skipped)
+        self.used.end_step(skipped)
 
     @torch.no_grad()
     def discard(self) -> None:
@@ -474,8 +455,7 @@ class Fp32GradBuckets:
 
     def _take_gradient(self, slot: _Slot, gradient: Tensor) -> None:
         """Add the gradient of a parameter to its bucket, unless autograd has done so."""
-        if self.computing_loss:
-            raise TrainingError(BACKWARD_IN_LOSS.format(slot.name))
+        self.used.mark_used(slot.name)
         if torch.is_grad_enabled():
             raise TrainingError(
                 f"backward(create_graph=True) computed the gradient of {slot.name!r}, and buckets "
@@ -497,7 +477,6 @@ class Fp32GradBuckets:
             else:
                 view.copy_(gradient)
             slot.has_gradient = True
-        self._used.mark_used(slot)
         slot.parameter.grad = None
         if self._last_microbatch and self._reduction is not None:
             self._mark_ready(slot)
@@ -506,7 +485,7 @@ class Fp32GradBuckets:
         """Launch the reductions of all buckets that are complete and next in order."""
         missing = self._missing[slot.bucket]
         missing.discard(slot)
-        if missing or not self._overlap:
+        if missing or self._drop_non_finite:
             return
         if self._observed is not None and slot.bucket not in self._observed:
             self._observed.append(slot.bucket)
@@ -559,7 +538,7 @@ class Fp32GradBuckets:
 
     def _set_gradient(self, slot: _Slot) -> None:
         """Set `.grad` of a parameter and of its target to views of the reduced bucket."""
-        steps = slot.parameter.requires_grad and not self._used.is_unused(slot)
+        steps = slot.parameter.requires_grad and not self.used.is_unused(slot.name)
         view = self._total.views[slot.bucket][slot.index]
         if not self.sharded:
             slot.parameter.grad = view if steps else None
@@ -617,12 +596,12 @@ def _recorder(computed: list[bool]) -> Callable[[Tensor | None], None]:
     return record
 
 
-def _check_options(switches: dict[str, object], bucket_bytes: object, reduce_dtype: object) -> None:
+def _check_options(bucket_bytes: Any, reduce_dtype: object, **switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(name, value, "must be True or False")
     is_count = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
-    if bucket_bytes is not None and not (is_count and bucket_bytes > 0):  # type: ignore[operator]
+    if bucket_bytes is not None and not (is_count and bucket_bytes > 0):
         raise ConfigError("bucket_bytes", bucket_bytes, "use an integer above 0, or None")
     if reduce_dtype not in SUMMED_DTYPES:
         raise ConfigError(

@@ -138,12 +138,11 @@ def plan_buckets(
     return [
         _layout(run, multiple_of)
         for (device, _), entries in by_kind.items()
-        for run in _cut_into_runs(entries, bucket_bytes or _default_bytes(device))
+        for run in _cut_into_runs(
+            entries,
+            bucket_bytes or (CPU_BUCKET_BYTES if device.type == "cpu" else DEFAULT_BUCKET_BYTES),
+        )
     ]
-
-
-def _default_bytes(device: torch.device) -> int:
-    return CPU_BUCKET_BYTES if device.type == "cpu" else DEFAULT_BUCKET_BYTES
 
 
 def _cut_into_runs(

@@ -22,43 +22,73 @@ WRITTEN = (
 )
 
 
-class _ParameterStorage:
-    """Detects a parameter that was moved to other memory, or written to.
+class _HeldParameter(NamedTuple):
+    """A parameter in its final memory.
 
-    Args:
+    Attributes:
         name: Name of the parameter in the model.
-        parameter: The parameter, in its final memory.
+        parameter: The parameter.
+        address: Address of its memory.
         has_master: Whether its value is copied from a master weight, so that writes to it are lost.
     """
 
-    __slots__ = ("_address", "_has_master", "_name", "_parameter", "_version")
+    name: str
+    parameter: nn.Parameter
+    address: int
+    has_master: bool
 
-    def __init__(self, name: str, parameter: nn.Parameter, *, has_master: bool) -> None:
-        self._name = name
-        self._parameter = parameter
-        self._address = parameter.data_ptr()
-        self._has_master = has_master
-        self.record_version()
 
-    def record_version(self) -> None:
-        """Accept the current value of the parameter."""
-        self._version = self._parameter._version  # torch counts in-place writes
+class SteppedParameters:
+    """The tensors that the optimizer steps for the parameters of some buckets.
 
-    def check(self) -> None:
-        """Refuse a parameter in other memory, or one whose new value would be lost.
+    Attributes:
+        named: The tensors by the parameter's name, in bucket order.
+        shard_ranges: With sharded buckets, by name, which elements of the flattened parameter this
+            rank steps.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[str, Tensor] = {}
+        self.shard_ranges: dict[str, slice] = {}
+        self._held: list[_HeldParameter] = []
+        self._versions: list[int] = []
+
+    def _hold(self, name: str, parameter: nn.Parameter, *, has_master: bool) -> None:
+        self._held.append(_HeldParameter(name, parameter, parameter.data_ptr(), has_master))
+
+    def _accept_values(self) -> None:
+        """Accept the current values of the parameters."""
+        # torch counts in-place writes.
+        self._versions = [held.parameter._version for held in self._held]
+
+    def check_storage(self) -> None:
+        """Refuse parameters in other memory, and those whose new values would be lost.
 
         Raises:
-            ConfigError: Naming the parameter.
+            ConfigError: Naming the first one.
         """
-        if self._parameter.data_ptr() != self._address:
-            raise ConfigError(
-                "model",
-                self._name,
-                "was moved to other memory (by model.to(), .data = or another engine), which the "
-                "optimizer does not step; change a model before you build the engine",
-            )
-        if self._has_master and self._parameter._version != self._version:
-            raise ConfigError("model", self._name, WRITTEN.format("model.load_state_dict"))
+        for held, version in zip(self._held, self._versions, strict=True):
+            if held.parameter.data_ptr() != held.address:
+                raise ConfigError(
+                    "model",
+                    held.name,
+                    "was moved to other memory (by model.to(), .data = or another engine), which "
+                    "the optimizer does not step; change a model before you build the engine",
+                )
+            if held.has_master and held.parameter._version != version:
+                raise ConfigError("model", held.name, WRITTEN.format("model.load_state_dict"))
+
+    def check_copies(self) -> None:
+        """Refuse values of 16-bit copies that were not published, after `watch_copies`."""
+
+    def watch_copies(self) -> None:
+        """Let `check_copies` find writes in a forward or through `.data` in the next steps."""
+
+    def round_gradients(self) -> None:
+        """Round gradients to the dtype of 16-bit weights that the optimizer steps."""
+
+    def publish(self) -> None:
+        """Copy the stepped weights to the parameters of the module."""
 
 
 class _WatchedCopies:
@@ -118,7 +148,7 @@ class _Flat(NamedTuple):
     parameters: Tensor
 
 
-class FlatParameters:
+class FlatParameters(SteppedParameters):
     """Parameters in flat buffers with the layout of the buckets, updated by one copy per bucket.
 
     The optimizer steps FP32 tensors (`named`) whose `.grad` is a view of the gradient buckets:
@@ -143,11 +173,9 @@ class FlatParameters:
     """
 
     def __init__(self, buckets: Fp32GradBuckets, values: dict[str, Tensor]) -> None:
+        super().__init__()
         self._buckets = buckets
-        self.named: dict[str, Tensor] = {}
-        self.shard_ranges: dict[str, slice] = {}
         self._flat: list[_Flat] = []
-        self._storages: list[_ParameterStorage] = []
         self._watched: _WatchedCopies | None = None
         for index, layout in enumerate(buckets.layouts):
             if buckets.sharded or layout.parameters[0].dtype != torch.float32:
@@ -155,11 +183,6 @@ class FlatParameters:
             else:
                 self.named.update(zip(layout.names, layout.parameters, strict=True))
         self.publish()
-
-    def check_storage(self) -> None:
-        """Refuse parameters that were moved or written to, see `_ParameterStorage.check`."""
-        for storage in self._storages:
-            storage.check()
 
     def check_copies(self) -> None:
         """Refuse values of 16-bit copies that were not published, after `watch_copies`."""
@@ -188,8 +211,7 @@ class FlatParameters:
                 pending.append(all_gather(flat.parameters, flat.own, self._buckets.group))
         for work in pending:
             work.wait()
-        for storage in self._storages:
-            storage.record_version()
+        self._accept_values()
         if self._watched is not None:
             self._watched.record()
 
@@ -220,16 +242,13 @@ class FlatParameters:
                 master.copy_(value)
             views[index].copy_(value)
             layout.parameters[index].data = views[index]
-            has_master = dtype != torch.float32
-            self._storages.append(
-                _ParameterStorage(name, layout.parameters[index], has_master=has_master)
-            )
+            self._hold(name, layout.parameters[index], has_master=dtype != torch.float32)
             # An optimizer needs a leaf tensor; it shares the memory of the flat buffer.
             self.named[name] = master.detach().requires_grad_()
             self._buckets.attach(bucket, index, self.named[name])
 
 
-class PureParameters:
+class PureParameters(SteppedParameters):
     """16-bit parameters that the optimizer steps directly, without master weights.
 
     Their gradients are summed in the FP32 buckets like all others, and rounded once for the
@@ -245,25 +264,16 @@ class PureParameters:
     """
 
     def __init__(self, buckets: Fp32GradBuckets) -> None:
-        self.named: dict[str, Tensor] = {}
-        self.shard_ranges: dict[str, slice] = {}
+        super().__init__()
         self._rounded: list[tuple[nn.Parameter, Tensor]] = []
-        self._storages: list[_ParameterStorage] = []
         for layout in buckets.layouts:
             for name, parameter in zip(layout.names, layout.parameters, strict=True):
                 self.named[name] = parameter
                 if parameter.dtype != torch.float32:
                     self.named[name] = parameter.detach().requires_grad_()
                     self._rounded.append((parameter, self.named[name]))
-                    self._storages.append(_ParameterStorage(name, parameter, has_master=False))
-
-    def check_storage(self) -> None:
-        """Refuse parameters that were moved or written to, see `_ParameterStorage.check`."""
-        for storage in self._storages:
-            storage.check()
-
-    def check_copies(self) -> None:
-        """Do nothing; the optimizer steps these values."""
+                    self._hold(name, parameter, has_master=False)
+        self._accept_values()
 
     def round_gradients(self) -> None:
         """Round the gradients in the buckets to the dtype of the weights, for the optimizer."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Key = TypeVar("Key", bound=Hashable)
+from distmp.errors import TrainingError
 
 
-class UsedParameters(Generic[Key]):
+class UsedParameters:
     """Tracks which parameters have ever had a gradient, on any rank.
 
     A parameter that no rank has ever used is not stepped, as in plain torch: its `.grad` is None,
@@ -29,31 +29,31 @@ class UsedParameters(Generic[Key]):
     and the host waits for the result. Once all are used, nothing is exchanged.
 
     Args:
-        parameters: Keys of parameters that are not used yet, such as their names, in the same order
-            on all ranks.
+        parameters: Names of parameters that are not used yet, in the same order on all ranks.
         group: The ranks; None for a single process.
         device: The device of the flags.
+
+    Attributes:
+        computing_loss: Set while the loss is computed; a gradient is then an error.
     """
 
     def __init__(
-        self, parameters: Iterable[Key], group: dist.ProcessGroup | None, device: torch.device
+        self, parameters: Iterable[str], group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
+        self.computing_loss = False
         self._group = group
         self._device = device
-        self._unused = dict.fromkeys(parameters)  # in the same order on all ranks
+        self._all = [*parameters]
+        self._unused = dict.fromkeys(self._all)  # in the same order on all ranks
         # Parameters that this rank has used in this step: in the current microbatch, in
         # microbatches that count, and in microbatches that may be dropped, with a flag on the
         # device.
-        self._in_microbatch: set[Key] = set()
-        self._in_step: set[Key] = set()
-        self._droppable: list[tuple[set[Key], Tensor]] = []
+        self._in_microbatch: set[str] = set()
+        self._in_step: set[str] = set()
+        self._droppable: list[tuple[set[str], Tensor]] = []
         # Parameters used for the first time in the last step, and whether that step was skipped.
-        self._newly_used: set[Key] = set()
+        self._newly_used: set[str] = set()
         self._skipped: Tensor | None = None
-
-    def add(self, parameters: Iterable[Key]) -> None:
-        """Track more parameters, which are not used yet."""
-        self._unused.update(dict.fromkeys(parameters))
 
     def begin_step(self) -> None:
         """Start a step; discard what an unfinished step has recorded."""
@@ -61,12 +61,18 @@ class UsedParameters(Generic[Key]):
         self._in_step = set()
         self._droppable = []
 
-    def tracks(self, parameter: Key) -> bool:
-        """Return whether the parameter has not been used in any earlier step."""
-        return parameter in self._unused
+    def mark_used(self, parameter: str) -> None:
+        """Record a gradient of this parameter on this rank.
 
-    def mark_used(self, parameter: Key) -> None:
-        """Record a gradient of this parameter on this rank."""
+        Raises:
+            TrainingError: While the loss is computed.
+        """
+        if self.computing_loss:
+            raise TrainingError(
+                f"the loss function has called backward, which would add the gradient of "
+                f"{parameter!r} with the wrong scale; return the sum of all losses, whose backward "
+                "the engine calls"
+            )
         if parameter in self._unused:
             self._in_microbatch.add(parameter)
 
@@ -96,19 +102,20 @@ class UsedParameters(Generic[Key]):
         """
         self._skipped = skipped
 
-    def is_unused(self, parameter: Key) -> bool:
+    def is_unused(self, parameter: str) -> bool:
         """Return whether no rank has used a parameter up to this step, so it is not stepped."""
         return parameter in self._unused and parameter not in self._newly_used
 
     @property
-    def unused(self) -> list[Key]:
+    def unused(self) -> list[str]:
         """The parameters that no step has used; the host waits for the last step."""
         self._apply_last_step()
         return list(self._unused)
 
     @unused.setter
-    def unused(self, parameters: Iterable[Key]) -> None:
-        self._unused = dict.fromkeys(parameters)
+    def unused(self, parameters: Iterable[str]) -> None:
+        selected = set(parameters)
+        self._unused = {name: None for name in self._all if name in selected}
         self._newly_used = set()
         self._skipped = None
         self.begin_step()
@@ -131,7 +138,7 @@ class UsedParameters(Generic[Key]):
             dist.all_reduce(flags, dist.ReduceOp.MAX, self._group)
         return on_host(flags)
 
-    def _flags(self, used: set[Key]) -> Tensor:
+    def _flags(self, used: set[str]) -> Tensor:
         flags = [parameter in used for parameter in self._unused]
         return torch.tensor(flags, dtype=torch.uint8, device=self._device)
 

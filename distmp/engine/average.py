@@ -57,8 +57,6 @@ class WeightAverage:
         self._is_updated = True
         share = self._share()
         for name, weights in self._engine.weights().items():
-            if name not in self.values:  # unfrozen during training
-                self.values[name] = _copy(weights)
             average = local(self.values[name])
             average.lerp_(local(weights).to(average.dtype), share.to(average.device))
 
@@ -169,8 +167,6 @@ class WeightAverage:
             kept: Weights in 16 bits, which cannot hold the average, while they are replaced.
         """
         for name, weights in self._engine.weights().items():
-            if name not in self.values:  # unfrozen after the last update
-                continue
             live, average = local(weights), local(self.values[name])
             before = live.clone()
             if name in kept:

@@ -85,18 +85,6 @@ class EngineCalls:
         """Count a call that does not wait for other ranks."""
         self._roll_call.count(f"engine.{name}(){self._of_which}")
 
-    def wait_for_all(self, reason: str) -> None:
-        """Wait in the current call until all ranks have reached this point.
-
-        Args:
-            reason: Appended to the call in messages: what only ranks do that reach this point.
-
-        Raises:
-            TrainingError: If another rank makes a different call.
-            LostPeerError: If another rank has ended or does not answer.
-        """
-        self._roll_call.wait_in_call(f", {reason}")
-
 
 def _counter(counts: dict[str, int]) -> Callable[[nn.Module, object], None]:
     """Return a hook that counts states loaded into a model; holds no reference to the engine."""

@@ -313,16 +313,10 @@ class Engine:
         self._setup.updates.check(self.optimizer)
         self._strategy.check_model()
         self.narrow_products.check_unchanged()
-        self._train_unfrozen()
         source = MicrobatchSource(microbatches, number, keep=self.config.attribution)
         if not (source.is_sequence or source.advance()):
             raise ConfigError("microbatches", [], IS_EMPTY)
         return source
-
-    def _train_unfrozen(self) -> None:
-        if unfrozen := self._strategy.unfrozen():
-            self._calls.wait_for_all(f"which trains {unfrozen[0][0]}")
-            self._setup.updates.add(unfrozen)
 
     # After the step
 
@@ -490,7 +484,6 @@ class Engine:
         self._calls.count("prepare_to_load")
         if self._saves is not None:
             self._saves.finish()  # it copies the state that changes now
-        self._train_unfrozen()
         return self._state.prepare(stored)
 
     def finish_loading(self, live: Mapping[str, Tensor]) -> None:

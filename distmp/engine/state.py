@@ -99,7 +99,7 @@ class EngineState:
         if self._products.schedule is not None:
             for name, value in self._products.schedule.state_dict().items():
                 state[f"{NARROW}{name}"] = value
-        for name in self._strategy.unused:
+        for name in self._strategy.used.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self.counts
         state["engine/seed"] = torch.tensor(self.seed)
@@ -153,19 +153,18 @@ class EngineState:
         )
         if self._updates.skips_on_device:
             prepare_for_device_skip(self._updates.optimizer)
-        self._strategy.unused = [
+        self._strategy.used.unused = [
             *(name.removeprefix(UNUSED) for name in stored if name.startswith(UNUSED)),
             *never_stepped(self._updates.optimizer, self._updates.names, optimizer_state),
         ]
         if left_out:
             self._warn(
                 "the state contains optimizer state of %s, which this engine does not train "
-                "(frozen or missing); it is ignored. Parameters that were unfrozen during training "
-                "have to be unfrozen before loading",
+                "(frozen or missing); it is ignored",
                 left_out,
             )
         # Some optimizers create the state of a parameter before its first gradient.
-        unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
+        unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.used.unused))
         live = self.tensors()
         lacking = [name for name in live if name not in stored]
         kept = {name for name in lacking if name.startswith(unused)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.rounding import set_rounding
@@ -45,23 +44,16 @@ class Updates:
         parameters = strategy.optimizer_parameters()
         self.optimizer = strategy.build_optimizer(factory, parameters)
         self.names = {id(tensor): name for name, tensor in parameters}
-        self._factory = factory
         self._strategy = strategy
-        self._device = device
         set_rounding(self.optimizer, policy)
-        self._place()
-        # The host steps offloaded parameters, and has to wait for the decision.
-        on_host = any(tensor.device.type != device.type for _, tensor in parameters)
-        self.skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
+        place_matrices(self.optimizer, strategy, self.names, device)
+        place_shards(self.optimizer, strategy, self.names)
+        self.skips_on_device = prepare_for_device_skip(self.optimizer)
         self._stepped = SteppedTensors(self.optimizer, parameters)
         self.learning_rates = LearningRates(
             self.optimizer, schedule, device, on_device=self.skips_on_device
         )
         self.max_applied = 0
-
-    def _place(self) -> None:
-        place_matrices(self.optimizer, self._strategy, self.names, self._device)
-        place_shards(self.optimizer, self._strategy, self.names)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse changes of the optimizer that would have no effect.
@@ -73,23 +65,6 @@ class Updates:
             ConfigError: If it is another one, or has other tensors.
         """
         self._stepped.check(optimizer)
-
-    def add(self, unfrozen: list[tuple[str, nn.Parameter]]) -> None:
-        """Add unfrozen parameters to the optimizer, in the groups that its builder makes.
-
-        Args:
-            unfrozen: What `Strategy.unfrozen` returned.
-        """
-        parameters = self._strategy.add_parameters(unfrozen)
-        self.names.update((id(tensor), name) for name, tensor in parameters)
-        addition = self._strategy.build_optimizer(self._factory, parameters)
-        prepare_for_device_skip(addition)
-        self.learning_rates.add_groups(addition.param_groups)
-        for group in addition.param_groups:
-            self.optimizer.add_param_group(group)
-        self.optimizer.state.update(addition.state)
-        self._place()
-        self._stepped.add(parameters)
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""

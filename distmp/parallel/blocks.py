@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
         for name, part in _candidates(model)
         if type(part).__name__ in unsplit and part is not model
     }
-    return blocks or dict(_entries_of_lists(model, ""))
+    return blocks or dict(_entries_of_lists(model))
 
 
 def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -63,25 +63,20 @@ def prepare_blocks(
     Raises:
         ConfigError: If the settings are for blocks and the model has none.
     """
-    recomputation = config.recomputation
-    if recomputation is None and config.compile == "none":
+    recomputes = config.activation_checkpointing == "blocks"
+    if not recomputes and config.compile == "none":
         return
     blocks = outermost(find_blocks(model, config.sharding.wrap))
-    if not blocks and config.compile == "blocks":
-        raise ConfigError("compile", "blocks", NO_BLOCKS)
-    recomputed: list[nn.Module] = []
-    if recomputation is not None:
-        if not blocks:
-            setting = config.activation_checkpointing
-            raise ConfigError("activation_checkpointing", setting, NO_BLOCKS)
-        recomputed = _every(recomputation.every, blocks)
-        for block in recomputed:
-            compiled_with = None if config.compile == "none" else backend
-            checkpoint_activations(block, compiled_with, recomputation.save)
+    for setting in ("compile", "activation_checkpointing"):
+        if not blocks and getattr(config, setting) == "blocks":
+            raise ConfigError(setting, "blocks", NO_BLOCKS)
+    if recomputes:
+        for block in blocks.values():
+            checkpoint_activations(block, None if config.compile == "none" else backend)
     if config.compile == "blocks":
         for block in blocks.values():
             # The forward of a recomputed block with buffers is compiled already.
-            if not (has_buffers(block) and any(block is other for other in recomputed)):
+            if not (recomputes and has_buffers(block)):
                 block.compile(backend=backend)
         for part in model.modules():
             # A model that computes its loss itself, see `distmp.models.linear_cross_entropy`.
@@ -101,16 +96,6 @@ NO_BLOCKS = (
     "the model has neither a module list nor _no_split_modules, so its blocks are unknown; name "
     "them in sharding.wrap"
 )
-
-
-def _every(count: int, blocks: dict[str, nn.Module]) -> list[nn.Module]:
-    if count > len(blocks):
-        raise ConfigError(
-            "activation_checkpointing.every",
-            count,
-            f"recomputes nothing: the model has {len(blocks)} blocks; use a smaller number",
-        )
-    return list(blocks.values())[count - 1 :: count]
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -140,22 +125,18 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     )
 
 
-def _entries_of_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _entries_of_lists(
+    module: nn.Module, prefix: str = "", *, in_list: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the entries of outermost module lists; lists and dictionaries in them are flattened."""
     for name, child in module.named_children():
         full = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList):
-            yield from _entries(child, f"{full}.")
-        else:
+        if isinstance(child, CONTAINERS if in_list else nn.ModuleList):
+            yield from _entries_of_lists(child, f"{full}.", in_list=True)
+        elif not in_list:
             yield from _entries_of_lists(child, f"{full}.")
-
-
-def _entries(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the entries of a module list; nested lists and dictionaries are flattened."""
-    for name, entry in container.named_children():
-        if isinstance(entry, CONTAINERS):
-            yield from _entries(entry, f"{prefix}{name}.")
-        elif _has_parameters(entry):
-            yield f"{prefix}{name}", entry
+        elif _has_parameters(child):
+            yield full, child
 
 
 def _has_parameters(module: nn.Module) -> bool:

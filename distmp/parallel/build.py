@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from distmp.distributed.world import World
@@ -16,9 +17,9 @@ from distmp.parallel.settings import (
     AccumulationSettings,
     ParallelConfig,
 )
-from distmp.parallel.strategy import Strategy, refuse_shared_memory
+from distmp.parallel.strategy import Strategy, check_parameters, refuse_shared_memory
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import NarrowLayers, narrow_layers
+from distmp.quantization import narrow_layers
 
 logger = logging.getLogger("distmp")
 
@@ -72,15 +73,15 @@ def build_strategy(
     """
     config = config or ParallelConfig()
     config.sharding.check(name)
+    if policy.accumulate_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.accumulate",
+            policy.accumulate_dtype,
+            "all strategies sum microbatches in FP32; use fp32",
+        )
+    check_parameters(module, policy)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
-    if policy.kept_functions and (config.recomputation or config.compile != "none"):
-        raise ConfigError(
-            "precision.policy.keep_fp32",
-            f"{policy.kept_functions[0]}()",
-            "functions cannot be kept where blocks are compiled or recomputed; put the call into a "
-            "module and keep that, or set compile and activation_checkpointing to none",
-        )
     if name not in SHARDED_STRATEGIES and policy.casts_parameters:
         refuse_shared_memory(module, "policy", policy.name)
     if accumulation is not None and accumulation.shard_optimizer:
@@ -88,26 +89,15 @@ def build_strategy(
     blocks = outermost(find_blocks(module, config.sharding.wrap)) if policy.is_narrow else {}
     narrow = narrow_layers(module, policy, [*blocks], world.device)
     prepare_blocks(module, config, quiet=world.rank > 0)
-    strategy = _build(name, module, policy, world, accumulation, config, values, narrow)
-    strategy.narrow_layers = narrow
-    return strategy
-
-
-def _build(
-    name: str,
-    module: nn.Module,
-    policy: PrecisionPolicy,
-    world: World,
-    accumulation: AccumulationSettings | None,
-    config: ParallelConfig,
-    values: InitialValues,
-    narrow: NarrowLayers | None,
-) -> Strategy:
+    strategy: Strategy
     # Import lazily: importing FSDP takes half a second, and the other strategies do not need it.
-    if name in ("fsdp", "hsdp"):
+    if name in SHARDED_STRATEGIES:
         from distmp.parallel.fsdp import FullySharded
 
-        return FullySharded(module, policy, world, config, name, values, narrow)
-    from distmp.parallel.replicated import Replicated
+        strategy = FullySharded(module, policy, world, config, name, values)
+    else:
+        from distmp.parallel.replicated import Replicated
 
-    return Replicated(module, policy, world, accumulation, values)
+        strategy = Replicated(module, policy, world, accumulation, values)
+    strategy.narrow_layers = narrow
+    return strategy

@@ -57,59 +57,51 @@ FP32.
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
 
+from distmp.buckets.exchange import Exchange
 from distmp.buckets.parameters import WATCHED_STEPS
-from distmp.distributed.collectives import all_gather
+from distmp.buckets.used import UsedParameters
+from distmp.distributed.collectives import (
+    all_gather,
+    has_native_reduce_scatter,
+    reduce_scatter,
+)
+from distmp.distributed.machines import exchange_groups
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import fsdp_internals
-from distmp.parallel.accumulation import AccumulationMemory, choose, least_free_bytes
+from distmp.parallel.accumulation import choose, least_free_bytes
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.materialize import (
     InitialValues,
-    materialize_buffers,
+    materialize,
     materialize_shards,
     nothing_to_compute,
 )
-from distmp.parallel.quantized_gather import (
-    LargestMagnitudes,
-    ShardedWeight,
-    gather_quantized,
-)
-from distmp.parallel.reduce_scatter import reduce_scatter_sum, reduction_groups
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
-from distmp.parallel.sharded import (
-    ShardedStrategy,
-    check_shapes,
-    check_ties,
-    shard_size,
-    tied_names,
-)
+from distmp.parallel.sharded import HOOK, check_shapes, check_ties, shard_size, tied_names
 from distmp.parallel.strategy import (
+    USED_DIRECTLY,
     KnownParameters,
+    Strategy,
     broadcast_from_rank_zero,
-    check_accumulation,
-    check_parameters,
-    group_of,
     move_to,
     narrow_parameters,
     parameter_name,
@@ -119,9 +111,8 @@ from distmp.parallel.strategy import (
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
-from distmp.utils.dtypes import dtype_name
+from distmp.utils.dtensor import is_dtensor
 
 # Forward passes in which a replaced parameter is refused; the check costs host time.
 _WATCHED_FORWARDS = 16
@@ -131,13 +122,28 @@ WRITTEN_IN_FORWARD = (
     "copy, so the new value would be lost; hold it in a buffer, or change engine.weights() between "
     "steps"
 )
+REPLACED = (
+    "was replaced by .data =, which FSDP does not see; write to it in place (.copy_, .clamp_), or "
+    "use engine.load_state_dict"
+)
 
 
-class FullySharded(ShardedStrategy):
+def _refuse_direct_use(name: str, gradient: Tensor) -> NoReturn:
+    """Hook of a shard, to which autograd has a gradient only if the shard itself was used.
+
+    FSDP reduces gradients of gathered parameters; this gradient would differ between ranks.
+    """
+    raise ConfigError("model", name, USED_DIRECTLY)
+
+
+class FullySharded(Strategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
 
     With `hsdp` the `sharding.shard_size` ranks of a shard group share one copy of the model, and
     every shard group has a copy.
+
+    FSDP sets zero gradients for a parameter that no rank has used, if its group was reduced at all.
+    `UsedParameters` determines which of these the optimizer steps.
 
     All ranks have to run the same modules in every microbatch. `CollectiveOrder` raises an error if
     they do not.
@@ -150,7 +156,6 @@ class FullySharded(ShardedStrategy):
         config: Settings of sharding.
         name: "fsdp" or "hsdp".
         values: The initial values of parameters and buffers that are on the meta device.
-        narrow: The linear layers with narrow products, if the policy has any.
 
     Attributes:
         accumulation: Where gradients of microbatches are accumulated, and why.
@@ -164,49 +169,39 @@ class FullySharded(ShardedStrategy):
         config: ParallelConfig | None = None,
         name: str = "fsdp",
         values: InitialValues = nothing_to_compute,
-        narrow: NarrowLayers | None = None,
     ) -> None:
         config = config or ParallelConfig()
-        group_of(world, name)
-        _check_offload(config.sharding, world)
-        check_accumulation(policy)
-        check_parameters(module, policy)
         check_shapes(module, name)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
-        self._param_dtype = policy.param_dtype
-        materialize_buffers(module, values, world.device)
+        materialize(module, values, world.device, parameters=False)
         self.module = module
-        move_to(module, world.device, parameters=not config.sharding.offload)
+        move_to(module, world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         narrow_parameters(module, policy.param_dtype, except_for=kept)
-        self._frozen_in_fp32 = _frozen_in_16_bit_groups(module, policy, kept)
         mesh = _mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")
         ties = tied_names(module)
         _shard(module, policy, kept, mesh, config.sharding)
         check_ties(module, ties, name)
-        storage = torch.device("cpu") if config.sharding.offload else world.device
-        materialize_shards(module, values, world.device, storage)
+        materialize_shards(module, values, world.device)
         self._root = cast(FSDPModule, module)
-        self._weights = self._gathered_weights(narrow, config.sharding, policy)
-        self._largest = LargestMagnitudes(
-            [weight for unit in self._weights for weight in unit],
-            self._shard_group,
-            policy.compute_dtype,
-            world.device,
-        )
-        self._largest.update()
         self._order = self._watch_collectives(world, policy, kept)
         self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
         self._known = KnownParameters(module)
-        memory = self._accumulation_memory(world, policy, config.microbatches)
-        self.accumulation = choose(config.sharding.accumulate, memory)
+        self.accumulation = choose(
+            config.sharding.accumulate,
+            policy,
+            elements=sum(parameter.numel() for _, parameter in self._trainable),
+            free_bytes=least_free_bytes(world),
+            replicas=self._replicas,
+            microbatches=config.microbatches,
+        )
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
             self.reason = f"{self._replicas} copies on {shards} ranks each; {self.reason}"
@@ -227,44 +222,21 @@ class FullySharded(ShardedStrategy):
             self._reshard()  # a forward outside of the engine may have left gathered parameters
             self._known.check(self.module)
 
-    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        known = {name for name, _ in self._trainable}
-        return [entry for entry in trainable(self.module) if entry[0] not in known]
-
-    def add_parameters(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        for name, parameter in unfrozen:
-            if name in self._frozen_in_fp32:
-                raise ConfigError(
-                    "model",
-                    name,
-                    "was unfrozen, but FSDP holds it in float32 and the policy steps "
-                    f"{dtype_name(self._param_dtype)} weights; leave it trainable until the engine "
-                    "is built, then freeze it",
-                )
-            if parameter.dtype != torch.float32:
-                raise ConfigError(
-                    "model",
-                    name,
-                    f"was unfrozen, but its shards are {dtype_name(parameter.dtype)}; convert it "
-                    "to float32 before you build the engine",
-                )
-        self._train(unfrozen)
-        self._known = KnownParameters(self.module)
-        return [*unfrozen]
-
-    def compare_microbatches(self, microbatches: int) -> None:
-        if self._order is not None:
-            self._order.compare_microbatches(microbatches)
-
-    def compare_next(self, has_next: bool) -> None:
-        if self._order is not None:
-            self._order.compare_next(has_next)
+    def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(self._trainable)
 
     def begin_step(self) -> None:
         if self._unfinished:
             self._discard()
-        super().begin_step()
-        self._largest.update()
+        self.used.begin_step()
+        self._accumulated.clear()
+        for (name, parameter), storage in zip(self._trainable, self._storages, strict=True):
+            if len(parameter._backward_hooks or {}) > 1:  # one is `_refuse_direct_use`
+                raise ConfigError("model", name, HOOK)
+            is_replaced = parameter.untyped_storage()._cdata != storage._cdata
+            if is_replaced and is_dtensor(parameter):
+                raise ConfigError("model", name, REPLACED)
+            parameter.grad = None
 
     def begin_microbatch(self, *, last: bool) -> None:
         self._unfinished = True
@@ -276,7 +248,16 @@ class FullySharded(ShardedStrategy):
             self._root.set_requires_all_reduce(last)
 
     def finish_gradients(self) -> None:
-        super().finish_gradients()
+        # FSDP waits for its reductions at the end of each backward.
+        self.used.exchange_flags()
+        for name, parameter in self._trainable:
+            self._check_gradient(parameter)
+            if self.used.is_unused(name) or not parameter.requires_grad:
+                # FSDP reduces all parameters of a group, even those that were frozen later.
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._accumulated.clear()
         if self._order is not None:
             self._order.end()
         self._unfinished = False
@@ -318,42 +299,53 @@ class FullySharded(ShardedStrategy):
         parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
         return [(name, part) for name, part in parts if isinstance(part, FSDPModule)]
 
-    def _accumulation_memory(
-        self, world: World, policy: PrecisionPolicy, microbatches: int | None
-    ) -> AccumulationMemory:
-        return AccumulationMemory(
-            elements=sum(parameter.numel() for _, parameter in self._trainable),
-            free_bytes=least_free_bytes(world),
-            shard_size=world.world_size // self._replicas,
-            replicas=self._replicas,
-            gradient_bytes=policy.module_dtype.itemsize,
-            comm_bytes=policy.reduce_dtype.itemsize,
-            weight_bytes=policy.param_dtype.itemsize,
-            microbatches=microbatches,
-        )
+    def _track_parameters(self, world: World) -> None:
+        """Start to train the parameters that require gradients now."""
+        self._trainable = named = trainable(self.module)
+        # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
+        self._storages = [parameter.untyped_storage() for _, parameter in named]
+        self._names = {id(parameter): name for name, parameter in named}
+        self.used = UsedParameters([name for name, _ in named], world.group, world.device)
+        # The gradients of this step by the `id` of their parameters, and their versions.
+        self._accumulated: dict[int, tuple[Tensor, int]] = {}
+        for name, parameter in named:
+            parameter.register_hook(functools.partial(_refuse_direct_use, name))
 
-    def _gathered_weights(
-        self, narrow: NarrowLayers | None, sharding: ShardingConfig, policy: PrecisionPolicy
-    ) -> list[list[ShardedWeight]]:
-        """Return what each unit gathers, with the weights that can be gathered in 8 bits."""
-        states = {}
-        if narrow is not None and sharding.quantized_gather and policy.casts_parameters:
-            uses = Counter(
-                id(parameter)
-                for _, parameter in self.module.named_parameters(remove_duplicate=False)
-            )
-            states = {
-                id(part.weight): narrow.states[name]
-                for name, part in narrow.modules.items()
-                if uses[id(part.weight)] == 1
-            }
-        return [
-            [
-                ShardedWeight(parameter, elements, states.get(id(parameter)))
-                for parameter, elements in fsdp_internals.gathered_shards(part)
-            ]
-            for _, part in self.units()
-        ]
+    def _mark_used(self, parameter: nn.Parameter) -> None:
+        """Record that backward had a gradient of a parameter on this rank."""
+        name = self._names.get(id(parameter))
+        if name is not None:
+            self.used.mark_used(name)
+
+    def _record_gradient(self, parameter: nn.Parameter) -> None:
+        """Record the gradient that FSDP has set, whose memory only FSDP may change in this step."""
+        gradient = parameter.grad
+        if gradient is None:
+            self._refuse_lost_gradient(parameter)
+        self._accumulated[id(parameter)] = (gradient, gradient._version)
+
+    def _check_gradient(self, parameter: nn.Parameter) -> None:
+        """Refuse a gradient that other code has removed, replaced or written to in this step.
+
+        FSDP2 adds to the memory of a shard without a new version of the DTensor.
+
+        Raises:
+            TrainingError: Naming the parameter.
+        """
+        recorded = self._accumulated.get(id(parameter))
+        if recorded is None:
+            return
+        gradient, version = recorded
+        if parameter.grad is not gradient or gradient._version != version:
+            self._refuse_lost_gradient(parameter)
+
+    def _refuse_lost_gradient(self, parameter: nn.Parameter) -> NoReturn:
+        raise TrainingError(
+            f"the loss function or a hook has cleared or changed the gradient of "
+            f"{self._names[id(parameter)]!r} before the end of the step, so the sum over "
+            "microbatches would be lost; leave out zero_grad, which engine.step calls, and hooks "
+            "that set .grad"
+        )
 
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
@@ -368,11 +360,10 @@ class FullySharded(ShardedStrategy):
             unit = cast(FSDPModule, part)
             comm_dtype = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
             # Any, because torch does not export the abstract base classes.
-            gather: Any = _AllGather(order, index, self._weights[index])
-            groups = reduction_groups(
-                self._shard_group, world.device, comm_dtype, copies=self._replicas
+            gather: Any = _AllGather(order, index)
+            reduce: Any = _ReduceScatter(
+                order, index, comm_dtype, self._shard_group, world.device, copies=self._replicas
             )
-            reduce: Any = _ReduceScatter(order, index, comm_dtype, groups)
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
             # This setting is not recursive.
@@ -398,8 +389,6 @@ class FullySharded(ShardedStrategy):
             self._order.begin((self._forwards, self._last_microbatch))
         elif self._order is not None:
             self._order.begin("evaluation")
-        if not self._unfinished:  # outside of a step
-            self._largest.update()
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._order is not None:
@@ -434,14 +423,11 @@ class FullySharded(ShardedStrategy):
 
 
 class _AllGather:
-    """The all-gather of FSDP: checks the order first, and gathers narrow weights in 8 bits."""
+    """The all-gather of FSDP, which checks the order first."""
 
-    def __init__(
-        self, order: CollectiveOrder | None, unit: int, weights: Sequence[ShardedWeight] = ()
-    ) -> None:
+    def __init__(self, order: CollectiveOrder | None, unit: int) -> None:
         self._order = order
         self._unit = unit
-        self._weights = weights
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -455,9 +441,6 @@ class _AllGather:
     ) -> Any:
         if self._order is not None:
             self._order.note(Collective("gather", self._unit, input_tensor.numel()))
-        if any(weight.is_narrow for weight in self._weights):
-            gather_quantized(output_tensor, input_tensor, self._weights, group)
-            return None
         work = all_gather(output_tensor, input_tensor, group)
         if async_op:
             return work
@@ -466,18 +449,31 @@ class _AllGather:
 
 
 class _ReduceScatter(_AllGather):
-    """The reduce-scatter of FSDP: a sum in FP32 for every communication dtype."""
+    """The reduce-scatter of FSDP: a sum in FP32 for every communication dtype.
+
+    With a 16-bit communication dtype the shards are exchanged by all-to-all and summed here, so
+    each value is rounded once, for any number of ranks, and over several machines the sum of each
+    machine once. Gradients that have 16-bit values lose nothing in the first rounding. A reduction
+    by the backend would round after every addition. On CPUs FP32 is exchanged too, which causes
+    half the traffic of gloo's reduction.
+
+    All ranks have to construct it at the same time, because it may create process groups.
+    """
 
     def __init__(
         self,
         order: CollectiveOrder | None,
         unit: int,
         comm_dtype: torch.dtype,
-        groups: tuple[dist.ProcessGroup, ...],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        copies: int,
     ) -> None:
         super().__init__(order, unit)
         self._comm_dtype = comm_dtype
-        self._groups = groups
+        self._native = comm_dtype == torch.float32 and has_native_reduce_scatter(device)
+        self._groups = (group,) if self._native else exchange_groups(group, device, copies=copies)
 
     def __call__(  # type: ignore[override]
         self,
@@ -489,7 +485,12 @@ class _ReduceScatter(_AllGather):
     ) -> None:
         if self._order is not None:
             self._order.note(Collective("reduce", self._unit, input_tensor.numel()))
-        reduce_scatter_sum(output_tensor, input_tensor, self._groups, self._comm_dtype)
+        if self._native:
+            reduce_scatter(output_tensor, input_tensor, *self._groups).wait()
+        else:
+            exchange = Exchange(input_tensor, self._groups, self._comm_dtype)
+            while not exchange.advance(output_tensor):
+                pass
         if input_tensor.device.type == "cpu":
             # FSDP keeps the input until a later reduction, which only CUDA streams need.
             input_tensor.untyped_storage().resize_(0)
@@ -514,7 +515,6 @@ def _shard(
     # FP32, because `_ReduceScatter` converts to the communication dtype.
     computed = replace(fsdp2_policy(policy.wide, own_accumulator=True), reduce_dtype=torch.float32)
     fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     in_fp32 = _with_submodules(kept)
     done: set[int] = set()
 
@@ -525,7 +525,6 @@ def _shard(
             mesh=mesh,
             mp_policy=fp32 if id(parts[0]) in in_fp32 else computed,
             reshard_after_forward=reshard,
-            offload_policy=offload,
         )
 
     def group_kept(holder: nn.Module, reshard: bool) -> None:
@@ -547,28 +546,5 @@ def _shard(
     group([module], None)
 
 
-def _frozen_in_16_bit_groups(
-    module: nn.Module, policy: PrecisionPolicy, kept: Sequence[nn.Module]
-) -> frozenset[str]:
-    """Return frozen FP32 parameters in groups that FSDP trains in 16 bits."""
-    if policy.param_dtype == torch.float32:
-        return frozenset()
-    in_fp32 = {id(parameter) for part in kept for parameter in part.parameters()}
-    return frozenset(
-        parameter_name(name)
-        for name, parameter in module.named_parameters()
-        if not parameter.requires_grad and id(parameter) not in in_fp32
-    )
-
-
 def _with_submodules(modules: Sequence[nn.Module]) -> set[int]:
     return {id(part) for module in modules for part in module.modules()}
-
-
-def _check_offload(sharding: ShardingConfig, world: World) -> None:
-    if sharding.offload and world.device.type == "cpu":
-        raise ConfigError(
-            "sharding.offload",
-            True,
-            "this run computes on the CPU, so everything is in host memory already; use false",
-        )

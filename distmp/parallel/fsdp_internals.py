@@ -29,7 +29,6 @@ PARAMETER_ATTRIBUTES = (
     "_unsharded_param",
     "unsharded_accumulated_grad",
     "sharded_param",
-    "padded_sharded_param_size",
     "_module_info",
 )
 # Methods that move a gradient to `unsharded_accumulated_grad`, in the reduce dtype.
@@ -38,9 +37,6 @@ UPCASTS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed
 _SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
 # Function by which FSDP2 divides a parameter into one part for each rank.
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
-
-# Communication hooks of FSDP1 that divide by the factors of their state.
-_FSDP1_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
 
 
 class GradientReduction(NamedTuple):
@@ -70,12 +66,8 @@ def check(model: nn.Module) -> None:
     """
     missing = {name for group in _groups(model) for name in _missing(group, GROUP_ATTRIBUTES)}
     if not missing:
-        missing = {
-            name
-            for group in _groups(model)
-            for parameter in group.fsdp_params
-            for name in _missing(parameter, PARAMETER_ATTRIBUTES)
-        }
+        parameters = _parameters(model)
+        missing = {name for each in parameters for name in _missing(each, PARAMETER_ATTRIBUTES)}
     _refuse_if(missing, "accumulate in FP32", " or strategy = 'ddp'")
 
 
@@ -96,9 +88,10 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     All gradients of a group have one dtype, in every microbatch; FSDP2 fails if they differ
     (pytorch#196996).
     """
-    for parameter in _gathered_parameters(model):
-        if parameter.is_floating_point():  # frozen parameters too: they may be unfrozen later
-            parameter.grad_dtype = torch.float32
+    for parameter in _parameters(model):
+        gathered = parameter._unsharded_param
+        if gathered.is_floating_point():  # frozen parameters too: they may be unfrozen later
+            gathered.grad_dtype = torch.float32
     for group in _groups(model):
         if hasattr(group, _SET_GRAD_DTYPES):
             setattr(group, _SET_GRAD_DTYPES, _keep_grad_dtypes)
@@ -113,38 +106,15 @@ def refuse_replaced_parameters(model: nn.Module) -> None:
     Raises:
         ConfigError: Naming a replaced parameter.
     """
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            if not isinstance(_parameter_of_module(parameter), nn.Parameter):
-                raise ConfigError(
-                    "model",
-                    parameter._module_info.param_name,
-                    "is replaced by another tensor in forward (torch.func.functional_call), but "
-                    "FSDP computes with the parameter; use the strategy 'ddp'",
-                )
-
-
-def gathered_shards(unit: nn.Module) -> list[tuple[nn.Parameter, int]]:
-    """Return the sharded parameters that a unit gathers, and the number of elements of each rank.
-
-    Args:
-        unit: A module that `fully_shard` has made a unit; its parts may be units, too.
-
-    Returns:
-        In the order in which FSDP2 copies them to one buffer; padding is counted.
-    """
-    # Of the module: FSDP2 knows parameters that replace deferred ones from the first forward on.
-    return [
-        (_parameter_of_module(parameter), parameter.padded_sharded_param_size.numel())
-        for group in _groups_of(unit)
-        for parameter in group.fsdp_params
-    ]
-
-
-def _parameter_of_module(parameter: Any) -> nn.Parameter:
-    info = parameter._module_info
-    found: nn.Parameter = getattr(info.module, info.param_name)
-    return found
+    for parameter in _parameters(model):
+        info = parameter._module_info
+        if not isinstance(getattr(info.module, info.param_name), nn.Parameter):
+            raise ConfigError(
+                "model",
+                info.param_name,
+                "is replaced by another tensor in forward (torch.func.functional_call), but "
+                "FSDP computes with the parameter; use the strategy 'ddp'",
+            )
 
 
 def watch_reductions(
@@ -242,20 +212,19 @@ def discard_gradients(model: nn.Module) -> None:
     """Discard gradients that are not reduced yet, which `zero_grad` does not clear."""
     for group in _groups(model):
         group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
-            parameter._unsharded_param.grad = None
-            if _has_accumulator(parameter):
-                parameter.unsharded_accumulated_grad = None
+    for parameter in _parameters(model):
+        parameter._unsharded_param.grad = None
+        if _has_accumulator(parameter):
+            parameter.unsharded_accumulated_grad = None
 
 
 def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return the gradients of this rank that are not fully reduced yet."""
     gradients = [group._partial_reduce_output for group in _groups(model)]
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            gradients.append(parameter._unsharded_param.grad)
-            if _has_accumulator(parameter):
-                gradients.append(parameter.unsharded_accumulated_grad)
+    for parameter in _parameters(model):
+        gradients.append(parameter._unsharded_param.grad)
+        if _has_accumulator(parameter):
+            gradients.append(parameter.unsharded_accumulated_grad)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -270,31 +239,15 @@ def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
             continue
         names = ("shard_process_group", "replicate_process_group")
         groups = tuple(filter(None, (getattr(group.mesh_info, name, None) for name in names)))
-        factor = group.gradient_divide_factor
         accumulates = not (group.reduce_grads and group.all_reduce_grads)
         if group._all_reduce_hook is not None:
-            yield GradientReduction(groups, accumulates, None, _name(group._all_reduce_hook))
-        elif factor is not None and _may_divide_twice(group):
-            yield GradientReduction(
-                groups, accumulates, None, "set_gradient_divide_factor() without shards"
-            )
+            yield GradientReduction(groups, accumulates, None, name_of(group._all_reduce_hook))
+        elif group.gradient_divide_factor is not None:
+            # torch 2.13 may divide by it twice, for a shard dimension of one rank.
+            yield GradientReduction(groups, accumulates, None, "set_gradient_divide_factor()")
         else:
-            divisor = factor or math.prod(each.size() for each in groups)
+            divisor = math.prod(each.size() for each in groups)
             yield GradientReduction(groups, accumulates, divisor)
-
-
-def _may_divide_twice(group: Any) -> bool:
-    """Return whether torch 2.13 divides by the gradient divide factor twice.
-
-    It does without shards, that is, for `replicate` and a shard dimension of one rank, if it does
-    not let the collective divide: once where it copies the gradient instead of the reduce-scatter,
-    and again before or after the all-reduce.
-    """
-    if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
-        return False
-    policy, parameter = group.mp_policy, group.fsdp_params[0].sharded_param
-    dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
-    return group.force_sum_reduction_for_comms or dtype not in (torch.float32, torch.bfloat16)
 
 
 def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
@@ -308,17 +261,14 @@ def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
         return None
     accumulates = not state._sync_gradients
     groups = tuple(filter(None, (state.process_group, getattr(state, "_inter_node_pg", None))))
-    factors = (state._gradient_predivide_factor, state._gradient_postdivide_factor)
-    hook = state._comm_hook
-    if hook is not None and hook.__module__ != _FSDP1_HOOKS:
-        return GradientReduction(groups, accumulates, None, _name(hook))
-    if hook is not None:
-        of_hook = state._comm_hook_state
-        factors = (of_hook.gradient_predivide_factor, of_hook.gradient_postdivide_factor)
-    return GradientReduction(groups, accumulates, math.prod(factors))
+    if state._comm_hook is not None:
+        return GradientReduction(groups, accumulates, None, name_of(state._comm_hook))
+    divisor = state._gradient_predivide_factor * state._gradient_postdivide_factor
+    return GradientReduction(groups, accumulates, divisor)
 
 
-def _name(function: object) -> str:
+def name_of(function: object) -> str:
+    """Return the name of a function or of the class of a callable object."""
     return getattr(function, "__qualname__", type(function).__name__)
 
 
@@ -328,10 +278,8 @@ def fsdp2_policies(model: nn.Module) -> Iterator[MixedPrecisionPolicy]:
         yield group.mp_policy
 
 
-def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            yield parameter._unsharded_param
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    return (parameter for group in _groups(model) for parameter in group.fsdp_params)
 
 
 def written_parameter(model: nn.Module) -> str | None:
@@ -339,11 +287,10 @@ def written_parameter(model: nn.Module) -> str | None:
 
     FSDP2 fills gathered parameters without counting a version, so each write is the model's.
     """
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            gathered = getattr(parameter, "_unsharded_param", None)
-            if type(gathered) is nn.Parameter and gathered._version:
-                return str(parameter._param_fqn)
+    for parameter in _parameters(model):
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if type(gathered) is nn.Parameter and gathered._version:
+            return str(parameter._param_fqn)
     return None
 
 

@@ -135,8 +135,6 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
     if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
         shown = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
         raise ConfigError("loss_sum", shown, "must be a tensor with one element; sum the losses")
-    if not loss_sum.is_floating_point():
-        raise ConfigError("loss_sum", loss_sum.dtype, "must be a floating-point tensor")
     dtype = _summed_in(loss_sum)
     if dtype.itemsize < 4:
         problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"

@@ -7,7 +7,6 @@ never holds more than its shards and the largest parameter.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError
 from distmp.utils.deferred import NotDeferrableError, is_recorded, recording_of
 from distmp.utils.flat_shard import local_parts
-from distmp.utils.tensors_of_modules import HeldTensor, held_tensors, own_tensors, replace_tensors
+from distmp.utils.tensors_of_modules import HeldTensor, held_tensors, replace_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -60,11 +59,6 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(held.tensor.is_meta for held in held_tensors(module))
 
 
-def needs_seed(module: nn.Module) -> bool:
-    """Return whether the initial values of a module are not determined yet."""
-    return is_on_meta(module) and not is_recorded(module)
-
-
 def nothing_to_compute(name: str, device: torch.device) -> Tensor:
     """Stand in for the initial values of a module without tensors on the meta device."""
     raise KeyError(name)
@@ -84,91 +78,49 @@ def not_a_number(module: nn.Module) -> InitialValues:
 
 
 @torch.no_grad()
-def materialize(module: nn.Module, values: InitialValues, device: torch.device) -> None:
-    """Replace the tensors of a module that are on the meta device by their initial values."""
-    replace_tensors(module, _is_on_meta, lambda held: _computed(held, values, device))
-
-
-@torch.no_grad()
-def materialize_buffers(module: nn.Module, values: InitialValues, device: torch.device) -> None:
-    """Replace the buffers of a module that are on the meta device by their initial values."""
-    replace_tensors(
-        module,
-        lambda tensor: tensor.is_meta and not isinstance(tensor, nn.Parameter),
-        lambda held: _computed(held, values, device),
-    )
-
-
-def materialize_own(
-    module: nn.Module, values: InitialValues, device: torch.device
-) -> Callable[[nn.Module], None]:
-    """Return a function that materializes the tensors that one submodule holds itself.
+def materialize(
+    module: nn.Module, values: InitialValues, device: torch.device, *, parameters: bool = True
+) -> None:
+    """Replace the tensors of a module that are on the meta device by their initial values.
 
     Args:
-        module: The module whose names `values` uses, before it is wrapped.
+        module: The module.
         values: The initial values.
         device: Where the tensors are created.
+        parameters: Whether parameters are replaced, too; False replaces only buffers.
     """
-    prefixes = {part: prefix for prefix, part in module.named_modules()}
-    # Weak, so that parameters can be freed when they are sharded.
-    done: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
-    @torch.no_grad()
-    def replace(part: nn.Module) -> None:
-        for held in own_tensors(part, prefixes[part]):
-            if held.tensor.is_meta:
-                new = done.get(id(held.tensor))
-                if new is None:
-                    new = done[id(held.tensor)] = _computed(held, values, device)
-                setattr(part, held.key, new)
+    def is_replaced(tensor: Tensor) -> bool:
+        return tensor.is_meta and (parameters or not isinstance(tensor, nn.Parameter))
 
-    return replace
+    replace_tensors(module, is_replaced, lambda held: _like(held.tensor, values(held.name, device)))
 
 
 @torch.no_grad()
-def materialize_shards(
-    module: nn.Module, values: InitialValues, device: torch.device, storage: torch.device
-) -> None:
+def materialize_shards(module: nn.Module, values: InitialValues, device: torch.device) -> None:
     """Replace the DTensors of a module that are on the meta device by their initial values.
 
     Args:
         module: A module that `fully_shard` has sharded.
         values: The initial values of whole parameters.
-        device: Where to compute them.
-        storage: Where the shards are held.
+        device: Where to compute them, and where the shards are held.
     """
 
     def shard(held: HeldTensor) -> Tensor:
         meta = cast("DTensor", held.tensor)
-        return _like(meta, _shard(values(held.name, device), meta, storage))
+        value = values(held.name, device)
+        sharded = cast("DTensor", torch.empty_like(meta, device=device))
+        local = sharded.to_local()
+        for index, _ in local_parts(meta):
+            local.copy_(value[index])
+        # Give all copies of a shard the same bits, whatever hardware has computed them.
+        for dimension, placement in enumerate(meta.placements):
+            if placement.is_replicate():
+                group = meta.device_mesh.get_group(dimension)
+                dist.broadcast(local, src=dist.get_process_group_ranks(group)[0], group=group)
+        return _like(meta, sharded)
 
-    replace_tensors(module, _is_on_meta, shard)
-
-
-def _shard(value: Tensor, meta: DTensor, storage: torch.device) -> Tensor:
-    # `DTensor.from_local` would move offloaded shards to the device of the mesh.
-    sharded = cast("DTensor", torch.empty_like(meta, device=storage))
-    local = sharded.to_local()
-    for index, _ in local_parts(meta):
-        local.copy_(value[index])
-    _broadcast_to_replicas(local, meta)
-    return sharded
-
-
-def _broadcast_to_replicas(local: Tensor, meta: DTensor) -> None:
-    """Give all copies of a shard the same bits, whatever hardware has computed them."""
-    for dimension, placement in enumerate(meta.placements):
-        if placement.is_replicate():
-            group = meta.device_mesh.get_group(dimension)
-            dist.broadcast(local, src=dist.get_process_group_ranks(group)[0], group=group)
-
-
-def _is_on_meta(tensor: Tensor) -> bool:
-    return tensor.is_meta
-
-
-def _computed(held: HeldTensor, values: InitialValues, device: torch.device) -> Tensor:
-    return _like(held.tensor, values(held.name, device))
+    replace_tensors(module, lambda tensor: tensor.is_meta, shard)
 
 
 def _like(meta: Tensor, value: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -88,10 +87,15 @@ class ModuleBuffers:
             self._before, self._others_before = None, []
         self.broadcast()
 
+    @torch.no_grad()
     def broadcast(self) -> None:
         """Set the buffers to those of rank 0; every rank has to call it."""
-        if self._group is not None:
-            _broadcast(self._module, self._group)
+        if self._group is None:
+            return
+        for batch in _batches(self._module):
+            flat = _flat(batch)
+            dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)
+            _write(batch, _parts(batch, flat))
 
 
 class BufferValues:
@@ -107,46 +111,32 @@ class BufferValues:
     @torch.no_grad()
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # Shapes and a copy of each batch, by the names of its buffers.
-        self._copies = {
-            tuple(batch.names): (batch.shapes, batch.copied()) for batch in _batches(module)
-        }
+        self._values: dict[str, Tensor] = {}
+        for batch in _batches(module):
+            flat = _flat(batch) if len(batch) > 1 else _flat(batch).clone()
+            self._values.update(zip(batch, _parts(batch, flat), strict=True))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the values back."""
         for batch in _batches(self._module):
-            batch.write(self._before(batch))
+            _write(batch, self._before(batch))
 
     @torch.no_grad()
     def revert(self, condition: Tensor) -> None:
         """Write the values back if `condition`, 0-dim bool, is True; the host does not wait."""
         # All buffers: torch writes running statistics without incrementing a tensor's version.
         for batch in _batches(self._module):
-            before = self._before(batch)
-            batch.write(torch.where(condition.to(before.device), before, batch.flat()))
+            now, before = _flat(batch), _flatten_dense_tensors(self._before(batch))
+            values = torch.where(condition.to(now.device), before, now)
+            _write(batch, _parts(batch, values))
 
-    def _before(self, batch: _Batch) -> Tensor:
+    def _before(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Return the former values of buffers, and the values of those that are new."""
-        shapes, copy = self._copies.get(tuple(batch.names), (None, None))
-        if copy is not None and (shapes, copy.dtype) == (batch.shapes, batch.buffers[0].dtype):
-            return copy
-        values = self._by_name()
-        return _flat(
-            [
-                values.get(name, buffer).expand_as(buffer).to(buffer.dtype)
-                for name, buffer in zip(batch.names, batch.buffers, strict=True)
-            ]
-        )
-
-    def _by_name(self) -> dict[str, Tensor]:
-        return {
-            name: part.view(shape)
-            for names, (shapes, copy) in self._copies.items()
-            for name, shape, part in zip(
-                names, shapes, copy.split([shape.numel() for shape in shapes]), strict=True
-            )
-        }
+        return [
+            self._values.get(name, buffer).expand_as(buffer).to(buffer.dtype)
+            for name, buffer in batch.items()
+        ]
 
 
 @contextmanager
@@ -168,71 +158,37 @@ def _values_of_engines(except_for: nn.Module) -> list[BufferValues]:
     return [BufferValues(module) for module in modules if module is not except_for]
 
 
-@dataclass
-class _Batch:
-    """Buffers of one device and dtype that are not empty.
-
-    Attributes:
-        names: Their names.
-        buffers: The live tensors.
-        shapes: Their shapes.
-        nbytes: Their bytes.
-    """
-
-    names: list[str] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)
-    shapes: list[torch.Size] = field(default_factory=list)
-    nbytes: int = 0
-
-    def add(self, name: str, buffer: Tensor) -> None:
-        self.names.append(name)
-        self.buffers.append(buffer)
-        self.shapes.append(buffer.shape)
-        self.nbytes += buffer.nbytes
-
-    def flat(self) -> Tensor:
-        """Return the elements of all buffers, 1-dim; a view if there is only one."""
-        return _flat(self.buffers)
-
-    def copied(self) -> Tensor:
-        """Return a copy of the elements of all buffers, 1-dim."""
-        return self.flat().clone() if len(self.buffers) == 1 else self.flat()
-
-    def write(self, flat: Tensor) -> None:
-        """Copy to the buffers; contiguous ones in one operation."""
-        # CUDA copies a list one by one if the strides of a single pair differ.
-        parts = _unflatten_dense_tensors(flat, self.buffers)
-        pairs = list(zip(self.buffers, parts, strict=True))
-        for contiguous in (True, False):
-            chosen = [pair for pair in pairs if pair[0].is_contiguous() is contiguous]
-            if chosen:
-                torch._foreach_copy_([pair[0] for pair in chosen], [pair[1] for pair in chosen])
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return _flatten_dense_tensors(tensors)
-
-
-@torch.no_grad()
-def _broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
-    source = dist.get_global_rank(group, 0)
-    for batch in _batches(module):
-        flat = batch.flat()
-        dist.broadcast(flat, source, group)
-        batch.write(flat)
-
-
-def _batches(module: nn.Module) -> list[_Batch]:
+def _batches(module: nn.Module) -> list[dict[str, Tensor]]:
     """Group buffers that are not empty by device and dtype, up to `BATCH_BYTES` or one buffer."""
-    batches: list[_Batch] = []
-    last: dict[tuple[torch.device, torch.dtype], _Batch] = {}
+    batches: list[dict[str, Tensor]] = []
+    last: dict[tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], int]] = {}
     for name, buffer in module.named_buffers():
         if buffer.numel() == 0:
             continue
         kind = (buffer.device, buffer.dtype)
-        batch = last.get(kind)
-        if batch is None or batch.nbytes + buffer.nbytes > BATCH_BYTES:
-            batch = last[kind] = _Batch()
+        batch, nbytes = last.get(kind, ({}, 0))
+        if not batch or nbytes + buffer.nbytes > BATCH_BYTES:
+            batch, nbytes = {}, 0
             batches.append(batch)
-        batch.add(name, buffer)
+        batch[name] = buffer
+        last[kind] = batch, nbytes + buffer.nbytes
     return batches
+
+
+def _flat(batch: dict[str, Tensor]) -> Tensor:
+    """Return the elements of all buffers, 1-dim; a view if there is only one."""
+    return _flatten_dense_tensors([*batch.values()])
+
+
+def _parts(batch: dict[str, Tensor], flat: Tensor) -> Sequence[Tensor]:
+    return _unflatten_dense_tensors(flat, [*batch.values()])
+
+
+def _write(batch: dict[str, Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values to the buffers; contiguous ones in one operation."""
+    # CUDA copies a list one by one if the strides of a single pair differ.
+    pairs = list(zip(batch.values(), values, strict=True))
+    for contiguous in (True, False):
+        chosen = [pair for pair in pairs if pair[0].is_contiguous() is contiguous]
+        if chosen:
+            torch._foreach_copy_([pair[0] for pair in chosen], [pair[1] for pair in chosen])

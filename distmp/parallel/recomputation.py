@@ -1,4 +1,4 @@
-"""Activation checkpointing of blocks that may have buffers, or keep some of their activations."""
+"""Activation checkpointing of blocks that may have buffers."""
 
 # Note [Buffers and recomputation]
 #
@@ -15,18 +15,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from distmp.errors import ConfigError
-from distmp.parallel.saved_operations import SETTING, operators
-
-_Context = AbstractContextManager[Any]
+# The module that a buffer is registered in, and its name there.
+_Buffer = tuple[nn.Module, str]
 
 
 def has_buffers(block: nn.Module) -> bool:
@@ -34,9 +32,7 @@ def has_buffers(block: nn.Module) -> bool:
     return any(True for _ in block.buffers())
 
 
-def checkpoint_activations(
-    block: nn.Module, backend: str | None = None, save: Sequence[str] = ()
-) -> None:
+def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None:
     """Keep only the inputs of a block for backward, which recomputes its activations.
 
     It replaces `forward` of this object, so that parameter names do not change and FSDP's hooks,
@@ -46,25 +42,11 @@ def checkpoint_activations(
         block: The module, changed in place.
         backend: Backend of `torch.compile` if the block or the full model will be compiled. The
             `forward` of a block with buffers is compiled here.
-        save: Operations whose results are kept, too; see `operators`.
-
-    Raises:
-        ConfigError: If there is no such operation, or it cannot be kept in this block.
     """
     forward = block.forward
     options: dict[str, Any] = {}
-    if save:
-        kept = functools.partial(create_selective_checkpoint_contexts, operators(save))
-        options["context_fn"] = kept
     if has_buffers(block):
-        options["context_fn"] = functools.partial(_contexts, block, options.get("context_fn"))
-        if save and backend is not None:
-            raise ConfigError(
-                SETTING,
-                list(save),
-                f"a compiled {type(block).__name__} has buffers, and torch cannot keep results of "
-                "its operations; leave out `save`, or `compile`",
-            )
+        options["context_fn"] = functools.partial(_contexts, block)
         if backend is not None:
             # Compile `forward` itself. Compiling the block would leave the recomputation eager.
             forward = torch.compile(forward, backend=backend)
@@ -78,16 +60,9 @@ def checkpoint_activations(
     block.forward = torch.compiler.disable(recomputed) if has_buffers(block) else recomputed
 
 
-class _BufferName(NamedTuple):
-    """The module that a buffer is registered in, and its name there."""
-
-    holder: nn.Module
-    name: str
-
-
-def _registered(block: nn.Module) -> dict[_BufferName, Tensor]:
+def _registered(block: nn.Module) -> dict[_Buffer, Tensor]:
     return {
-        _BufferName(holder, name): buffer
+        (holder, name): buffer
         for holder in block.modules()
         for name, buffer in holder.named_buffers(recurse=False, remove_duplicate=False)
     }
@@ -97,57 +72,31 @@ def _copy(buffer: Tensor) -> Tensor:
     return buffer.detach().clone()
 
 
-def _contexts(
-    block: nn.Module, others: Callable[[], tuple[_Context, _Context]] | None
-) -> tuple[_Context, _Context]:
-    """Return contexts of forward and recomputation, see Note [Buffers and recomputation].
-
-    Args:
-        block: The module.
-        others: Returns contexts to enter inside of them.
-    """
-    forward = _Forward(block)
-    recomputation = _Recomputation(block, forward.values)
-    if others is None:
-        return forward, recomputation
-    in_forward, in_recomputation = others()
-    return _both(forward, in_forward), _both(recomputation, in_recomputation)
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], _Recomputation]:
+    """Return contexts of forward and recomputation, see Note [Buffers and recomputation]."""
+    values: dict[_Buffer, Tensor] = {}
+    return _kept_initial_values(block, values), _Recomputation(block, values)
 
 
 @contextmanager
-def _both(outer: _Context, inner: _Context) -> Iterator[None]:
-    with outer, inner:
+def _kept_initial_values(block: nn.Module, values: dict[_Buffer, Tensor]) -> Iterator[None]:
+    """Add a copy of the initial value of each buffer that a forward writes to `values`."""
+    before = _registered(block)
+    versions = {key: buffer._version for key, buffer in before.items()}
+    values.update((key, _copy(buffer)) for key, buffer in before.items())
+    try:
         yield
-
-
-class _Forward:
-    """Keeps the initial values of the buffers that a forward writes.
-
-    Attributes:
-        values: A copy of each of these buffers.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self.values: dict[_BufferName, Tensor] = {}
-
-    def __enter__(self) -> None:
-        self._before = _registered(self._block)
-        self._versions = {key: buffer._version for key, buffer in self._before.items()}
-        self.values.update((key, _copy(buffer)) for key, buffer in self._before.items())
-
-    def __exit__(self, *_: object) -> None:
-        after = _registered(self._block)
-        for key, buffer in self._before.items():
-            if after.get(key) is buffer and buffer._version == self._versions[key]:
-                del self.values[key]
-        self._before = {}
+    finally:
+        after = _registered(block)
+        for key, buffer in before.items():
+            if after.get(key) is buffer and buffer._version == versions[key]:
+                del values[key]
 
 
 class _Recomputation:
     """Replaces the buffers of a block by copies; may be entered several times."""
 
-    def __init__(self, block: nn.Module, values: dict[_BufferName, Tensor]) -> None:
+    def __init__(self, block: nn.Module, values: dict[_Buffer, Tensor]) -> None:
         self._block = block
         self._values = values
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
-from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
 from distmp.parallel.module_buffers import BufferValues
@@ -25,31 +22,13 @@ from distmp.parallel.strategy import (
     KnownParameters,
     Strategy,
     broadcast_from_rank_zero,
-    check_accumulation,
-    check_parameters,
     store_parameters_in_fp32,
     trainable,
 )
 from distmp.precision.builders import prepare
-from distmp.precision.keep import storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.utils.flat_shard import FlatShard
-
-logger = logging.getLogger("distmp")
-
-
-class _Part(NamedTuple):
-    """Parameters that became trainable at the same time.
-
-    Attributes:
-        buckets: Their gradients.
-        parameters: Their values, and the tensors that the optimizer steps.
-    """
-
-    buckets: Fp32GradBuckets
-    parameters: FlatParameters | PureParameters
-
 
 REPRODUCIBLE_ADVICE = "with reproducible=True every rank needs the same number of microbatches"
 
@@ -77,12 +56,7 @@ class Replicated(Strategy):
     ) -> None:
         self._settings = settings or AccumulationSettings()
         check_buckets(policy, self._settings)
-        self._policy = policy
         self._world = world
-        check_accumulation(policy)
-        check_parameters(module, policy)
-        if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
-            logger.warning(COMPILED_WHOLE)
         materialize(module, values, world.device)
         self.module = module.to(world.device)
         store_parameters_in_fp32(module.parameters())
@@ -90,174 +64,101 @@ class Replicated(Strategy):
         named = trainable(module)
         fp32 = {name: parameter.data for name, parameter in named}
         prepare(module, policy.wide, world.device.type)
-        self._shapes: dict[str, torch.Size] = {}
+        self._shapes = {name: parameter.shape for name, parameter in named}
         # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: BufferValues | None = None
-        self._parts = [self._build_part(named, fp32)]
-        self._known = KnownParameters(module)
-        self._order: CollectiveOrder | None = None
-        if self._settings.reproducible and world.world_size > 1:
-            self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
-
-    def _build_part(
-        self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]
-    ) -> _Part:
-        """Put parameters into buckets.
-
-        Args:
-            named: The parameters, in the dtype of the module.
-            values: Their FP32 values by name.
-        """
-        first = not self._shapes
-        self._shapes.update((name, parameter.shape) for name, parameter in named)
         if self._settings.shard_optimizer:  # a shard is a range of elements in row-major order
             for _, parameter in named:
                 parameter.data = parameter.data.contiguous()
-        buckets = Fp32GradBuckets(
+        self._drops = self._settings.on_nonfinite == "drop_microbatch"
+        self._buckets = Fp32GradBuckets(
             named,
-            self._world.group,
-            reduce_dtype=self._policy.reduce_dtype,
+            world.group,
+            reduce_dtype=policy.reduce_dtype,
             shard=self._settings.shard_optimizer,
             reproducible=self._settings.reproducible,
-            drop_non_finite=self._settings.drop_non_finite,
-            overlap=first,
+            drop_non_finite=self._drops,
         )
-        if self._policy.casts_parameters and not self._policy.has_masters:
-            return _Part(buckets, PureParameters(buckets))
-        return _Part(buckets, FlatParameters(buckets, values))
+        self.used = self._buckets.used
+        self._parameters: FlatParameters | PureParameters
+        if policy.casts_parameters and not policy.has_masters:
+            self._parameters = PureParameters(self._buckets)
+        else:
+            self._parameters = FlatParameters(self._buckets, fp32)
+        self._known = KnownParameters(module)
+        if self._settings.reproducible and world.world_size > 1:
+            self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
 
     def check_model(self) -> None:
         self._known.check(self.model)
-        for part in self._parts:
-            part.parameters.check_storage()
-            part.buckets.check_storage()
+        self._parameters.check_storage()
+        self._buckets.check_storage()
 
     def watch_copies(self) -> None:
-        for part in self._parts:
-            if isinstance(part.parameters, FlatParameters):
-                part.parameters.watch_copies()
-
-    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        return [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
-
-    def add_parameters(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        for _, parameter in unfrozen:
-            parameter.grad = None
-        values = {name: parameter.data.float() for name, parameter in unfrozen}
-        # A frozen parameter may have a different dtype.
-        dtypes = storage_dtypes(self.model, self._policy)
-        for name, parameter in unfrozen:
-            parameter.data = parameter.data.to(dtypes[name])
-        self._parts.append(self._build_part(unfrozen, values))
-        self._known = KnownParameters(self.model)
-        return [(name, self._parts[-1].parameters.named[name]) for name, _ in unfrozen]
+        self._parameters.watch_copies()
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        stepped = {
-            name: tensor for part in self._parts for name, tensor in part.parameters.named.items()
-        }
-        return [(name, stepped[name]) for name in self._shapes]
+        return [(name, self._parameters.named[name]) for name in self._shapes]
 
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
-        if not self._parts[0].buckets.sharded:
+        if not self._buckets.sharded:
             return super().build_optimizer(factory, parameters)
         # Import lazily: most runs do not need it.
         from distmp.optim.sharded import build_on_shards
 
         return build_on_shards(factory, parameters, self._shapes, quiet=self._world.rank > 0)
 
-    def compare_microbatches(self, microbatches: int) -> None:
-        if self._order is not None:
-            self._order.compare_microbatches(microbatches)
-
-    def compare_next(self, has_next: bool) -> None:
-        if self._order is not None:
-            self._order.compare_next(has_next)
-
     def begin_step(self) -> None:
-        for part in self._parts:
-            part.buckets.discard()  # a step may have been interrupted at any point
-            part.buckets.begin_step()
+        self._buckets.discard()  # a step may have been interrupted at any point
+        self._buckets.begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
-        if self._settings.drop_non_finite:
+        if self._drops:
             self._buffers = BufferValues(self.model)
-        for part in self._parts:
-            part.buckets.begin_microbatch(last=last)
+        self._buckets.begin_microbatch(last=last)
 
-    def computing_loss(self, *, computing: bool) -> None:
-        for part in self._parts:
-            part.buckets.computing_loss = computing
-
-    @contextlib.contextmanager
-    def backward_context(self, loss: Tensor) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.buckets.backward_context(loss))
-            yield
+    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
+        return self._buckets.backward_context(loss)
 
     def end_microbatch(self) -> Tensor | None:
-        finite = [part.buckets.microbatch_is_finite() for part in self._parts]
-        flags = [flag for flag in finite if flag is not None]
-        kept = torch.stack(flags).all() if flags else None
-        for part in self._parts:
-            part.buckets.end_microbatch(kept)
+        kept = self._buckets.microbatch_is_finite()
+        self._buckets.end_microbatch(kept)
         if kept is not None and self._buffers is not None:
             self._buffers.revert(~kept)
             self._buffers = None
         return kept
 
     def finish_gradients(self) -> None:
-        for part in self._parts:
-            part.buckets.finish()
-            part.parameters.check_copies()
+        self._buckets.finish()
+        self._parameters.check_copies()
 
     def gradients(self) -> list[GradientPart]:
-        if self._parts[0].buckets.sharded:
-            return [GradientPart(self.gradient_shards(), replicas=1)]
-        buffers = [buffer for part in self._parts for buffer in part.buckets.buffers]
-        return [GradientPart(buffers, replicas=self._world.world_size)]
+        if self._buckets.sharded:
+            return [GradientPart(self._buckets.shards, replicas=1)]
+        return [GradientPart(self._buckets.buffers, replicas=self._world.world_size)]
 
     def gradient_memory(self) -> list[Tensor]:
-        return [buffer for part in self._parts for buffer in part.buckets.buffers]
+        return self._buckets.buffers
 
     def partial_sums(self) -> list[Tensor]:
-        return [buffer for part in self._parts for buffer in part.buckets.partial_sums]
+        return self._buckets.partial_sums
 
     def gradient_shards(self) -> list[Tensor]:
-        return [shard for part in self._parts for shard in part.buckets.shards]
+        return self._buckets.shards
 
     def prepare_optimizer_grads(self) -> None:
-        for part in self._parts:
-            if isinstance(part.parameters, PureParameters):
-                part.parameters.round_gradients()
+        self._parameters.round_gradients()
 
     def copy_master_to_model(self) -> None:
-        for part in self._parts:
-            part.parameters.publish()
-
-    def end_step(self, skipped: Tensor) -> None:
-        for part in self._parts:
-            part.buckets.end_step(skipped)
-
-    @property
-    def unused(self) -> list[str]:
-        return [name for part in self._parts for name in part.buckets.unused]
-
-    @unused.setter
-    def unused(self, names: Iterable[str]) -> None:
-        selected = set(names)
-        for part in self._parts:
-            part.buckets.unused = selected
+        self._parameters.publish()
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:
         ranks = self._world.world_size
-        for part in self._parts:
-            for layout in part.buckets.layouts if part.buckets.sharded else ():
-                if name in layout.names:
-                    return ShardedMatrix(self._shapes[name], layout.shard_bounds(name, ranks))
+        for layout in self._buckets.layouts if self._buckets.sharded else ():
+            if name in layout.names:
+                return ShardedMatrix(self._shapes[name], layout.shard_bounds(name, ranks))
         return None
 
     @property
@@ -267,10 +168,9 @@ class Replicated(Strategy):
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FlatShard):  # scales of a shard
             return tensor
-        for part in self._parts:
-            shard = part.parameters.shard_ranges.get(name)
-            if shard is not None and tensor.shape == (shard.stop - shard.start,):
-                return FlatShard.of(tensor, self._shapes[name], shard.start)
+        shard = self._parameters.shard_ranges.get(name)
+        if shard is not None and tensor.shape == (shard.stop - shard.start,):
+            return FlatShard.of(tensor, self._shapes[name], shard.start)
         return tensor
 
 

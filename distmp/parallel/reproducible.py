@@ -35,36 +35,14 @@ def make_deterministic(device: torch.device) -> None:
 
     On a CPU the bits of a sum depend on the number of threads, which usually differs between
     numbers of ranks, so it is set to one. On CUDA cuBLAS needs a fixed workspace, see
-    `prepare_cublas`.
-
-    Raises:
-        ConfigError: If cuBLAS has no fixed workspace.
+    `prepare_cublas`; without one, torch raises an error at the first product.
     """
-    if device.type == "cuda":
-        _check_cublas()
-    elif torch.get_num_threads() > 1:
+    if device.type == "cpu" and torch.get_num_threads() > 1:
         logger.info("reproducible: using one CPU thread instead of %d", torch.get_num_threads())
         torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     # Deterministic mode also fills uninitialized memory, which is not needed here.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _check_cublas() -> None:
-    value = os.environ.get(CUBLAS_VARIABLE)
-    if value in CUBLAS_WORKSPACES:
-        return
-    advice = (
-        "this process used the GPU before the engine was built; set the variable before the "
-        "process starts, or build the engine first"
-        if value is None
-        else "set one of them before the process starts, or unset the variable"
-    )
-    raise ConfigError(
-        CUBLAS_VARIABLE,
-        value,
-        f"with reproducible=True cuBLAS needs {' or '.join(CUBLAS_WORKSPACES)}; {advice}",
-    )
 
 
 def check_power_of_two(microbatches: int) -> None:

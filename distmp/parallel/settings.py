@@ -13,12 +13,12 @@ from distmp.errors import ConfigError, nearest
 from distmp.utils.annotations import check_types
 
 Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
-ActivationCheckpointing = Literal["none", "blocks"] | dict[str, Any]
+ActivationCheckpointing = Literal["none", "blocks"]
 Compilation = Literal["none", "blocks", "model"]
+OnNonfinite = Literal["skip_step", "drop_microbatch"]
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp")
 SHARDED_STRATEGIES = ("fsdp", "hsdp")
-ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,9 @@ class ShardingConfig:
     """Patterns (`*` and `?`) for the class names or module names of blocks. Empty: the classes in
     the model's `_no_split_modules`, otherwise the entries of its outermost module lists."""
 
-    offload: bool = False
-    """Keep parameter shards, gradients and optimizer state in host memory."""
-
-    quantized_gather: bool = True
-    """Gather the weights of linear layers with narrow products (fp8, mxfp8, nvfp4)
-    in 8 bits, which does not change results. false gathers 16 bits."""
-
     def __post_init__(self) -> None:
         check_types(self, "sharding")
-        if self.accumulate not in get_args(Accumulation):
-            known = nearest(str(self.accumulate), get_args(Accumulation))
-            raise ConfigError("sharding.accumulate", self.accumulate, known)
+        _check_choice("sharding.accumulate", self.accumulate, Accumulation)
         if self.shard_size is not None and self.shard_size < 1:
             raise ConfigError("sharding.shard_size", self.shard_size, "use 1 or more ranks")
         if not all(self.wrap):
@@ -70,80 +61,19 @@ class ShardingConfig:
         Raises:
             ConfigError: Naming the setting and the strategies that use it.
         """
-        if strategy not in SHARDED_STRATEGIES:
-            if self.accumulate != "auto":
-                self._refuse("accumulate", strategy, "fsdp and hsdp")
-            if not self.reshard_after_forward:
-                self._refuse("reshard_after_forward", strategy, "fsdp and hsdp")
-            if self.offload:
-                self._refuse("offload", strategy, "fsdp and hsdp")
-        if self.shard_size is not None and strategy != "hsdp":
-            self._refuse("shard_size", strategy, "hsdp")
-        if self.accumulate == "hybrid" and strategy != "hsdp":
-            self._refuse("accumulate", strategy, "hsdp")
-
-    def _refuse(self, name: str, strategy: str, strategies: str) -> None:
-        raise ConfigError(
-            f"sharding.{name}",
-            getattr(self, name),
-            f"applies only to {strategies}, but strategy is {strategy!r}",
-        )
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """Which activations backward recomputes; see `distmp.parallel.recomputation`.
-
-    Raises:
-        ConfigError: If a value cannot be used.
-    """
-
-    every: int = 1
-    """Recompute every n-th block only."""
-
-    save: tuple[str, ...] = ()
-    """Operations inside of these blocks whose results are kept: matmul, attention, or operators of
-    torch, such as aten.mm."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "activation_checkpointing")
-        if self.save:
-            from distmp.parallel.saved_operations import operators  # imports torch
-
-            operators(self.save)
-        if self.every < 1:
-            raise ConfigError("activation_checkpointing.every", self.every, "use 1 or more")
-
-    @classmethod
-    def of(cls, value: ActivationCheckpointing) -> Recomputation | None:
-        """Return what a value of `activation_checkpointing` means; None: nothing is recomputed.
-
-        Raises:
-            ConfigError: If it is not a value of this setting.
-        """
-        if value == "none":
-            return None
-        if isinstance(value, dict) and value:
-            # Import lazily: your own loop needs neither YAML nor the command line.
-            from distmp.utils.settings import from_mapping
-
-            section = {"activation_checkpointing": value}
-            return from_mapping(_Section, section).activation_checkpointing
-        if value != "blocks":
-            problem = nearest(str(value), ("none", "blocks"))
-            raise ConfigError(
-                "activation_checkpointing",
-                value,
-                f"{problem}, or write {{every: 2}} or {{save: [matmul, attention]}}",
-            )
-        return cls()
-
-
-@dataclass(frozen=True)
-class _Section:
-    """Gives messages the name of the setting."""
-
-    activation_checkpointing: Recomputation = field(default_factory=Recomputation)
+        uses = {
+            "accumulate": ("hsdp",) if self.accumulate == "hybrid" else SHARDED_STRATEGIES,
+            "reshard_after_forward": SHARDED_STRATEGIES,
+            "shard_size": ("hsdp",),
+        }
+        for setting in fields(self):
+            value, strategies = getattr(self, setting.name), uses.get(setting.name, (strategy,))
+            if value != setting.default and strategy not in strategies:
+                raise ConfigError(
+                    f"sharding.{setting.name}",
+                    value,
+                    f"applies only to {' and '.join(strategies)}, but strategy is {strategy!r}",
+                )
 
 
 @dataclass(frozen=True)
@@ -153,8 +83,7 @@ class ParallelConfig:
     Attributes:
         sharding: Settings of the sharded strategies.
         activation_checkpointing: "blocks" keeps only the inputs of each block for backward and
-            recomputes its activations; parameter names do not change. The keys of a dictionary are
-            the fields of `Recomputation`.
+            recomputes its activations; parameter names do not change.
         compile: "blocks" compiles each block with `torch.compile`, "model" the full model.
         microbatches: Number of microbatches of a step on one rank; None if unknown.
     """
@@ -165,18 +94,12 @@ class ParallelConfig:
     microbatches: int | None = None
 
     def __post_init__(self) -> None:
-        check_types(self, skip={"activation_checkpointing"})
+        check_types(self)
         if self.microbatches is not None and self.microbatches < 1:
             raise ConfigError("microbatches", self.microbatches, "use 1 or more, or None")
-        if self.compile not in get_args(Compilation):
-            known = nearest(str(self.compile), get_args(Compilation))
-            raise ConfigError("compile", self.compile, known)
-        _ = self.recomputation
-
-    @property
-    def recomputation(self) -> Recomputation | None:
-        """What `activation_checkpointing` means; None: nothing is recomputed."""
-        return Recomputation.of(self.activation_checkpointing)
+        recomputed = self.activation_checkpointing
+        _check_choice("activation_checkpointing", recomputed, ActivationCheckpointing)
+        _check_choice("compile", self.compile, Compilation)
 
 
 @dataclass(frozen=True)
@@ -200,17 +123,7 @@ class AccumulationSettings:
 
     def __post_init__(self) -> None:
         check_types(self, skip={"on_nonfinite"})
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise ConfigError(
-                "precision.on_nonfinite",
-                self.on_nonfinite,
-                nearest(self.on_nonfinite, ON_NONFINITE),
-            )
-
-    @property
-    def drop_non_finite(self) -> bool:
-        """Whether single microbatches can be dropped."""
-        return self.on_nonfinite == "drop_microbatch"
+        _check_choice("precision.on_nonfinite", self.on_nonfinite, OnNonfinite)
 
     def refuse_for(self, strategy: str) -> None:
         """Refuse settings that a sharded strategy does not implement.
@@ -232,3 +145,9 @@ class AccumulationSettings:
                     value,
                     f"needs strategy single or ddp; {strategy} {problems[setting.name]}",
                 )
+
+
+def _check_choice(setting: str, value: object, choices: Any) -> None:
+    """Refuse a value that is not one of the members of a Literal."""
+    if value not in get_args(choices):
+        raise ConfigError(setting, value, nearest(str(value), get_args(choices)))

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from distmp.buckets.used import UsedParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
 from distmp.optim.stepped import build_on
-from distmp.precision.policy import PrecisionPolicy, dtype_word
+from distmp.parallel.collective_order import CollectiveOrder
+from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtensor import is_dtensor
@@ -27,6 +29,11 @@ from distmp.utils.dtypes import dtype_name
 REBUILD = (
     "unlike when the engine was built; change a model before you build the engine, or build a new "
     "engine"
+)
+
+UNFROZEN = (
+    "was unfrozen, but was frozen when the engine was built, so the optimizer does not step it; "
+    "leave it trainable until the engine is built, then freeze it"
 )
 
 USED_DIRECTLY = (
@@ -51,12 +58,16 @@ class Strategy(ABC):
     Attributes:
         module: The prepared module; call it for forward.
         reason: What was chosen automatically and why, as text; empty if there was no choice.
-        narrow_layers: The linear layers with narrow products; None under wide policies.
+        narrow_layers: The linear layers with low-precision matmuls; None if the policy has none.
+        used: Tracks which parameters have ever had a gradient, on any rank.
     """
 
     module: nn.Module
+    used: UsedParameters
     reason: str = ""
     narrow_layers: NarrowLayers | None = None
+    # None if the strategy allows ranks to run different numbers of microbatches.
+    _order: CollectiveOrder | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -67,24 +78,12 @@ class Strategy(ABC):
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that the optimizer steps, with the parameter names of the model."""
 
-    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters that require gradients now and are not trained yet."""
-        return []
-
-    def add_parameters(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        """Start to train the parameters that `unfrozen` returned, the same on all ranks.
-
-        Returns:
-            The additional tensors that the optimizer has to step, see `optimizer_parameters`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot add parameters")
-
     def check_model(self) -> None:  # noqa: B027 - optional
         """Refuse a model whose parameters are no longer those that are trained.
 
         Raises:
-            ConfigError: Naming the first parameter that was replaced, removed, converted or moved,
-                or written to although its value is copied from a master weight.
+            ConfigError: Naming the first parameter that was replaced, removed, converted, moved or
+                unfrozen, or written to although its value is copied from a master weight.
         """
 
     def watch_copies(self) -> None:  # noqa: B027 - optional
@@ -96,19 +95,23 @@ class Strategy(ABC):
         """Build an optimizer on some of `optimizer_parameters`."""
         return build_on(factory, parameters)
 
-    def compare_microbatches(self, microbatches: int) -> None:  # noqa: B027 - optional
+    def compare_microbatches(self, microbatches: int) -> None:
         """Compare the number of microbatches of the next step between ranks, if it has changed.
 
         Raises:
             TrainingError: If the strategy needs the same number on every rank, and ranks differ.
         """
+        if self._order is not None:
+            self._order.compare_microbatches(microbatches)
 
-    def compare_next(self, has_next: bool) -> None:  # noqa: B027 - optional
+    def compare_next(self, has_next: bool) -> None:
         """Compare before each microbatch of an iterable whether ranks have one.
 
         Raises:
             TrainingError: If the strategy needs the same number on every rank, and ranks differ.
         """
+        if self._order is not None:
+            self._order.compare_next(has_next)
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -118,9 +121,9 @@ class Strategy(ABC):
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
 
-    @abstractmethod
     def computing_loss(self, *, computing: bool) -> None:
         """Refuse a backward while the loss is computed, as the loss function's own one."""
+        self.used.computing_loss = computing
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         """Return the context of the backward of a microbatch.
@@ -178,18 +181,9 @@ class Strategy(ABC):
     def copy_master_to_model(self) -> None:
         """Copy the stepped weights to the parameters of the module, for the next forward."""
 
-    @abstractmethod
     def end_step(self, skipped: Tensor) -> None:
         """End a step; `skipped` is 0-dim and nonzero if it was skipped. The host does not wait."""
-
-    @property
-    @abstractmethod
-    def unused(self) -> list[str]:
-        """Names of parameters that no rank has ever used, see `UsedParameters`; can be set."""
-
-    @unused.setter
-    @abstractmethod
-    def unused(self, names: Iterable[str]) -> None: ...
+        self.used.end_step(skipped)
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the modules, by name, that gather their parameters before forward, root first."""
@@ -205,20 +199,6 @@ class Strategy(ABC):
                 seen.add(id(value))
                 found[parameter_name(name)] = value
         return found
-
-
-def check_accumulation(policy: PrecisionPolicy) -> None:
-    """Refuse a policy that does not accumulate in FP32, as every strategy does.
-
-    Raises:
-        ConfigError: For another dtype.
-    """
-    if policy.accumulate_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.accumulate",
-            policy.accumulate_dtype,
-            "all strategies sum microbatches in FP32; use fp32",
-        )
 
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
@@ -237,11 +217,7 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
                 f"{name!r} is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
                 f"{dtype_word(policy.compute_dtype)}-autocast",
             )
-        if parameter.requires_grad and parameter.dtype not in (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-        ):
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise ConfigError(
                 "precision.policy",
                 policy.name,
@@ -283,21 +259,8 @@ def check_model(model: object) -> None:
         raise ConfigError("model", name, problem)
 
 
-def group_of(world: World, strategy: str) -> dist.ProcessGroup:
-    """Return the ranks' process group.
-
-    Raises:
-        ConfigError: If the process runs alone.
-    """
-    if world.group is None:
-        raise ConfigError(
-            "strategy", strategy, "needs a process group; start the run with torchrun"
-        )
-    return world.group
-
-
 class KnownParameters:
-    """Detects trained parameters that were replaced or removed, and parameters that were added.
+    """Detects trained parameters that were replaced or removed, and other ones to train.
 
     Args:
         model: The model with its final parameters.
@@ -314,8 +277,8 @@ class KnownParameters:
         """Refuse a model with different parameters.
 
         Raises:
-            ConfigError: Naming the first parameter that was replaced, removed, converted, moved or
-                added.
+            ConfigError: Naming the first parameter that was replaced, removed, converted, moved,
+                unfrozen or added.
         """
         current = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
         for name, (known, dtype, device) in self._trained.items():
@@ -332,16 +295,16 @@ class KnownParameters:
                 continue
             raise ConfigError("model", name, f"{problem}, {REBUILD}")
         for name, parameter in current.items():
-            if parameter.requires_grad and name not in self._names:
-                raise ConfigError("model", name, f"is new, {REBUILD}")
+            if parameter.requires_grad and name not in self._trained:
+                problem = UNFROZEN if name in self._names else f"is new, {REBUILD}"
+                raise ConfigError("model", name, problem)
 
 
-def move_to(module: nn.Module, device: torch.device, *, parameters: bool = True) -> None:
-    """Move buffers and, if `parameters` is set, parameters; those on the meta device stay there."""
-    if parameters:
-        for parameter in module.parameters():
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(device)
+def move_to(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers; those on the meta device stay there."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             if not buffer.is_meta:

@@ -12,17 +12,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp.errors import ConfigError, listed
-from distmp.parallel.fsdp_internals import GradientReduction, fsdp1_reduction, fsdp2_reductions
+from distmp.parallel.fsdp_internals import (
+    GradientReduction,
+    fsdp1_reduction,
+    fsdp2_reductions,
+    name_of,
+)
 from distmp.utils.dtensor import is_dtensor
 
 Group = dist.ProcessGroup | DeviceMesh
-
-# torch's communication hooks of DDP that average over the process group that is their state, or
-# over all ranks if the state is None.
-_AVERAGING_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
-# The hook of `DistributedDataParallel(mixed_precision=...)`, which averages like DDP without one.
-_MIXED_PRECISION_HOOK = "_reducer_allreduce_and_upcast_hook"
-_TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
 
 def reduced_over(
@@ -82,13 +80,8 @@ def _ddp_reduction(ddp: Any) -> GradientReduction:
             "early; give ranks without data a microbatch of weight 0 instead",
         )
     group, accumulates = ddp.process_group, not ddp.require_backward_grad_sync
-    for hook, state in ddp._comm_hooks:
-        name = getattr(hook, "__qualname__", type(hook).__name__)
-        known = hook.__module__.startswith(_TORCH_HOOKS)
-        if known and name in _AVERAGING_HOOKS:
-            group = state or dist.group.WORLD
-        elif not known or name != _MIXED_PRECISION_HOOK:
-            return GradientReduction((group,), accumulates, None, name)
+    if ddp._comm_hooks:
+        return GradientReduction((group,), accumulates, None, name_of(ddp._comm_hooks[0][0]))
     return GradientReduction((group,), accumulates, group.size())
 
 
@@ -96,7 +89,12 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
     """Refuse a module without a wrapper that several ranks train."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if group is None and divisor is None and _spans_all_ranks(module):
+    # DTensors may describe how all ranks share the parameters.
+    spans_all_ranks = any(
+        is_dtensor(parameter) and parameter.device_mesh.size() == dist.get_world_size()
+        for parameter in module.parameters()
+    )
+    if group is None and divisor is None and spans_all_ranks:
         return
     raise ConfigError(
         "module",
@@ -104,14 +102,6 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
         "is not wrapped in DDP or FSDP, so it is unknown how its gradients are reduced; pass the "
         "wrapped module (in Lightning, trainer.strategy.model), or pass both the ranks over which "
         "you sum gradients and what you divide the sum by: group=..., divisor=...",
-    )
-
-
-def _spans_all_ranks(module: nn.Module) -> bool:
-    """Return whether DTensors describe how all ranks share the parameters."""
-    return any(
-        is_dtensor(parameter) and parameter.device_mesh.size() == dist.get_world_size()
-        for parameter in module.parameters()
     )
 
 
@@ -131,7 +121,7 @@ def _found_divisor(found: Sequence[GradientReduction]) -> float:
             "divisor",
             None,
             f"parts of the module divide gradients by different numbers, {numbers}; call "
-            "set_gradient_divide_factor() with the same number on each of them",
+            "set_gradient_divide_factor() with the same number on each of them, and pass it",
         )
     return divisors.pop() if divisors else 1.0
 

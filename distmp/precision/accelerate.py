@@ -42,15 +42,8 @@ def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
         setting: Name of the setting, for the message.
 
     Raises:
-        ConfigError: For "fp8", which only distmp's own loops compute, and for other words.
+        ConfigError: For other words, such as "fp8", which only distmp.Engine computes.
     """
-    if word == "fp8":
-        raise ConfigError(
-            setting,
-            word,
-            "distmp computes 8-bit matrix products only in distmp.Engine and its trainer; use one "
-            "of them, bf16, or accelerate's own Accelerator",
-        )
     if word not in POLICIES:
         raise ConfigError(setting, word, nearest(word, POLICIES))
     return PRESETS[POLICIES[word]]

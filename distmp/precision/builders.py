@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.precision.functions import functions_in_fp32
 from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
-from distmp.precision.notation import as_mapping
-from distmp.precision.notation import policy as parsed
+from distmp.precision.notation import name_of
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import map_tensors
@@ -41,7 +39,7 @@ def autocast_context(
 def autocast_of_dtypes(
     policy: PrecisionPolicy, device: torch.device, *, sharded: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return what `autocast_context` returns; narrow formats are applied elsewhere.
+    """Return what `autocast_context` returns; low-precision formats are applied elsewhere.
 
     Args:
         policy: The policy.
@@ -51,7 +49,7 @@ def autocast_of_dtypes(
             loss function would give them no gradient.
     """
     if not policy.autocast:
-        return functions_in_fp32(policy.kept_functions)
+        return contextlib.nullcontext()
     cache = torch.is_autocast_cache_enabled() and not sharded
     return torch.autocast(device.type, dtype=policy.compute_dtype, cache_enabled=cache)
 
@@ -184,15 +182,8 @@ def refuse_narrow(policy: PrecisionPolicy) -> None:
         _refuse(
             policy,
             "has matrix products with fewer than 16 bits, which only distmp.Engine and the trainer "
-            f"compute; use one of them, or here {_without_formats(policy)!r}",
+            f"compute; use one of them, or here {name_of(policy.wide)!r}",
         )
-
-
-def _without_formats(policy: PrecisionPolicy) -> str:
-    """Return the name or the text of the policy with the same dtypes and no formats."""
-    keys = as_mapping(policy.wide)
-    del keys["name"]
-    return parsed(keys).name
 
 
 def _refuse(policy: PrecisionPolicy, problem: str) -> NoReturn:

@@ -8,27 +8,21 @@ import torch
 
 from distmp.errors import ConfigError
 from distmp.precision.notation import PolicyLike, policy
-from distmp.precision.policy import PrecisionPolicy
+from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
+from distmp.utils.dtypes import dtype_name
 
-# First compute capability with tensor cores for the dtype; below, it is emulated or slow.
-BF16_CAPABILITY = (8, 0)
-FP16_CAPABILITY = (7, 0)
-TF32_CAPABILITY = (8, 0)
+# First compute capability with tensor cores for the dtype; below, it is emulated or slow. TF32 has
+# that of bfloat16.
+CAPABILITIES = {torch.bfloat16: (8, 0), torch.float16: (7, 0)}
 FP8_CAPABILITY = (8, 9)
-# First compute capability with a kernel of torch for narrow products, by the scaling of a policy.
-# Products with other scalings are emulated on every device.
-NARROW_CAPABILITY = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
-# Narrow products by the scaling of a policy, for messages.
-_PRODUCTS = {
-    "tensor": "8-bit products",
-    "row": "8-bit products with scales of rows",
-    "block32": "8-bit products with scales of blocks",
-    "block16": "4-bit products with scales of blocks",
-}
-
 # CPU features that compute with the dtype, as the kernel lists them.
-BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
-FP16_INSTRUCTIONS = ("amx_fp16", "avx512_fp16", "asimdhp")
+CPU_FEATURES = {
+    torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
+    torch.float16: ("amx_fp16", "avx512_fp16", "asimdhp"),
+}
+# First compute capability with a kernel of torch for low-precision matmuls, by the scaling of a
+# policy. Matmuls with other scalings are emulated on every device.
+NARROW_CAPABILITY = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
 
 
 class Resolution(NamedTuple):
@@ -70,7 +64,7 @@ def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
     given = isinstance(requested, PrecisionPolicy)
     chosen = requested if isinstance(requested, PrecisionPolicy) else policy(requested)
     reason = "given" if given else "configured"
-    limit = _cuda_limit(chosen, device) if device.type == "cuda" else _cpu_limit(chosen, device)
+    limit = _limit(chosen, device)
     return Resolution(chosen, f"{reason}; {limit}" if limit else reason)
 
 
@@ -87,23 +81,21 @@ def native_dtypes(device: torch.device) -> list[torch.dtype]:
     """Return the 16-bit dtypes that `device` computes natively."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        has_bf16, has_fp16 = capability >= BF16_CAPABILITY, capability >= FP16_CAPABILITY
-    else:
-        on_cpu = device.type == "cpu"
-        has_bf16 = on_cpu and bool(_cpu_features(BF16_INSTRUCTIONS))
-        has_fp16 = on_cpu and bool(_cpu_features(FP16_INSTRUCTIONS))
-    return [torch.bfloat16] * has_bf16 + [torch.float16] * has_fp16
+        return [dtype for dtype, first in CAPABILITIES.items() if capability >= first]
+    if device.type == "cpu":
+        return [dtype for dtype, features in CPU_FEATURES.items() if _cpu_features(features)]
+    return []
 
 
 def _resolve_cuda(device: torch.device) -> Resolution:
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
-    if capability >= FP8_CAPABILITY:
+    native = native_dtypes(device)
+    if torch.bfloat16 in native:
         # Fewer bits than 16 change the training, so they are never chosen automatically.
-        faster = "fp8 may be faster: distmp calibrate --policies bf16,fp8"
-        return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively; {faster}")
-    if capability >= BF16_CAPABILITY:
-        return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively")
-    if capability >= FP16_CAPABILITY:
+        faster = "; fp8 may be faster: distmp calibrate --policies bf16,fp8"
+        hint = faster if capability >= FP8_CAPABILITY else ""
+        return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively{hint}")
+    if torch.float16 in native:
         return Resolution(
             policy("fp16"), f"{gpu} computes float16 natively and only emulates bfloat16"
         )
@@ -113,50 +105,32 @@ def _resolve_cuda(device: torch.device) -> Resolution:
 def _resolve_cpu(device: torch.device) -> Resolution:
     if device.type != "cpu":
         return Resolution(policy("fp32"), f"what {device.type} computes natively is not known")
-    if features := _cpu_features(BF16_INSTRUCTIONS):
+    if features := _cpu_features(CPU_FEATURES[torch.bfloat16]):
         return Resolution(policy("bf16"), f"this CPU computes bfloat16 natively ({features[0]})")
     return Resolution(
         policy("fp32"), "this CPU has no bfloat16 instructions, 16-bit arithmetic would be emulated"
     )
 
 
-def _cuda_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
-    """Return what a GPU lacks for a policy; an empty text if nothing, or if there is no GPU."""
-    if not torch.cuda.is_available():
+def _limit(chosen: PrecisionPolicy, device: torch.device) -> str:
+    """Return what a device lacks for a policy; an empty text if nothing, or if there is no GPU."""
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
         return ""
-    gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
+    name, capability = "this CPU", (0, 0)
+    if device.type == "cuda":
+        name, capability = _gpu(device), torch.cuda.get_device_capability(device)
+    if chosen.tf32 and capability < CAPABILITIES[torch.bfloat16]:
+        return f"{name} has no TF32, so products keep all bits of float32"
     if chosen.is_narrow and not computes_narrow(chosen.scaling, capability):
-        return _emulates(gpu if chosen.scaling in NARROW_CAPABILITY else "distmp", chosen)
-    if chosen.compute_dtype == torch.bfloat16 and capability < BF16_CAPABILITY:
-        return f"{gpu} only emulates bfloat16, which is slow"
-    if chosen.compute_dtype == torch.float16 and capability < FP16_CAPABILITY:
-        return f"{gpu} has no fast float16 arithmetic"
-    if chosen.tf32 and capability < TF32_CAPABILITY:
-        return f"{gpu} has no TF32, so products keep all bits of float32"
-    return ""
-
-
-def _cpu_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
-    if device.type != "cpu":
-        return ""
-    if chosen.tf32:
-        return "a CPU has no TF32, so products keep all bits of float32"
-    if chosen.is_narrow:
-        return _emulates("a CPU", chosen)
-    if chosen.compute_dtype == torch.bfloat16 and not _cpu_features(BF16_INSTRUCTIONS):
-        return "this CPU only emulates bfloat16, which is slow"
-    if chosen.compute_dtype == torch.float16 and not _cpu_features(FP16_INSTRUCTIONS):
-        return "this CPU only emulates float16, which is slow"
+        return f"{name} only emulates matmuls with scaling={chosen.scaling}, which is slow"
+    if chosen.compute_dtype in SIXTEEN_BIT and chosen.compute_dtype not in native_dtypes(device):
+        return f"{name} only emulates {dtype_name(chosen.compute_dtype)}, which is slow"
     return ""
 
 
 def computes_narrow(scaling: str, capability: tuple[int, int]) -> bool:
-    """Return whether a GPU of this compute capability has a kernel for narrow products."""
+    """Return whether a GPU of this compute capability has a kernel for low-precision matmuls."""
     return scaling in NARROW_CAPABILITY and capability >= NARROW_CAPABILITY[scaling]
-
-
-def _emulates(device: str, chosen: PrecisionPolicy) -> str:
-    return f"{device} only emulates {_PRODUCTS[chosen.scaling]}, which is slow: use it for tests"
 
 
 def _gpu(device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """Keeps modules in FP32 under a policy that computes in 16 bits.
 
 A kept module has FP32 parameters and buffers, gets FP32 inputs, and computes with autocast
-disabled. For functions (`torch.prod` in a forward) see `distmp.precision.functions`.
+disabled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from distmp.errors import ConfigError, nearest
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
@@ -93,30 +91,17 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
 
     These are the modules that the policy keeps. With 16-bit parameters and without a 16-bit
     `buffer_dtype`, they include normalization layers with running statistics: a batch norm refuses
-    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data. They also
-    include layers whose weight is computed with FP32 buffers, as under spectral normalization.
+    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data.
 
     Raises:
         ConfigError: See `kept_modules`.
     """
-    kept = kept_modules(module, policy.kept_module_patterns)
+    kept = kept_modules(module, policy.keep_fp32)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
-            if name and (
-                getattr(part, "running_mean", None) is not None
-                or _computes_weight_with_buffers(part)
-            ):
+            if name and getattr(part, "running_mean", None) is not None:
                 kept[name] = part
     return _outermost(module, kept)
-
-
-def _computes_weight_with_buffers(part: nn.Module) -> bool:
-    """Return whether a parametrization or an old hook of torch needs floating-point buffers."""
-    if any(isinstance(hook, SpectralNorm) for hook in part._forward_pre_hooks.values()):
-        return True
-    return is_parametrized(part) and any(
-        buffer.is_floating_point() for buffer in part.get_submodule("parametrizations").buffers()
-    )
 
 
 def parameters_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> set[int]:

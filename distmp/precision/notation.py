@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from distmp.errors import ConfigError, nearest
-from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype_word
+from distmp.precision.policy import DTYPE_WORDS, FIELDS, PRESETS, PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
 
 SETTING = "precision.policy"
@@ -22,14 +22,6 @@ SETTING = "precision.policy"
 # A policy, its name, its text, or its mapping.
 PolicyLike = PrecisionPolicy | str | Mapping[str, Any]
 
-# Name of each field in text and in mappings.
-_KEYS = {
-    field.name: field.name.removesuffix("_dtype").removesuffix("_format")
-    for field in fields(PrecisionPolicy)
-}
-_FIELDS = {key: name for name, key in _KEYS.items()}
-# Aliases of keys, which are read but never written.
-_ALIASES = {"fp32_modules": "keep_fp32"}
 _DTYPES = DTYPE_WORDS | {dtype_name(dtype): dtype for dtype in DTYPE_WORDS.values()}
 _SWITCHES = {"true": True, "false": False}
 
@@ -39,22 +31,6 @@ LIGHTNING_POLICIES = {
     "bf16-mixed": "bf16-autocast",
     "32-true": "fp32",
 }
-_BF16 = "use 'bf16' (16-bit parameters, FP32 master weights) or 'bf16-autocast' (FP32 parameters)"
-_FP16 = "use 'fp16' (16-bit parameters, FP32 master weights) or 'fp16-autocast' (FP32 parameters)"
-# What to use for other names of Lightning, accelerate, Transformers and torch.
-_OTHER_NAMES = {
-    "16-true": f"weights in float16 lose small updates; {_FP16}",
-    "bf16-true": "use 'bf16-pure', which means the same and loses small updates, or 'bf16', which "
-    "has FP32 master weights",
-    **dict.fromkeys(("16", "float16", "half"), _FP16),
-    "bfloat16": _BF16,
-    **dict.fromkeys(("float8", "fp8-tensorwise", "tensorwise", "transformer-engine"), "use 'fp8'"),
-    **dict.fromkeys(("rowwise", "fp8_rowwise", "float8-rowwise"), "use 'fp8-rowwise'"),
-    **dict.fromkeys(("mxfp8_e4m3", "mx", "mxfp8-cublas"), "use 'mxfp8'"),
-    **dict.fromkeys(("fp4", "mxfp4"), "use 'nvfp4'"),
-    **dict.fromkeys(("32", "float32", "float", "full", "no"), "use 'fp32'"),
-    **dict.fromkeys(("mixed", "amp", "autocast"), "use 'bf16-autocast' or 'fp16-autocast'"),
-}
 
 
 def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
@@ -62,8 +38,8 @@ def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
 
     Text is a list of `key=value`, separated by commas, that may start with the name of a preset.
     Other keys are as in that preset, or as in `fp32`. The keys are `param`, `compute`,
-    `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (or
-    `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32`, `stochastic_rounding` and
+    `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32`
+    (patterns separated by `|`), `cast_inputs`, `tf32`, `stochastic_rounding` and
     `name`; types are `fp32`, `bf16`, `fp16`. The keys `forward`, `grad` and `wgrad` take formats of
     the matrix products of linear layers (`e4m3`, `e5m2`, `e2m1`, `bf16`), `scaling` takes `tensor`,
     `row`, `block32` or `block16`, and `hp` takes patterns. A mapping has the same keys, and
@@ -84,8 +60,7 @@ def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
     if isinstance(description, Mapping) and description:
         return _build(dict(description), default_name=None)
     problem = "use the name of a preset, a text such as 'bf16,reduce=bf16', or a mapping"
-    other = _other_name(description)
-    raise ConfigError(SETTING, description, f"{problem}; here, {other}" if other else problem)
+    raise ConfigError(SETTING, description, problem)
 
 
 def as_text(described: PrecisionPolicy) -> str:
@@ -110,14 +85,14 @@ def _changes(described: PrecisionPolicy) -> list[str]:
     plain = PrecisionPolicy("fp32")
     return [
         f"{key}={_word(getattr(described, name))}"
-        for name, key in _KEYS.items()
+        for key, name in FIELDS.items()
         if name != "name" and getattr(described, name) != getattr(plain, name)
     ]
 
 
 def as_mapping(described: PrecisionPolicy) -> dict[str, Any]:
     """Return all fields by their keys, as values that YAML and JSON can represent."""
-    return {key: _plain(getattr(described, name)) for name, key in _KEYS.items()}
+    return {key: _plain(getattr(described, name)) for key, name in FIELDS.items()}
 
 
 def _split(text: str) -> dict[str, Any]:
@@ -136,36 +111,28 @@ def _split(text: str) -> dict[str, Any]:
 
 
 def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
-    if items.keys() == {"name"}:
-        _check_name(items["name"])
+    if items.keys() == {"name"} and str(items["name"]) in PRESETS:
+        raise ConfigError(
+            f"{SETTING}.name",
+            items["name"],
+            f"is only a label of an FP32 policy; use preset={items['name']}",
+        )
     base = _preset(items.pop("preset", "fp32"))
-    for alias, key in _ALIASES.items():
-        if alias in items and key in items:
-            raise ConfigError(f"{SETTING}.{alias}", items[alias], f"means {key}; give one of them")
-    items = {_ALIASES.get(key, key): value for key, value in items.items()}
     for key in items:
-        if key not in _FIELDS:
-            problem = nearest(str(key), [*_FIELDS, "preset"])
+        if key not in FIELDS:
+            problem = nearest(str(key), [*FIELDS, "preset"])
             raise ConfigError(f"{SETTING}.{key}", items[key], f"unknown key; {problem}")
-    values = {_FIELDS[key]: _value(key, value) for key, value in items.items()}
+    values = {FIELDS[key]: _value(key, value) for key, value in items.items()}
     if not values:
         return base
     built = replace(base, **({"name": default_name or base.name} | values))
     if default_name is None and "name" not in values:
-        return replace(built, name=_name_of(built))
+        return replace(built, name=name_of(built))
     return built
 
 
-def _check_name(name: Any) -> None:
-    """Refuse only a name, as in `{name: bf16}`, which would be FP32 with this name."""
-    if isinstance(name, str) and name in PRESETS:
-        raise ConfigError(
-            f"{SETTING}.name", name, f"is only a label of an FP32 policy; use preset={name}"
-        )
-
-
-def _name_of(built: PrecisionPolicy) -> str:
-    """Return the name of a policy without one: the preset that it equals, or its text."""
+def name_of(built: PrecisionPolicy) -> str:
+    """Return the preset that a policy equals except for its name, or the text of its fields."""
     for preset in PRESETS.values():
         if replace(built, name=preset.name) == preset:
             return preset.name
@@ -181,18 +148,10 @@ def _preset(name: Any) -> PrecisionPolicy:
             "change something in it",
         )
     if not isinstance(name, str) or name not in PRESETS:
-        raise ConfigError(
-            SETTING, name, _other_name(name) or nearest(str(name), [*PRESETS, "auto"])
-        )
+        same = LIGHTNING_POLICIES.get(str(name))
+        problem = f"use {same!r}, which means the same" if same else None
+        raise ConfigError(SETTING, name, problem or nearest(str(name), [*PRESETS, "auto"]))
     return PRESETS[name]
-
-
-def _other_name(name: Any) -> str:
-    """Return what to use for a name of another library or a dtype of torch; "" if unknown."""
-    name = str(name).removeprefix("torch.")
-    if name in LIGHTNING_POLICIES:
-        return f"use {LIGHTNING_POLICIES[name]!r}, which means the same"
-    return _OTHER_NAMES.get(name, "")
 
 
 def _value(key: str, value: Any) -> Any:
@@ -209,38 +168,23 @@ def _value(key: str, value: Any) -> Any:
     if key in ("forward", "grad", "wgrad"):
         return None if value == "none" else value
     if key in ("keep_fp32", "hp"):
-        return _patterns(value)
-    if key == "loss_scale":
-        return _loss_scale(value)
+        if isinstance(value, str):
+            return () if value in ("", "none") else tuple(value.split("|"))
+        return tuple(value) if isinstance(value, list) else value
+    if key == "loss_scale" and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+        return None if value == "none" else value  # the policy refuses other words
     return value
-
-
-def _patterns(value: Any) -> Any:
-    if isinstance(value, str):
-        return () if value in ("", "none") else tuple(value.split("|"))
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _loss_scale(value: Any) -> Any:
-    if not isinstance(value, str) or value == "dynamic":
-        return value
-    if value == "none":
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return value  # the policy refuses it
 
 
 def _word(value: Any) -> str:
     """Return a field's value as text."""
-    if isinstance(value, torch.dtype):
-        return dtype_word(value)
     if isinstance(value, tuple):
         return "|".join(value)
-    return (
-        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(_plain(value))
 
 
 def _plain(value: Any) -> Any:

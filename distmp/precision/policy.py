@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -53,8 +53,7 @@ class PrecisionPolicy:
             disables scaling. A step with non-finite gradients is skipped on every rank in all three
             cases.
         keep_fp32: Modules that are stored and computed in FP32 under a 16-bit policy; see
-            `distmp.precision.keep.kept_modules` for the patterns. A name with parentheses, such as
-            `prod()`, is a function, see `distmp.precision.functions`.
+            `distmp.precision.keep.kept_modules` for the patterns.
         stochastic_rounding: Whether the optimizer rounds 16-bit weights stochastically, so that
             small updates are kept on average. It needs `distmp.optim.AdamW`.
         cast_inputs: Whether the root module casts floating-point inputs to the dtype of its
@@ -66,8 +65,9 @@ class PrecisionPolicy:
             in FP32 in any case. See `distmp.quantization`.
         grad_format: Format of the output gradient in the product for the gradient of the input.
         wgrad_format: Format of the output gradient in the product for the gradient of the weight.
-        scaling: Which values of a narrow operand share a scale: "tensor" (all), "row" (a row along
-            the summed dimension), "block32" (32 values, MXFP8) or "block16" (16 values, NVFP4).
+        scaling: Which values of a low-precision operand share a scale: "tensor" (all), "row" (a row
+            along the summed dimension), "block32" (32 values, MXFP8) or "block16" (16 values,
+            NVFP4).
         hp: Linear layers whose products stay in the compute dtype (high precision): patterns as in
             `keep_fp32`, `embedding` for a head that shares the weight of an embedding, and
             `first2`, `last2` or `last15%` for the layers in the first or last blocks.
@@ -120,16 +120,6 @@ class PrecisionPolicy:
         return self.casts_parameters and self.param_dtype == torch.float32
 
     @property
-    def kept_functions(self) -> tuple[str, ...]:
-        """Names of the functions that `keep_fp32` computes in FP32."""
-        return tuple(entry[:-2] for entry in self.keep_fp32 if entry.endswith("()"))
-
-    @property
-    def kept_module_patterns(self) -> tuple[str, ...]:
-        """Patterns of the modules that `keep_fp32` keeps in FP32."""
-        return tuple(entry for entry in self.keep_fp32 if not entry.endswith("()"))
-
-    @property
     def is_narrow(self) -> bool:
         """Whether any matrix product of linear layers has operands of fewer than 16 bits."""
         return any((self.forward_format, self.grad_format, self.wgrad_format))
@@ -149,33 +139,44 @@ class PrecisionPolicy:
 
     def _check_values(self) -> None:
         if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
-            _refuse("name", self.name, "use a word or two on one line")
+            self._refuse("name", "use a word or two on one line")
         for key in ("param", "compute", "reduce", "accumulate", "output"):
-            _check_dtype(key, getattr(self, f"{key}_dtype"))
+            self._check_dtype(key, getattr(self, f"{key}_dtype"))
         if self.buffer_dtype is not None:
-            _check_dtype("buffer", self.buffer_dtype)
+            self._check_dtype("buffer", self.buffer_dtype)
         for key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
             if not isinstance(getattr(self, key), bool):
-                _refuse(key, getattr(self, key), "use True or False")
+                self._refuse(key, "use True or False")
         for key in ("keep_fp32", "hp"):
-            _check_patterns(key, getattr(self, key))
+            self._check_patterns(key, getattr(self, key))
+
+    def _check_dtype(self, key: str, value: Any) -> None:
+        if value not in DTYPES:
+            self._refuse(key, f"choose one of {', '.join(map(dtype_name, DTYPES))}")
+
+    def _check_patterns(self, key: str, patterns: Any) -> None:
+        if not isinstance(patterns, tuple):
+            self._refuse(key, "use a tuple of patterns")
+        for pattern in patterns:
+            if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
+                self._refuse(key, "use a pattern without spaces, ',', '|' and '='", pattern)
+        if len(set(patterns)) < len(patterns):
+            self._refuse(key, "names a pattern twice")
 
     def _check_formats(self) -> None:
         for key in ("forward", "grad", "wgrad"):
             self._check_format(key, getattr(self, f"{key}_format"))
         if self.scaling not in SCALINGS:
-            _refuse("scaling", self.scaling, f"choose one of {', '.join(SCALINGS)}")
+            self._refuse("scaling", f"choose one of {', '.join(SCALINGS)}")
         if not self.is_narrow:
             if self.scaling != "tensor":
-                _refuse("scaling", self.scaling, "no product has a narrow format; set forward")
+                self._refuse("scaling", "no product has a low-precision format; set forward")
             if self.hp:
-                _refuse("hp", self.hp, "no product has a narrow format; remove it")
+                self._refuse("hp", "no product has a low-precision format; remove it")
             return
         if self.compute_dtype != torch.bfloat16:
-            _refuse(
-                "compute",
-                self.compute_dtype,
-                "results of narrow products need the range of bfloat16; use compute=bf16",
+            self._refuse(
+                "compute", "low-precision matmuls need the range of bfloat16; use compute=bf16"
             )
 
     def _check_format(self, key: str, value: Any) -> None:
@@ -186,11 +187,10 @@ class PrecisionPolicy:
         if value is None:
             return
         if value not in NARROW_FORMATS:
-            _refuse(key, value, f"choose one of {', '.join(NARROW_FORMATS)}, bf16")
+            self._refuse(key, f"choose one of {', '.join(NARROW_FORMATS)}, bf16")
         if (value == "e2m1") != (self.scaling == "block16"):
-            _refuse(
+            self._refuse(
                 key,
-                value,
                 "4 bits need the scales of NVFP4; use scaling=block16"
                 if value == "e2m1"
                 else "scaling=block16 is for e2m1; use scaling=tensor, row or block32",
@@ -198,59 +198,49 @@ class PrecisionPolicy:
 
     def _check_weights(self) -> None:
         if self.autocast and self.compute_dtype == torch.float32:
-            _refuse("autocast", True, "FP32 compute needs no autocast; set it to False")
+            self._refuse("autocast", "FP32 compute needs no autocast; set it to False")
         if self.stochastic_rounding and self.param_dtype == torch.float32:
-            _refuse(
+            self._refuse(
                 "stochastic_rounding",
-                True,
                 "rounds 16-bit weights, and this policy has FP32 weights; remove it, or use "
                 "bf16-pure",
             )
         if self.param_dtype == torch.float32:
             return
-        word = dtype_word(self.param_dtype)
         if self.param_dtype == torch.float16:
-            _refuse(
+            self._refuse(
                 "param",
-                self.param_dtype,
                 "float16 weights lose small updates, and Adam's epsilon of 1e-8 becomes zero; use "
                 "FP32 weights with param=fp32",
             )
         if self.autocast:
-            _refuse("param", self.param_dtype, "autocast casts from FP32 weights; use param=fp32")
+            self._refuse("param", "autocast casts from FP32 weights; use param=fp32")
         if self.param_dtype != self.compute_dtype:
-            _refuse(
+            self._refuse(
                 "param",
-                self.param_dtype,
-                f"has fewer bits than the compute dtype {dtype_name(self.compute_dtype)}; use "
-                f"compute={word} or param=fp32"
-                if self.compute_dtype == torch.float32
-                else f"is not the compute dtype {dtype_name(self.compute_dtype)}; use param=fp32",
+                f"is not the compute dtype {dtype_name(self.compute_dtype)}; use param=fp32",
             )
 
     def _check_gradients(self) -> None:
         computed = dtype_name(self.compute_dtype)
         narrow = self.compute_dtype in SIXTEEN_BIT
         if self.reduce_dtype in SIXTEEN_BIT and narrow and self.reduce_dtype != self.compute_dtype:
-            _refuse(
+            self._refuse(
                 "reduce",
-                self.reduce_dtype,
                 f"cannot represent {computed} gradients and saves nothing; use "
                 f"reduce={dtype_word(self.compute_dtype)} or reduce=fp32",
             )
         if self.accumulate_dtype == torch.float32:
             return
         if self.param_dtype == torch.float32:
-            _refuse(
+            self._refuse(
                 "accumulate",
-                self.accumulate_dtype,
                 "FP32 weights need sums in float32; 16 bits are for policies with 16-bit weights "
                 "(bf16-pure)",
             )
         if self.accumulate_dtype != self.param_dtype:
-            _refuse(
+            self._refuse(
                 "accumulate",
-                self.accumulate_dtype,
                 f"differs from the {dtype_name(self.param_dtype)} weights; use fp32 or "
                 f"{dtype_word(self.param_dtype)}",
             )
@@ -259,76 +249,73 @@ class PrecisionPolicy:
         scale = self.loss_scale
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
         if not number and scale not in (None, "dynamic"):
-            _refuse("loss_scale", scale, 'use "dynamic", a number, or None')
+            self._refuse("loss_scale", 'use "dynamic", a number, or None')
         limits = SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE
         if isinstance(scale, (int, float)) and not limits[0] <= scale <= limits[1]:
-            _refuse("loss_scale", scale, "use a number from 2^-126 to 2^126")
+            self._refuse("loss_scale", "use a number from 2^-126 to 2^126")
         has_fp16 = torch.float16 in (self.compute_dtype, self.reduce_dtype)
         if has_fp16 and scale is None:
-            _refuse(
+            self._refuse(
                 "loss_scale",
-                None,
                 "float16 gradients below 6e-8 become zero without a loss scale; use 'dynamic'",
             )
 
     def _check_module(self) -> None:
         if self.output_dtype not in (torch.float32, self.compute_dtype):
-            _refuse(
+            self._refuse(
                 "output",
-                self.output_dtype,
                 f"is not the compute dtype {dtype_name(self.compute_dtype)}; use "
                 f"fp32 or {dtype_word(self.compute_dtype)}",
             )
         if self.buffer_dtype in SIXTEEN_BIT and self.buffer_dtype != self.module_dtype:
-            _refuse(
+            self._refuse(
                 "buffer",
-                self.buffer_dtype,
                 f"parameters are held in {dtype_name(self.module_dtype)}, and layers need both in "
                 "one dtype; use fp32 or remove it",
             )
         if self.keep_fp32 and self.compute_dtype == torch.float32:
-            _refuse(
+            self._refuse(
                 "keep_fp32",
-                self.keep_fp32,
                 "TF32 is set for the process, so no module can be excluded"
                 if self.tf32
                 else "everything is computed in FP32 already; remove it",
             )
-        if self.kept_functions and self.autocast:
-            _refuse(
-                "keep_fp32",
-                f"{self.kept_functions[0]}()",
-                "torch's autocast selects the functions in FP32; remove it or use autocast=false",
-            )
         if self.tf32 and self.compute_dtype != torch.float32:
-            _refuse("tf32", True, "applies only to FP32; use compute=fp32 or set it to False")
+            self._refuse("tf32", "applies only to FP32; use compute=fp32 or set it to False")
+
+    def _refuse(self, key: str, problem: str, *values: object) -> NoReturn:
+        """Refuse the value of a field, or one of its values."""
+        value = values[0] if values else getattr(self, FIELDS[key])
+        if isinstance(value, torch.dtype) and value in DTYPES:
+            value = dtype_word(value)  # as the user has written it
+        raise ConfigError(f"precision.policy.{key}", value, problem)
 
 
-def _check_patterns(key: str, patterns: Any) -> None:
-    if not isinstance(patterns, tuple):
-        _refuse(key, patterns, "use a tuple of patterns")
-    for pattern in patterns:
-        if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
-            _refuse(key, pattern, "use a pattern without spaces, ',', '|' and '='")
-    if len(set(patterns)) < len(patterns):
-        _refuse(key, patterns, "names a pattern twice")
-
-
-def _check_dtype(key: str, value: Any) -> None:
-    if value not in DTYPES:
-        known = ", ".join(dtype_name(dtype) for dtype in DTYPES)
-        _refuse(key, value, f"choose one of {known}")
-
-
-def _refuse(key: str, value: object, problem: str) -> NoReturn:
-    if isinstance(value, torch.dtype) and value in DTYPES:
-        value = dtype_word(value)  # as the user has written it
-    raise ConfigError(f"precision.policy.{key}", value, problem)
+# Name of each field by its key in text and in mappings.
+FIELDS = {
+    field.name.removesuffix("_dtype").removesuffix("_format"): field.name
+    for field in fields(PrecisionPolicy)
+}
 
 
 def dtype_word(dtype: torch.dtype) -> str:
     """Return "bf16" for `torch.bfloat16`, as configurations spell it."""
     return next(word for word, known in DTYPE_WORDS.items() if known == dtype)
+
+
+def _low_precision(
+    name: str, forward: str, gradients: str, scaling: str, *hp: str
+) -> PrecisionPolicy:
+    """Return a policy whose matmuls have 8 or 4 bits, except those of heads and embeddings."""
+    return PrecisionPolicy(
+        name,
+        compute_dtype=torch.bfloat16,
+        forward_format=forward,
+        grad_format=gradients,
+        wgrad_format=gradients,
+        scaling=scaling,
+        hp=("head", "embedding", *hp),
+    )
 
 
 PRESETS: dict[str, PrecisionPolicy] = {
@@ -344,40 +331,9 @@ PRESETS: dict[str, PrecisionPolicy] = {
             "fp16-autocast", compute_dtype=torch.float16, autocast=True, loss_scale="dynamic"
         ),
         PrecisionPolicy("fp16-static", compute_dtype=torch.float16, loss_scale=1024.0),
-        PrecisionPolicy(
-            "fp8",
-            compute_dtype=torch.bfloat16,
-            forward_format="e4m3",
-            grad_format="e5m2",
-            wgrad_format="e5m2",
-            hp=("head", "embedding"),
-        ),
-        PrecisionPolicy(
-            "fp8-rowwise",
-            compute_dtype=torch.bfloat16,
-            forward_format="e4m3",
-            grad_format="e4m3",
-            wgrad_format="e4m3",
-            scaling="row",
-            hp=("head", "embedding"),
-        ),
-        PrecisionPolicy(
-            "mxfp8",
-            compute_dtype=torch.bfloat16,
-            forward_format="e4m3",
-            grad_format="e4m3",
-            wgrad_format="e4m3",
-            scaling="block32",
-            hp=("head", "embedding"),
-        ),
-        PrecisionPolicy(
-            "nvfp4",
-            compute_dtype=torch.bfloat16,
-            forward_format="e2m1",
-            grad_format="e2m1",
-            wgrad_format="e2m1",
-            scaling="block16",
-            hp=("head", "embedding", "last15%"),
-        ),
+        _low_precision("fp8", "e4m3", "e5m2", "tensor"),
+        _low_precision("fp8-rowwise", "e4m3", "e4m3", "row"),
+        _low_precision("mxfp8", "e4m3", "e4m3", "block32"),
+        _low_precision("nvfp4", "e2m1", "e2m1", "block16", "last15%"),
     )
 }

@@ -114,18 +114,16 @@ def round_with_bits(values: Tensor, bits: Tensor) -> Tensor:
 
 def stochastic_round(
     values: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
     *,
     seed: int,
     step: Tensor | int,
     parameter: int,
     start: int | Tensor = 0,
 ) -> Tensor:
-    """Return values in a 16-bit dtype, rounded stochastically.
+    """Return values in bfloat16, rounded stochastically.
 
     Args:
         values: FP32.
-        dtype: bfloat16.
         seed: Seed of the run.
         step: Number of the update; a 0-dim tensor may be on the device.
         parameter: `parameter_id` of the parameter.
@@ -133,7 +131,7 @@ def stochastic_round(
             index of each element: int64, in the shape of `values`.
 
     Raises:
-        ValueError: For another dtype.
+        ValueError: For another dtype of `values`.
 
     Example:
         >>> import torch
@@ -142,8 +140,8 @@ def stochastic_round(
         >>> round(rounded.float().mean().item(), 4)
         1.0026
     """
-    if values.dtype != torch.float32 or dtype != torch.bfloat16:
-        raise ValueError(f"rounds float32 to bfloat16, not {values.dtype} to {dtype}")
+    if values.dtype != torch.float32:
+        raise ValueError(f"rounds float32 to bfloat16, not {values.dtype}")
     if isinstance(start, int):
         start = indices(start, values.numel(), values.device).view(values.shape)
     bits = random_bits(start, seed=seed, step=step, parameter=parameter)

@@ -1,4 +1,4 @@
-"""Statistics of the operands of narrow products, added where operands are rounded."""
+"""Statistics of the operands of low-precision matmuls, added where operands are rounded."""
 
 # Note [Statistics under torch.compile]
 #
@@ -25,14 +25,8 @@ from distmp.quantization.formats import NumberFormat
 STATISTICS = ("largest", "saturated", "underflowed", "elements")
 
 
-class _Holder:
-    """A tensor that a compiled graph finds by its number."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-
-_HOLDERS: WeakValueDictionary[int, _Holder] = WeakValueDictionary()
+# A compiled graph finds the statistics of a layer by their number.
+_BY_NUMBER: WeakValueDictionary[int, LayerCounts] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
@@ -47,7 +41,7 @@ class LayerCounts:
         self.values = values
         number = next(_NUMBERS)
         self.number = torch.tensor(number)
-        self._holder = _HOLDERS[number] = _Holder(values)
+        _BY_NUMBER[number] = self
 
     def of(self, operand: int) -> Counts:
         """Return where the statistics of an operand are added."""
@@ -55,7 +49,7 @@ class LayerCounts:
 
 
 class Counts(NamedTuple):
-    """Where the statistics of an operand are added: the number of a holder, int64, and a row."""
+    """Where the statistics of an operand are added: the number of a layer, int64, and a row."""
 
     number: Tensor
     operand: int
@@ -86,15 +80,15 @@ class Counts(NamedTuple):
         sums = torch.stack([highest.double(), saturated.sum().double(), underflowed.double()])
         if torch.compiler.is_compiling():
             return _add(scales, sums, values.numel(), self.number, self.operand)
-        _add_to(_HOLDERS[int(self.number)].values[self.operand], sums, values.numel())
+        _add_to(_BY_NUMBER[int(self.number)].values[self.operand], sums, values.numel())
         return scales
 
 
 @torch.library.custom_op("distmp::add_statistics", mutates_args=())
 def _add(scales: Tensor, sums: Tensor, elements: int, number: Tensor, operand: int) -> Tensor:
-    holder = _HOLDERS.get(int(number))
-    if holder is not None:
-        _add_to(holder.values[operand], sums, elements)
+    counts = _BY_NUMBER.get(int(number))
+    if counts is not None:
+        _add_to(counts.values[operand], sums, elements)
     return scales.clone()
 
 

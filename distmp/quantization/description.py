@@ -1,4 +1,4 @@
-"""Describes the narrow products of a model, for messages and records."""
+"""Describes the low-precision matmuls of a model, for messages and records."""
 
 from __future__ import annotations
 
@@ -10,24 +10,15 @@ import torch
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.layers import NarrowLayers
 from distmp.quantization.linear import ProductFormats
-from distmp.quantization.products import emulated_product
 
 logger = logging.getLogger("distmp")
 
-# The scales of `ProductFormats.scaling` in words.
-_SCALES = {
-    "tensor": "a scale per tensor",
-    "row": "a scale per row",
-    "block32": "a scale per 32 values",
-    "block16": "a scale per 16 values",
-}
-
 
 def describe_formats(layers: NarrowLayers) -> str:
-    """Return the formats of the policy, how products are computed, and which layers are narrow.
+    """Return the formats of the policy, how products are computed, and which layers have them.
 
-    Example: "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor; 8 of 9 linear layers have
-    narrow products, emulated; wide: head (hp=head)".
+    Example: "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor; 8 of 9 linear layers have
+    low-precision matmuls, emulated; in the compute dtype: head (hp=head)".
     """
     return f"{_formats(layers.policy_formats)}; {layers.describe()}"
 
@@ -37,12 +28,12 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
 
     Returns:
         "formats", a list of texts; "emulated"; "backend", how products are computed; "narrow", the
-        names of the layers with narrow products; "wide", why each other linear layer stays in the
-        compute dtype, by name.
+        names of the layers with low-precision matmuls; "wide", why each other linear layer stays in
+        the compute dtype, by name.
     """
     return {
         "formats": [_formats(layers.policy_formats)],
-        "emulated": is_emulated(layers),
+        "emulated": layers.is_emulated,
         "backend": layers.backend,
         "narrow": [*layers.modules],
         "wide": dict(layers.wide),
@@ -50,21 +41,16 @@ def formats_record(layers: NarrowLayers) -> dict[str, Any]:
 
 
 def log_formats(layers: NarrowLayers, policy: PrecisionPolicy, device: torch.device) -> None:
-    """Log the formats of narrow products; a warning if a GPU emulates them.
+    """Log the formats of low-precision matmuls; a warning if a GPU emulates them.
 
     Args:
-        layers: The layers with narrow products.
+        layers: The layers with low-precision matmuls.
         policy: The policy.
         device: Device of the model.
     """
-    slow = device.type != "cpu" and is_emulated(layers)
+    slow = device.type != "cpu" and layers.is_emulated
     level = logging.WARNING if slow else logging.INFO
     logger.log(level, "precision %s: %s", policy.name, describe_formats(layers))
-
-
-def is_emulated(layers: NarrowLayers) -> bool:
-    """Return whether narrow products are emulated, which is slow."""
-    return any(state.product is emulated_product for state in layers.states.values())
 
 
 def _formats(formats: ProductFormats) -> str:
@@ -72,4 +58,4 @@ def _formats(formats: ProductFormats) -> str:
         f"{product} {getattr(formats, product) or 'bf16'}"
         for product in ("forward", "grad", "wgrad")
     )
-    return f"{products}, {_SCALES[formats.scaling]}"
+    return f"{products}, scaling {formats.scaling}"

@@ -64,11 +64,9 @@ def round_to_nearest(values: Tensor, number_format: NumberFormat) -> Tensor:
         FP32 of the same shape; zeros have the sign of their value. Finite values beyond the largest
         number become the largest number; infinities and NaN become NaN.
     """
-    limited = values.clamp(-number_format.largest, number_format.largest)
+    limited, exponents = _limited(values, number_format)
     # The sum with 1.5 * 2^(e + 23 - m) keeps m bits of the mantissa, and the processor rounds it to
     # nearest even. e is the exponent of the value, or that of the smallest normal number.
-    lowest = (number_format.smallest_exponent + _BIAS) << _MANTISSA_WIDTH
-    exponents = (limited.view(torch.int32) & _EXPONENT_BITS).clamp(min=lowest)
     shift = (_MANTISSA_WIDTH - number_format.mantissa_bits) << _MANTISSA_WIDTH
     offset = (exponents + shift).view(torch.float32) * 1.5
     return _like(values, (limited + offset) - offset)
@@ -85,14 +83,19 @@ def round_stochastically(values: Tensor, number_format: NumberFormat, uniform: T
     Returns:
         As `round_to_nearest`.
     """
-    limited = values.clamp(-number_format.largest, number_format.largest)
-    lowest = (number_format.smallest_exponent + _BIAS) << _MANTISSA_WIDTH
-    exponents = (limited.view(torch.int32) & _EXPONENT_BITS).clamp(min=lowest)
+    limited, exponents = _limited(values, number_format)
     spacing = (exponents - (number_format.mantissa_bits << _MANTISSA_WIDTH)).view(torch.float32)
     steps = limited / spacing
     below = steps.floor()
     # Compared, not added: a sum would round numbers of the format up.
     return _like(values, (below + (uniform < steps - below)) * spacing)
+
+
+def _limited(values: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Return values up to the largest number, and the exponents of their FP32 bits, int32."""
+    limited = values.clamp(-number_format.largest, number_format.largest)
+    lowest = (number_format.smallest_exponent + _BIAS) << _MANTISSA_WIDTH
+    return limited, (limited.view(torch.int32) & _EXPONENT_BITS).clamp(min=lowest)
 
 
 def _like(values: Tensor, rounded: Tensor) -> Tensor:
@@ -116,10 +119,5 @@ def power_of_two_scales(largest: Tensor, number_format: NumberFormat) -> Tensor:
     mantissa, exponent = torch.frexp(largest)
     limit_mantissa, limit_exponent = math.frexp(number_format.largest)
     power = exponent - limit_exponent + (mantissa > limit_mantissa).to(torch.int32)
-    scales = _power_of_two(power.clamp(-126, 127))
+    scales = ((power.clamp(-126, 127) + _BIAS) << _MANTISSA_WIDTH).view(torch.float32)
     return torch.where((largest > 0) & largest.isfinite(), scales, 1.0)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent, exactly, for int32 exponents from -126 to 127."""
-    return ((exponent + _BIAS) << _MANTISSA_WIDTH).view(torch.float32)

@@ -1,8 +1,8 @@
-"""Gives the linear layers of a model narrow products, and holds their state."""
+"""Gives the linear layers of a model low-precision matmuls, and holds their state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 
 import torch
@@ -17,32 +17,33 @@ from distmp.quantization.linear import (
     ProductFormats,
     narrow_linear,
 )
-from distmp.quantization.products import choose_product
-from distmp.quantization.selection import Selection, describe_outside, select
+from distmp.quantization.products import choose_product, emulated_product
+from distmp.quantization.selection import Selection, select
 
 
 class NarrowLayers:
-    """The linear layers of a model with narrow products.
+    """The linear layers of a model with low-precision matmuls.
 
     Args:
         selection: The layers.
-        policy: The policy, with narrow formats.
+        policy: The policy, with low-precision formats.
         device: Device of the model.
 
     Attributes:
+        is_emulated: Whether products are emulated, which is slow.
         backend: How products are computed, such as "emulated".
         policy_formats: The formats of the policy; those of a layer may change during the run.
         wide: Why each other linear layer stays in the compute dtype, by name.
-        states: The state of each narrow layer, by name.
-        modules: The narrow layers, by name.
+        states: The state of each low-precision layer, by name.
+        modules: The low-precision layers, by name.
         counts: Statistics of this step, FP64 of shape [layers, 5, 4]; see `OPERANDS` in
             `distmp.quantization.linear` and `STATISTICS` in `distmp.quantization.counts`.
     """
 
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
-        self.backend = choose_product(policy.scaling, device).description
+        self.is_emulated = choose_product(policy.scaling, device) is emulated_product
+        self.backend = "emulated" if self.is_emulated else "computed by torch._scaled_mm"
         self.wide = selection.wide
-        self._outside = selection.outside
         self.modules = selection.narrow
         shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -82,24 +83,22 @@ class NarrowLayers:
             self.states[name].formats = value
 
     def describe(self) -> str:
-        """Return which layers are narrow, and why others are not, as text."""
+        """Return which layers have low-precision matmuls, and why others are not, as text."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self.wide.items():
             reasons.setdefault(reason, []).append(name)
-        total = len(self.modules) + len(self.wide)
-        text = f"{len(self.modules)} of {total} linear layers have narrow products, {self.backend}"
+        count = f"{len(self.modules)} of {len(self.modules) + len(self.wide)}"
+        text = f"{count} linear layers have low-precision matmuls, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
-        if self._outside:
-            wide.append(f"{describe_outside(self._outside)} (not an nn.Linear)")
-        return f"{text}; wide: {', '.join(wide)}" if wide else text
+        return f"{text}; in the compute dtype: {', '.join(wide)}" if wide else text
 
 
 def narrow_layers(
     model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str], device: torch.device
 ) -> NarrowLayers | None:
-    """Give the linear layers of a model narrow products in place.
+    """Give the linear layers of a model low-precision matmuls in place.
 
-    Narrow products of an earlier engine are removed.
+    Low-precision matmuls of an earlier engine are removed.
 
     Args:
         model: The model, before it is wrapped or sharded.
@@ -108,7 +107,7 @@ def narrow_layers(
         device: Device of the model.
 
     Returns:
-        The layers; None under wide policies.
+        The layers; None if the policy has no low-precision matmuls.
 
     Raises:
         ConfigError: See `distmp.quantization.selection.select`.
@@ -117,13 +116,11 @@ def narrow_layers(
     _restore_forward(model)
     if not policy.is_narrow:
         return None
-    layers = NarrowLayers(select(model, policy, blocks), policy, device)
-    _leave_fast_path(model, layers.modules.values())
-    return layers
+    return NarrowLayers(select(model, policy, blocks), policy, device)
 
 
 def product_formats(policy: PrecisionPolicy) -> ProductFormats:
-    """Return the formats of the narrow layers of a policy."""
+    """Return the formats of the low-precision layers of a policy."""
     return ProductFormats(
         policy.forward_format, policy.grad_format, policy.wgrad_format, policy.scaling
     )
@@ -141,30 +138,10 @@ def _replace_forward(module: nn.Linear, state: NarrowState, compute_dtype: torch
 
 
 def _restore_forward(model: nn.Module) -> None:
-    """Give the narrow layers of an earlier engine the forward of torch again."""
+    """Give the low-precision layers of an earlier engine the forward of torch again."""
     for module in model.modules():
         if getattr(vars(module).get("forward"), "is_narrow", False):
             del module.forward
-
-
-def _leave_fast_path(model: nn.Module, layers: Iterable[nn.Linear]) -> None:
-    """Let torch's encoder layers call their narrow layers in evaluation mode, too.
-
-    Without gradients, torch computes an `nn.TransformerEncoderLayer` from its weights in one
-    operator, whose products are wide, unless a module in it has hooks.
-    """
-    narrow = {*layers}
-    for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False  # only that operator takes nested tensors
-        if isinstance(part, nn.TransformerEncoderLayer) and narrow.intersection(part.modules()):
-            hooks = part._forward_pre_hooks.values()
-            if _do_nothing not in hooks:
-                part.register_forward_pre_hook(_do_nothing)
-
-
-def _do_nothing(module: nn.Module, arguments: object) -> None:
-    """Hook that disables torch's operator for encoder layers."""
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

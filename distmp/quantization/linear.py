@@ -4,9 +4,9 @@
     grad:     dx = dy w       [tokens, in]  from [tokens, out] and [out, in]
     wgrad:    dw = dy^T x     [out, in]     from [tokens, out] and [tokens, in]
 
-Inputs, weights and output gradients are rounded to the format of the product where it is narrow;
-`x` and `w` have the format of `forward` in all products (e4m3 or e2m1 if forward is wide). Sums
-are FP32, and results are rounded to the dtype of `x` once.
+Inputs, weights and output gradients are rounded to the format of the product where it has one;
+`x` and `w` have the format of `forward` in all products (e4m3 or e2m1 if forward has the compute
+dtype). Sums are FP32, and results are rounded to the dtype of `x` once.
 """
 
 # Note [One rounded weight]
@@ -31,7 +31,7 @@ from distmp.errors import ConfigError
 from distmp.precision.stochastic import uniform
 from distmp.quantization.counts import Counts, LayerCounts
 from distmp.quantization.hadamard import hadamard, random_transform
-from distmp.quantization.operands import BLOCK_SIZES, Operand, quantize, quantize_weight
+from distmp.quantization.operands import BLOCK_SIZES, quantize
 from distmp.quantization.products import choose_product
 
 # Rows of `NarrowState.counts`.
@@ -57,32 +57,29 @@ class ProductFormats:
 
     @property
     def operand(self) -> str:
-        """Format of inputs and weights in narrow products."""
+        """Format of inputs and weights in low-precision matmuls."""
         if self.forward is not None:
             return self.forward
         return "e2m1" if self.scaling == "block16" else "e4m3"
 
 
 class NarrowState:
-    """The changing state of a linear layer with narrow products.
+    """The changing state of a linear layer with low-precision matmuls.
 
     Attributes:
         formats: The formats of its products; may be changed between steps.
         counts: Statistics of each of `OPERANDS` in this step.
         key: Key of the random numbers of this microbatch, int64, 0-dim.
-        largest: The largest magnitudes of the full weight, if ranks have agreed on them, see
-            `distmp.quantization.operands.largest_in_weight`; None: those of the weight.
         transform: The Hadamard transform of "block16".
-        product: Computes narrow products.
+        product: Computes low-precision matmuls.
     """
 
     def __init__(self, formats: ProductFormats, counts: Tensor, key: Tensor) -> None:
         self.formats = formats
         self.counts = LayerCounts(counts)
         self.key = key
-        self.largest: Tensor | None = None
         self.transform = random_transform(counts.device)
-        self.product = choose_product(formats.scaling, counts.device).product
+        self.product = choose_product(formats.scaling, counts.device)
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowState) -> Tensor:
@@ -96,11 +93,7 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowS
 
     Returns:
         [..., output features], in the dtype of `x`.
-
-    Raises:
-        ConfigError: Under a function transform, such as `torch.vmap`.
     """
-    _check_not_transformed()
     counts = state.counts if torch.is_grad_enabled() else None
     y: Tensor = _NarrowLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
     # As in F.linear, the result is no view: FSDP loses its hook if a view is changed in place.
@@ -119,15 +112,16 @@ class _NarrowLinear(torch.autograd.Function):
         counts: LayerCounts | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # The formats and scales of forward, so that backward has them, too.
+        # The formats of forward, so that backward has them, too.
         ctx.state, ctx.formats, ctx.counts = state, state.formats, counts
-        ctx.largest = state.largest
         ctx.bias_dtype = None if bias is None else bias.dtype
         formats = state.formats
         if formats.forward is None:
             return F.linear(x, weight, bias)
         inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, INPUT))
-        weights = _weight(weight, formats, state.largest, _row(counts, WEIGHT))
+        weights = quantize(
+            weight, formats.operand, formats.scaling, square=True, counts=_row(counts, WEIGHT)
+        )
         if bias is None:
             return state.product(inputs, weights, x.dtype)
         return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)
@@ -152,21 +146,9 @@ def _check_differentiated_once(formats: ProductFormats) -> None:
         raise ConfigError(
             "loss",
             "torch.autograd.grad(..., create_graph=True)",
-            "narrow products have no second derivatives; use grad=bf16 and wgrad=bf16 in "
+            "low-precision matmuls have no second derivatives; use grad=bf16 and wgrad=bf16 in "
             "precision.policy, or bf16",
         )
-
-
-def _check_not_transformed() -> None:
-    """Refuse `torch.func.grad`, `jvp`, `vmap` and so on, for which the products have no rules."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return
-    raise ConfigError(
-        "loss",
-        "torch.func or torch.vmap",
-        "narrow products have no rules for function transforms; list these layers in "
-        "precision.policy.hp, or use bf16",
-    )
 
 
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
@@ -174,7 +156,7 @@ def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
     if formats.grad is None:
         return dy @ weight
     not_counted = _row(counts, WEIGHT) if formats.forward is None else None
-    weights = _weight(weight, formats, ctx.largest, not_counted)
+    weights = quantize(weight, formats.operand, formats.scaling, square=True, counts=not_counted)
     dy = dy.float()
     if formats.scaling == "row":  # see Note [One rounded weight]
         dy = dy * weights.outer.t()
@@ -206,12 +188,6 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
     )
     inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, WGRAD_INPUT))
     return ctx.state.product(gradients, inputs, dtype)
-
-
-def _weight(
-    weight: Tensor, formats: ProductFormats, largest: Tensor | None, counts: Counts | None
-) -> Operand:
-    return quantize_weight(weight, formats.operand, formats.scaling, largest=largest, counts=counts)
 
 
 def _noise(number_format: str, matrix: Tensor, key: Tensor, operand: int) -> Tensor | None:

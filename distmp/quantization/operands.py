@@ -1,4 +1,4 @@
-"""Operands of matrix products: values in a narrow format, and their scales.
+"""Operands of matrix products: values in a low-precision format, and their scales.
 
 All products are `a @ b.T` with a of shape [m, k] and b of shape [n, k], as GPU kernels expect. A
 scale belongs to all values of an operand, to a row, or to a block of a row. Weights have square
@@ -32,7 +32,7 @@ _SMALLEST_BLOCK_SCALE = 2.0**-9
 
 
 class Operand(NamedTuple):
-    """A matrix in a narrow format; it represents `values * block scale * outer scale`.
+    """A matrix in a low-precision format; it represents `values * block scale * outer scale`.
 
     Attributes:
         values: [rows, columns], FP32 with values that the format represents.
@@ -78,155 +78,28 @@ def quantize(
     format_name: str,
     scaling: str,
     *,
-    largest: Tensor | None = None,
+    square: bool = False,
     uniform: Tensor | None = None,
     counts: Counts | None = None,
 ) -> Operand:
-    """Round a matrix to a narrow format, with scales for rows or blocks of a row.
+    """Round a matrix to a low-precision format, with scales for rows or blocks.
 
     Args:
         matrix: [rows, columns], floating point.
         format_name: "e4m3", "e5m2" or "e2m1".
         scaling: "tensor", "row", "block32" or "block16".
-        largest: Largest magnitudes, if they are known; see `largest_magnitudes`.
+        square: Whether blocks are square, as those of weights, or parts of a row.
         uniform: Random numbers for stochastic rounding, FP32 from 0 to below 1, of the shape of
             `matrix`; None rounds to nearest.
         counts: Where statistics of the operand are added; None: nowhere.
     """
-    matrix = matrix.float()
-    block = (1, BLOCK_SIZES[scaling]) if scaling in BLOCK_SIZES else (1, 1)
-    if largest is None:
-        largest = largest_magnitudes(matrix, scaling)
-    return _quantize(matrix, FORMATS[format_name], scaling, block, largest, uniform, counts)
-
-
-def quantize_weight(
-    weight: Tensor,
-    format_name: str,
-    scaling: str,
-    *,
-    largest: Tensor | None = None,
-    counts: Counts | None = None,
-) -> Operand:
-    """Round a weight to a narrow format, with scales for rows or square blocks.
-
-    Args:
-        weight: [output features, input features], floating point.
-        format_name: "e4m3", "e5m2" or "e2m1".
-        scaling: "tensor", "row", "block32" or "block16".
-        largest: Largest magnitudes, if they are known; see `largest_in_weight`.
-        counts: Where statistics of the operand are added; None: nowhere.
-    """
+    matrix, number_format = matrix.float(), FORMATS[format_name]
     size = BLOCK_SIZES.get(scaling, 1)
-    if largest is None:
-        largest = largest_in_weight(weight, scaling)
-    matrix = weight.float()
-    return _quantize(matrix, FORMATS[format_name], scaling, (size, size), largest, None, counts)
-
-
-def largest_magnitudes(matrix: Tensor, scaling: str) -> Tensor:
-    """Return the largest magnitude of all values, of each row, or of each block of a row.
-
-    Args:
-        matrix: [rows, columns].
-        scaling: "tensor", "row", "block32" or "block16".
-
-    Returns:
-        FP32 of shape [1, 1], [rows, 1] or [rows, columns / block size, rounded up].
-    """
-    magnitudes = matrix.abs()
-    if scaling == "tensor":
-        found = magnitudes.amax() if matrix.numel() else magnitudes.new_zeros(())
-        return found.reshape(1, 1).float()
-    if scaling == "row":
-        return magnitudes.amax(1, keepdim=True).float()
-    size = BLOCK_SIZES[scaling]
-    rows, columns = matrix.shape
-    if columns % size:
-        magnitudes = torch.nn.functional.pad(magnitudes, (0, -columns % size))
-    return magnitudes.view(rows, -(-columns // size), size).amax(2).float()
-
-
-def largest_in_weight(
-    weight: Tensor, scaling: str, *, first_row: int = 0, rows: int | None = None
-) -> Tensor:
-    """Return the largest magnitudes of a weight, of which a rank may hold some rows.
-
-    The maximum over the ranks is the result for the full weight.
-
-    Args:
-        weight: [rows of this rank, input features].
-        scaling: "tensor", "row", "block32" or "block16".
-        first_row: Index of the first of these rows.
-        rows: Number of rows of the full weight; None: those of `weight`.
-
-    Returns:
-        FP32 of shape [1, 1], [rows, 1], or a value for each square block; 0 where this rank holds
-        no values.
-    """
-    rows = len(weight) if rows is None else rows
-    if scaling == "tensor":
-        return largest_magnitudes(weight, scaling)
-    per_row = largest_magnitudes(weight, scaling)
-    size = BLOCK_SIZES.get(scaling, 1)
-    found = per_row.new_zeros(-(-rows // size), per_row.shape[1])
-    index = torch.arange(first_row, first_row + len(weight), device=weight.device) // size
-    return found.scatter_reduce_(0, index[:, None].expand_as(per_row), per_row, "amax")
-
-
-def quantize_rows(
-    rows: Tensor, format_name: str, scaling: str, largest: Tensor, first_row: int
-) -> Operand:
-    """Round some rows of a weight, with the scales of the full weight.
-
-    Args:
-        rows: [some output features, input features], floating point. Rows beyond the last one of
-            the weight are padding.
-        format_name: "e4m3", "e5m2" or "e2m1".
-        scaling: "tensor", "row", "block32" or "block16".
-        largest: Largest magnitudes of the full weight, see `largest_in_weight`.
-        first_row: Index of the first of these rows in the weight.
-    """
-    operand = with_row_scales(rows.float(), format_name, scaling, largest, first_row)
-    scaled = _divided(operand.values, operand.outer, operand.blocks, operand.block)
-    return operand._replace(values=round_to_nearest(scaled, operand.number_format))
-
-
-def with_row_scales(
-    values: Tensor, format_name: str, scaling: str, largest: Tensor, first_row: int
-) -> Operand:
-    """Return some rows of a weight with the scales of the full weight, without rounding.
-
-    Args:
-        values: FP32 [some output features, input features].
-        format_name: As for `quantize_rows`.
-        scaling: As for `quantize_rows`.
-        largest: As for `quantize_rows`.
-        first_row: As for `quantize_rows`.
-    """
-    number_format = FORMATS[format_name]
+    block = (size if square else 1, size)
+    largest = _largest_magnitudes(matrix, scaling, square=square)
     outer, blocks = _scales(largest, number_format, scaling)
-    size = BLOCK_SIZES.get(scaling, 1)
-    index = torch.arange(first_row, first_row + len(values), device=values.device) // size
-    index = index.clamp(max=len(largest) - 1)  # of padding
-    if blocks is not None:
-        blocks = blocks[index]
-    elif scaling == "row":
-        outer = outer[index]
-    return Operand(values, outer, blocks, (1, size), number_format)
-
-
-def _quantize(
-    matrix: Tensor,
-    number_format: NumberFormat,
-    scaling: str,
-    block: tuple[int, int],
-    largest: Tensor,
-    uniform: Tensor | None,
-    counts: Counts | None,
-) -> Operand:
-    outer, blocks = _scales(largest, number_format, scaling)
-    scaled = _divided(matrix, outer, blocks, block)
+    scales = outer if blocks is None else expand_blocks(blocks, block, matrix.shape) * outer
+    scaled = matrix / scales
     if uniform is None:
         values = round_to_nearest(scaled, number_format)
     else:
@@ -234,6 +107,29 @@ def _quantize(
     if counts is not None:
         outer = counts.add(outer, scaled, values, largest, number_format)
     return Operand(values, outer, blocks, block, number_format)
+
+
+def _largest_magnitudes(matrix: Tensor, scaling: str, *, square: bool) -> Tensor:
+    """Return the largest magnitude of all values, of each row, or of each block.
+
+    Returns:
+        FP32 of shape [1, 1], [rows, 1], or [blocks of rows, blocks of columns].
+    """
+    magnitudes = matrix.abs()
+    if scaling == "tensor":
+        found = magnitudes.amax() if matrix.numel() else magnitudes.new_zeros(())
+        return found.reshape(1, 1)
+    if scaling == "row":
+        return magnitudes.amax(1, keepdim=True)
+    of_rows = _largest_in_blocks(magnitudes, BLOCK_SIZES[scaling])
+    return _largest_in_blocks(of_rows.t(), BLOCK_SIZES[scaling]).t() if square else of_rows
+
+
+def _largest_in_blocks(magnitudes: Tensor, size: int) -> Tensor:
+    """Return the largest value of each `size` columns."""
+    rows, columns = magnitudes.shape
+    padded = torch.nn.functional.pad(magnitudes, (0, -columns % size))
+    return padded.reshape(rows, -(-columns // size), size).amax(2)
 
 
 def _scales(
@@ -245,14 +141,6 @@ def _scales(
     if scaling == "block32":
         return largest.new_ones(1, 1), power_of_two_scales(largest, number_format)
     return _block16_scales(largest, number_format)
-
-
-def _divided(
-    matrix: Tensor, outer: Tensor, blocks: Tensor | None, block: tuple[int, int]
-) -> Tensor:
-    if blocks is None:
-        return matrix / outer
-    return matrix / (expand_blocks(blocks, block, matrix.shape) * outer)
 
 
 def _block16_scales(largest: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Matrix products of narrow operands: an exact emulation for every device, and GPU kernels.
+"""Matrix products of low-precision operands: an exact emulation for every device, and GPU kernels.
 
 The emulation is the specification: operands have the values of the format, products of two values
 are exact in FP32, and sums are FP32. `torch._scaled_mm` runs on GPUs from compute capability 8.9 on
@@ -8,7 +8,6 @@ are exact in FP32, and sums are FP32. `torch._scaled_mm` runs on GPUs from compu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +19,7 @@ from distmp.quantization.operands import Operand
 Product = Callable[[Operand, Operand, torch.dtype], Tensor]
 
 
-class ProductChoice(NamedTuple):
-    """The function that computes narrow products, and how it does so, as text."""
-
-    product: Product
-    description: str
-
-
-def choose_product(scaling: str, device: torch.device) -> ProductChoice:
+def choose_product(scaling: str, device: torch.device) -> Product:
     """Return the kernel for a device, or the emulation.
 
     Args:
@@ -35,8 +27,8 @@ def choose_product(scaling: str, device: torch.device) -> ProductChoice:
         device: Device of the model.
     """
     if device.type == "cuda" and computes_narrow(scaling, torch.cuda.get_device_capability(device)):
-        return ProductChoice(scaled_product, "computed by torch._scaled_mm")
-    return ProductChoice(emulated_product, "emulated")
+        return scaled_product
+    return emulated_product
 
 
 def emulated_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,10 +1,9 @@
-"""Selects the linear layers of a model whose products are narrow."""
+"""Selects the linear layers of a model with low-precision matmuls."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,27 +26,24 @@ class Selection(NamedTuple):
     """The linear layers of a model.
 
     Attributes:
-        narrow: Layers with narrow products, by name.
+        narrow: Layers with low-precision matmuls, by name.
         wide: Why each other linear layer stays in the compute dtype, by name.
-        outside: Number of modules that hold a matrix without being an nn.Linear or an embedding,
-            by their class.
     """
 
     narrow: dict[str, nn.Linear]
     wide: dict[str, str]
-    outside: dict[str, int]
 
 
 def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> Selection:
-    """Return which linear layers have narrow products under a policy, and why others do not.
+    """Return which linear layers have low-precision matmuls under a policy, and why others do not.
 
     Args:
         model: The model.
-        policy: A policy with narrow formats.
+        policy: A policy with low-precision formats.
         blocks: Names of the model's blocks, in order.
 
     Raises:
-        ConfigError: If a pattern of the policy matches nothing, or no layer can be narrow.
+        ConfigError: If a pattern of the policy matches nothing, or no layer is suitable.
     """
     reasons = {**_unsuitable(model, policy), **_in_fp32(model, policy)}
     for pattern in policy.hp:
@@ -59,34 +55,17 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
         raise ConfigError(
             "precision.policy",
             policy.name,
-            f"gives no linear layer narrow products; {_why(reasons, _outside(model))}",
+            f"gives no linear layer low-precision matmuls; {_why(reasons)}",
         )
     wide = {name: reasons[name] for name in linear if name in reasons}
-    return Selection(narrow, wide, _outside(model))
+    return Selection(narrow, wide)
 
 
-def describe_outside(outside: dict[str, int]) -> str:
-    """Return `Selection.outside` as text, such as "8 Conv1D"."""
-    return ", ".join(f"{count} {kind}" for kind, count in outside.items())
-
-
-def _outside(model: nn.Module) -> dict[str, int]:
-    return dict(
-        Counter(
-            type(part).__name__
-            for part in model.modules()
-            if not isinstance(part, nn.Linear | nn.Embedding | nn.EmbeddingBag)
-            and any(value.dim() > 1 for value in part.parameters(recurse=False))
-        )
-    )
-
-
-def _why(reasons: dict[str, str], outside: dict[str, int]) -> str:
-    others = f"; {describe_outside(outside)} are not an nn.Linear" if outside else ""
+def _why(reasons: dict[str, str]) -> str:
     if not reasons:
-        return f"the model has no nn.Linear{others}; use bf16"
+        return "the model has no nn.Linear; use bf16"
     name, reason = next(iter(reasons.items()))
-    example = f"for example {name!r} stays wide because of {reason}{others}"
+    example = f"for example {name!r} stays in the compute dtype because of {reason}"
     return f"{example}; use bf16, or change hp"
 
 

@@ -18,7 +18,6 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
 from distmp.optim import Muon
-from distmp.parallel.memory import Option
 from distmp.quantization.description import describe_formats, formats_record
 from distmp.telemetry import Console
 from distmp.training import manifest
@@ -241,8 +240,7 @@ def _summary(
     if isinstance(engine.optimizer, Muon):
         yield f"optimizer: {engine.optimizer.describe()}"
     if strategy_reason:
-        option = Option(config.strategy, config.shard_optimizer)
-        yield f"strategy: {option} ({strategy_reason})"
+        yield f"strategy: {config.strategy} ({strategy_reason})"
     yield from overridden_options(os.environ, engine.policy, engine.strategy)
 
 

@@ -112,8 +112,6 @@ def _changes(config: RunConfig, world_size: int, on_gpu: bool) -> Iterator[str]:
             f"strategy = fsdp instead of {config.strategy}{condition}: also shards weights and "
             f"gradients over {world_size} ranks"
         )
-    if sharded and not config.sharding.offload and on_gpu:
-        yield "sharding.offload = true: moves weights and optimizer state to main memory; slower"
     if on_gpu and config.precision.policy in ("fp32", "tf32"):
         yield f"precision.policy = bf16 instead of {config.precision.policy}"
     if config.precision.on_nonfinite == "drop_microbatch":

@@ -1,70 +1,26 @@
-"""Chooses the strategy of a run with `strategy: auto` from the memory that it needs."""
+"""Chooses the strategy of a run with `strategy: auto` from the size of the model."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
-
-import torch
+from typing import TypeVar
 
 from distmp.config import RunConfig
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, DistmpError
-from distmp.optim.sharded import works_on_shards
+from distmp.errors import ConfigError
 from distmp.parallel.accumulation import least_free_bytes
-from distmp.parallel.memory import ModelMemory, Option, model_memory
 from distmp.parallel.replicated import check_buckets
-from distmp.parallel.settings import Accumulation
 from distmp.parallel.sharded import check_shapes, shard_size
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.training.setup import RunComponents, round_frozen
-from distmp.training.step_memory import activation_bytes, build_fake_optimizer, state_bytes
-from distmp.utils.fake_tensors import FakeTensors
-from distmp.utils.generators import generators_kept
+from distmp.training.setup import RunComponents
 from distmp.utils.units import bytes_text
 
-logger = logging.getLogger("distmp")
-
-T = TypeVar("T")
 Config = TypeVar("Config", bound=RunConfig)
 
-# The places of gradients that need the least memory.
-ACCUMULATE: dict[str, Accumulation] = {"fsdp": "sharded", "hsdp": "hybrid"}
-
 # From the fastest to the one that needs the least memory.
-OPTIONS = (Option("ddp"), Option("ddp", shard_optimizer=True), Option("hsdp"), Option("fsdp"))
-# Share of the free memory that stays free, for what is not predicted: workspaces of kernels and
-# communication, fragments of the allocator.
-MARGIN = 0.1
-# A model whose FP32 parameters take a smaller share of the memory is not traced.
-SMALL_SHARE = 0.01
-
-
-class Choice(NamedTuple):
-    """What `strategy: auto` has chosen.
-
-    Attributes:
-        option: The strategy.
-        reason: Why, with the predicted memory, as text.
-        fits: Whether it is predicted to fit in memory.
-        accumulate: Where gradients have to be accumulated to fit; None: as configured.
-        unknown: What the prediction lacks, and why, as text; empty if it is complete.
-    """
-
-    option: Option
-    reason: str
-    fits: bool = True
-    accumulate: Accumulation | None = None
-    unknown: str = ""
-
-    def applied_to(self, config: Config) -> Config:
-        """Return a configuration with this strategy in place of `auto`."""
-        if self.accumulate is not None:
-            sharding = replace(config.sharding, accumulate=self.accumulate)
-            config = replace(config, sharding=sharding)
-        return with_option(config, self.option)
+OPTIONS = ("ddp", "hsdp", "fsdp")
+# Share of the free memory for weights, gradients and optimizer state. Activations need the rest.
+SHARE = 0.5
 
 
 def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple[Config, str]:
@@ -74,95 +30,29 @@ def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple
         The configuration with a strategy, and why it was chosen; empty if it was configured.
 
     Raises:
-        SetupError: On every rank, if no strategy supports all settings.
+        ConfigError: If no strategy supports all settings.
     """
     if config.strategy != "auto" or world.world_size == 1:
         return config, ""
-    free = least_free_bytes(world)
     policy, _ = resolve(config.precision.policy, world.device)
-    round_frozen(config, parts, policy)
-
-    def choose_on_rank_0() -> Choice:
-        # The other ranks do not trace: rank 0 must not draw other numbers afterwards than they do.
-        with generators_kept(world.device), FakeTensors():
-            return choose(config, parts, policy, world, free)
-
-    choice = world.ranks.from_rank_0(choose_on_rank_0)
-    if not choice.fits and world.rank == 0:
-        logger.warning(
-            "strategy = 'auto': no strategy is predicted to fit in memory (%s); use more ranks, or "
-            "lower batch.microbatch_size",
-            choice.reason,
-        )
-    if choice.unknown and world.rank == 0:
-        logger.warning(
-            "strategy = 'auto': selects %s, which needs the least memory, because the prediction "
-            "is %s; set `strategy` if a faster one fits",
-            choice.option,
-            choice.unknown,
-        )
-    return choice.applied_to(config), f"auto: {choice.reason}"
-
-
-def choose(
-    config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World, free: int
-) -> Choice:
-    """Return the fastest strategy that fits. Call it inside of `FakeTensors`.
-
-    Args:
-        config: The configuration, with several ranks.
-        parts: Data, model and loss.
-        policy: The resolved policy.
-        world: The ranks.
-        free: Free memory of a rank, in bytes.
-
-    Raises:
-        ConfigError: If no strategy supports all settings.
-    """
+    free = least_free_bytes(world)
     options = _supported(config, parts, policy, world)
-    parameters = 4 * sum(parameter.numel() for parameter in parts.model.parameters())
-    available = f"the {bytes_text(free)} that are free for a rank"
-    if len(options) == 1:
-        return Choice(options[0], f"{options[0]} is the only strategy that supports the settings")
-    if parameters < SMALL_SHARE * free:
-        share = f"the FP32 parameters take {bytes_text(parameters)} of {available}"
-        return Choice(options[0], f"{options[0]} is the fastest, and {share}")
-    memory, options, unknown = _measure(config, parts, policy, world.device, options)
-    needs = {option: _of_rank(memory, option, config, policy, parts, world) for option in options}
-    usable = (1 - MARGIN) * free
-    fitting = [option for option in options if needs[option] <= usable]
-    # What is unknown may fill the memory, so nothing is known to fit.
-    known_to_fit = fitting and not unknown
-    chosen = fitting[0] if known_to_fit else min(needs, key=lambda option: needs[option])
-    tried = [option for option in options[: options.index(chosen)] if option not in fitting]
-    numbers = ", ".join(f"{option} {bytes_text(needs[option])}" for option in (*tried, chosen))
-    reason = f"a rank needs: {numbers}; limit: {1 - MARGIN:.0%} of {available}"
-    if unknown:
-        reason += f"; {unknown}, so auto selects the strategy that needs the least memory"
-    # The choice of `accumulate` does not know what else needs memory.
-    full = needs[chosen] + memory.gradients > usable and policy.param_dtype == torch.float32
-    free_to_choose = config.sharding.accumulate == "auto"
-    accumulate = ACCUMULATE.get(chosen.strategy) if full and free_to_choose else None
-    return Choice(chosen, reason, bool(fitting), accumulate, unknown)
-
-
-def with_option(config: Config, option: Option) -> Config:
-    """Return a configuration with a strategy in place of `auto`.
-
-    Raises:
-        ConfigError: If another setting excludes it.
-    """
-    return replace(config, strategy=option.strategy, shard_optimizer=option.shard_optimizer)
+    needs = {option: _bytes_of_rank(option, config, parts, policy, world) for option in options}
+    chosen = next((each for each in options if needs[each] <= SHARE * free), options[-1])
+    numbers = ", ".join(f"{each} {bytes_text(needs[each])}" for each in options)
+    reason = (
+        f"auto: weights, gradients and optimizer state of a rank take: {numbers}; "
+        f"limit: {SHARE:.0%} of the {bytes_text(free)} that are free for a rank"
+    )
+    return replace(config, strategy=chosen), reason
 
 
 def _supported(
     config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
-) -> list[Option]:
+) -> list[str]:
     """Return the strategies that support the settings, the fastest first."""
     options, refusals = [], []
     for option in OPTIONS:
-        if config.shard_optimizer and not option.shard_optimizer:
-            continue
         try:
             _check(option, config, parts, policy, world)
             options.append(option)
@@ -174,74 +64,32 @@ def _supported(
 
 
 def _check(
-    option: Option, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
+    option: str, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
 ) -> None:
     """Refuse a strategy that the settings, the model or the machines exclude."""
-    accumulation = with_option(config, option).engine(parts.microbatches).accumulation
-    if option.strategy == "ddp":
+    accumulation = replace(config, strategy=option).engine(parts.microbatches).accumulation
+    if option == "ddp":
         check_buckets(policy, accumulation)
         return
-    of_a_machine = option.strategy == "hsdp" and config.sharding.shard_size is None
+    of_a_machine = option == "hsdp" and config.sharding.shard_size is None
     if of_a_machine and shard_size(config.sharding, world) in (1, world.world_size):
         raise ConfigError(
             "strategy", "hsdp", "needs several machines with several ranks each; use fsdp"
         )
-    check_shapes(parts.model, option.strategy)
+    check_shapes(parts.model, option)
 
 
-def _measure(
-    config: RunConfig,
-    parts: RunComponents,
-    policy: PrecisionPolicy,
-    device: torch.device,
-    options: list[Option],
-) -> tuple[ModelMemory, list[Option], str]:
-    """Return the memory of the model, the strategies for its optimizer, and what is unknown."""
-    optimizer, problem = _traced(lambda: build_fake_optimizer(config, parts.model, policy))
-    activations, other = _traced(lambda: activation_bytes(config, parts, policy, device))
-    if optimizer is not None and not works_on_shards(type(optimizer)):
-        options = [option for option in options if not option.shard_optimizer] or options
-    memory = model_memory(
-        parts.model,
-        policy,
-        config.sharding,
-        optimizer_state=0 if optimizer is None else state_bytes(optimizer),
-        activations=activations or 0,
-        averaged=config.ema.decay > 0,
-    )
-    unknown = [
-        f"without {what}, which cannot be predicted: {error}"
-        for what, error in (("the optimizer state", problem), ("activations", other))
-        if error
-    ]
-    return memory, options, "; ".join(unknown)
-
-
-def _traced(work: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the result of work on tensors without values, or None and why it failed."""
-    try:
-        return work(), ""
-    except DistmpError:
-        raise
-    except Exception as error:  # noqa: BLE001 - code of users may need values, in any way
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _of_rank(
-    memory: ModelMemory,
-    option: Option,
-    config: RunConfig,
-    policy: PrecisionPolicy,
-    parts: RunComponents,
-    world: World,
+def _bytes_of_rank(
+    option: str, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
 ) -> int:
-    """Return the predicted memory of a rank, in bytes."""
-    if option.strategy == "ddp":
-        accumulation = with_option(config, option).engine(parts.microbatches).accumulation
-        return memory.replicated(accumulation, world.world_size, parts.microbatches)
-    shards, sharding = world.world_size, config.sharding
-    if option.strategy == "hsdp":
-        shards = shard_size(sharding, world)
-    elif sharding.accumulate == "auto" and policy.param_dtype != torch.float32:
-        sharding = replace(sharding, accumulate="unsharded")  # FP32 sums for 16-bit weights
-    return memory.sharded(sharding, shards, parts.microbatches)
+    """Return the bytes of weights, FP32 gradients and two FP32 moments for each weight."""
+    parameters = [*parts.model.parameters()]
+    elements = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    gradients, moments = 4 * trained, 8 * trained
+    if option == "ddp":
+        stepped = moments + (4 * trained if policy.has_masters else 0)
+        ranks = world.world_size if config.shard_optimizer else 1
+        return policy.module_dtype.itemsize * elements + gradients + stepped // ranks
+    shards = shard_size(config.sharding, world) if option == "hsdp" else world.world_size
+    return (policy.param_dtype.itemsize * elements + gradients + moments) // shards

@@ -372,15 +372,11 @@ def _legal_step(case: Case, step: Step, index: int) -> Step:
     if case.schedule:  # which overrides other rates
         step = replace(step, rates=())
     names = trainable_names(case.model)
-    if case.strategy in ("fsdp", "hsdp") and case.policy == "bf16-pure":
-        # docs/sharding.md: parameters that are frozen at the start stay frozen.
-        step = replace(
-            step, thaw=tuple(name for name in step.thaw if name not in case.model.frozen)
-        )
     step = replace(
         step,
         freeze=tuple(name for name in step.freeze if name in names),
-        thaw=tuple(name for name in step.thaw if name in names),
+        # Parameters that are frozen at the start stay frozen.
+        thaw=tuple(n for n in step.thaw if n in names and n not in case.model.frozen),
         stop=None if step.stop is None else step.stop % case.world_size,
     )
     # Evaluation and state are allowed in all cases, but faults only in training.

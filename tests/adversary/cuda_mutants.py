@@ -203,9 +203,9 @@ MUTANTS = [
     ),
     Mutant(
         "the reduce-scatter of FSDP is not waited for",
-        "distmp/parallel/reduce_scatter.py",
-        "reduce_scatter(output, gradients, *groups).wait()",
-        "reduce_scatter(output, gradients, *groups)",
+        "distmp/parallel/fsdp.py",
+        "reduce_scatter(output_tensor, input_tensor, *self._groups).wait()",
+        "reduce_scatter(output_tensor, input_tensor, *self._groups)",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
@@ -225,11 +225,10 @@ MUTANTS = [
     Mutant(
         "the reduce-scatter of FSDP runs on another stream",
         "distmp/parallel/fsdp.py",
-        "        reduce_scatter_sum(output_tensor, input_tensor, self._groups, self._comm_dtype)\n",
-        "        with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "            reduce_scatter_sum(\n"
-        "                output_tensor, input_tensor, self._groups, self._comm_dtype\n"
-        "            )\n",
+        "            while not exchange.advance(output_tensor):\n                pass\n",
+        "            with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "                while not exchange.advance(output_tensor):\n"
+        "                    pass\n",
         f"{TWO_RANKS}[fsdp, reduced in 16 bits]",
     ),
     Mutant(
@@ -273,8 +272,8 @@ MUTANTS = [
     Mutant(
         "the host decides whether buffers are reverted",
         MODULE_BUFFERS,
-        "batch.write(torch.where(condition.to(before.device), before, batch.flat()))",
-        "batch.write(before if condition else batch.flat())",
+        "values = torch.where(condition.to(now.device), before, now)",
+        "values = before if condition else now",
         REVERTED,
     ),
     Mutant(

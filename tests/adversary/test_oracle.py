@@ -57,13 +57,6 @@ FOUND_BEFORE = {
          "steps": [{"ranks": [[{}], [{}]], "evaluate": true},
                    {"ranks": [[{"uses": ["side"]}], [{"uses": ["offset", "side"]}]]},
                    {"ranks": [[{}], [{}]]}]}""",
-    "a thawed parameter in a block that does not run at first": """
-        {"seed": 1, "world_size": 2, "strategy": "hsdp", "accumulate": "hybrid",
-         "model": {"width": 6, "frozen": ["blocks.0.core.bias"]},
-         "activation_checkpointing": "blocks",
-         "steps": [{"ranks": [[{}], [{}]]},
-                   {"ranks": [[{"uses": []}, {}], [{"uses": []}, {}]],
-                    "thaw": ["blocks.0.core.bias"]}]}""",
 }
 
 

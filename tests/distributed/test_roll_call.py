@@ -18,7 +18,7 @@ from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
 from tests.ended import look_ended
 from tests.ranks import ranks
-from tests.reference import ONE_RANK, TWO_RANKS, make_engine, microbatches, train
+from tests.reference import ONE_RANK, make_engine, microbatches, train
 
 
 def impatient() -> RollCall:
@@ -120,25 +120,6 @@ def test_a_call_that_failed_on_one_rank_only_is_an_error_of_the_next_call() -> N
         with pytest.raises(TrainingError, match=message):
             calls.check_failed_everywhere(2, problem)
     dist.barrier()
-
-
-@ranks(2)
-def test_an_unfrozen_parameter_of_one_rank_is_an_error_that_names_it() -> None:
-    impatient()
-    engine = make_engine()
-    engine.module.head.requires_grad_(False)
-    other = make_engine(model=engine.module)
-    train(other, 1, TWO_RANKS)
-    if dist.get_rank() == 1:
-        time.sleep(0.1)
-        other._calls.count("step")
-        time.sleep(6)
-        return
-    other.module.head.requires_grad_(True)
-    with pytest.raises(
-        TrainingError, match=r"engine\.step\(\).*, which trains head\.weight, which"
-    ):
-        other.step(microbatches(1, TWO_RANKS[1]))
 
 
 def test_a_single_process_does_not_wait() -> None:

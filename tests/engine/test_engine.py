@@ -743,39 +743,6 @@ def test_a_state_of_before_consecutive_overflows_were_stored(
         engine.load_state_dict(old)
 
 
-def frozen_engine(*, unfrozen: bool, after: bool = True) -> Engine:
-    """Build an engine whose first layer was frozen, and unfrozen again if requested."""
-    model = make_model(seed=4)
-    model.first.requires_grad_(unfrozen and not after)
-    engine = make_engine(model=model)
-    model.first.requires_grad_(unfrozen)
-    return engine
-
-
-def test_what_was_unfrozen_during_a_run_has_to_be_unfrozen_before_loading(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = frozen_engine(unfrozen=False)
-    train(engine, 1, ONE_RANK)
-    engine.module.first.requires_grad_(True)
-    train(engine, 2, ONE_RANK, first=1)
-    state = snapshot(engine)
-    still_frozen = frozen_engine(unfrozen=False)
-    still_frozen.load_state_dict(state)
-    record, _ = caplog.records
-    assert "state of first.weight, first.bias, which this engine does not" in record.getMessage()
-    assert "have to be unfrozen before loading" in record.getMessage()
-    assert_same_bits(weights(still_frozen), weights(engine))
-    caplog.clear()
-    train(engine, 2, ONE_RANK, first=3)
-    for after in (True, False):
-        resumed = frozen_engine(unfrozen=True, after=after)
-        resumed.load_state_dict(state)
-        train(resumed, 2, ONE_RANK, first=3)
-        assert_same_bits(snapshot(resumed), snapshot(engine))
-    assert caplog.records == []
-
-
 # Host and device
 
 

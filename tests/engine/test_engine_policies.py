@@ -53,7 +53,7 @@ LIMITS = {
 
 
 def test_every_preset_is_here() -> None:
-    # The layers of this model are too small for narrow products; see tests/quantization.
+    # The layers of this model are too small for low-precision matmuls; see tests/quantization.
     assert {name for name, preset in PRESETS.items() if not preset.is_narrow} < set(LIMITS)
 
 
@@ -172,18 +172,3 @@ def test_kept_modules_with_a_sharded_optimizer() -> None:
     gathered = [torch.empty_like(engine.module.head.weight) for _ in range(2)]
     dist.all_gather(gathered, engine.module.head.weight.detach())
     assert torch.equal(*gathered)
-
-
-@pytest.mark.parametrize("text", ["bf16-autocast", "bf16", "bf16-pure"])
-def test_a_16_bit_parameter_that_is_unfrozen_gets_the_type_of_the_policy(text: str) -> None:
-    model = make_model()
-    model.first.requires_grad_(False).half()
-    engine = make_engine(model=model, policy=text)
-    frozen = BF16 if policy(text).casts_parameters else torch.float16
-    assert engine.module.first.weight.dtype == frozen
-    train(engine, 1, ONE_RANK)
-    engine.module.first.requires_grad_(True)
-    before = engine.module.first.weight.clone()
-    train(engine, 1, ONE_RANK)
-    assert engine.module.first.weight.dtype == policy(text).module_dtype
-    assert not torch.equal(engine.module.first.weight.float(), before.float())

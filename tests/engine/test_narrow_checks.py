@@ -1,4 +1,4 @@
-"""What the engine says about narrow products: formats at the start, and layers without calls."""
+"""Formats that the engine logs at the start, and layers with formats that nothing calls."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def test_the_formats_are_said(caplog: pytest.LogCaptureFixture) -> None:
     layers = engine.narrow_products.layers
     assert layers is not None
     text = (
-        "forward e4m3, grad e4m3, wgrad bf16, a scale per row; 2 of 3 linear layers have "
-        "narrow products, emulated; wide: head (hp=head)"
+        "forward e4m3, grad e4m3, wgrad bf16, scaling row; 2 of 3 linear layers have "
+        "low-precision matmuls, emulated; in the compute dtype: head (hp=head)"
     )
     assert describe_formats(layers) == text
     assert f"precision mine: {text}" in caplog.messages
     assert formats_record(layers) == {
-        "formats": ["forward e4m3, grad e4m3, wgrad bf16, a scale per row"],
+        "formats": ["forward e4m3, grad e4m3, wgrad bf16, scaling row"],
         "emulated": True,
         "backend": "emulated",
         "narrow": ["layers.0", "layers.1"],

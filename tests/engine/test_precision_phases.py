@@ -175,7 +175,7 @@ def test_changes_are_logged_and_formats_described(caplog: pytest.LogCaptureFixtu
     layers = engine.narrow_products.layers
     assert layers is not None
     assert formats_record(layers)["formats"] == [
-        "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor"
+        "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor"
     ]
 
 

@@ -21,8 +21,6 @@ from distmp.models import huggingface
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss, takes_targets
 from distmp.models.settings import ModelConfig
-from distmp.parallel import ParallelConfig
-from distmp.parallel.blocks import prepare_blocks
 from distmp.telemetry import read_records
 from distmp.training.setup import build_engine, prepare, start_from_weights
 from distmp.training.train import main
@@ -321,22 +319,6 @@ def test_a_head_with_a_bias_returns_logits(tmp_path: Path) -> None:
     model.lm_head = nn.Linear(model.config.hidden_size, 300)
     assert not huggingface.prepare_loss(model)
     assert not takes_targets(model)
-
-
-@pytest.mark.parametrize("values", [LLAMA, GPT2], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("setting", [{"every": 2}, {"save": ["matmul", "attention"]}], ids=str)
-def test_selective_activation_checkpointing_changes_no_bit(
-    tmp_path: Path, values: dict[str, Any], setting: dict[str, Any]
-) -> None:
-    path = folder(tmp_path / "model", values)
-    model, other = build(path), build(path)
-    prepare_blocks(model, ParallelConfig(activation_checkpointing=setting))
-    batch = {"inputs": tokens(1)[:, :-1], "targets": tokens(1)[:, 1:]}
-    for each in (model, other):
-        next_token_loss(each, batch)[0].backward()
-    for found, expected in zip(model.parameters(), other.parameters(), strict=True):
-        assert found.grad is not None
-        assert torch.equal(found.grad, expected.grad)
 
 
 def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

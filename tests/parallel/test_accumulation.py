@@ -7,74 +7,45 @@ import torch
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.accumulation import (
-    AccumulationMemory,
-    bytes_per_step,
-    choose,
-    least_free_bytes,
-)
+from distmp.parallel.accumulation import AccumulationChoice, choose, least_free_bytes
+from distmp.precision import policy
 from distmp.utils import cgroups
 from tests.ranks import ranks
 
-FACTS = AccumulationMemory(
-    elements=1_000_000_000,
-    free_bytes=100_000_000_000,
-    shard_size=8,
-    replicas=1,
-    gradient_bytes=2,
-    comm_bytes=4,
-    weight_bytes=4,
-    microbatches=4,
-)
+
+def choice(requested: Any = "auto", text: str = "bf16", **changes: Any) -> AccumulationChoice:
+    sizes = {"elements": 10**9, "free_bytes": 10**11, "microbatches": 4}
+    return choose(requested, policy(text), **(sizes | changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "place", "reason"),
+    ("text", "changes", "place", "reason"),
     [
-        ({}, "unsharded", "a rank sends 3.3 GiB per step instead of 13.0 GiB per step; the full "),
-        ({"microbatches": None}, "unsharded", "3.3 GiB per step instead of 3.3 GiB per microbatch"),
-        ({"microbatches": 1}, "sharded", "a step has one microbatch"),
-        ({"free_bytes": 10**10}, "sharded", "gradients would take 3.7 GiB of 9.3 GiB free memory"),
-        (
-            {"free_bytes": 10**10, "replicas": 2},
-            "hybrid",
-            "gradients would take 3.7 GiB of 9.3 GiB free",
-        ),
-        ({"comm_bytes": 2}, "sharded", "gradients of one microbatch lose nothing in 16-bit"),
-        ({"comm_bytes": 2, "replicas": 2}, "hybrid", "lose nothing in 16-bit communication"),
+        ("bf16", {}, "unsharded", "the full FP32 gradients take 3.7 GiB of 93.1 GiB free memory"),
+        ("bf16", {"microbatches": None}, "unsharded", "the full FP32 gradients take"),
+        ("bf16", {"microbatches": 1}, "sharded", "a step has one microbatch"),
+        ("bf16", {"free_bytes": 10**10}, "sharded", "would take 3.7 GiB of 9.3 GiB free memory"),
+        ("bf16", {"free_bytes": 10**10, "replicas": 2}, "hybrid", "gradients would take 3.7 GiB"),
+        ("bf16,reduce=bf16", {}, "sharded", "gradients of one microbatch lose nothing in 16-bit"),
+        ("bf16,reduce=bf16", {"replicas": 2}, "hybrid", "lose nothing in 16-bit communication"),
         # Autocast: gradients are FP32, so communication in 16 bits rounds them.
-        (
-            {"comm_bytes": 2, "gradient_bytes": 4},
-            "unsharded",
-            "1.6 GiB per step instead of 6.5 GiB",
-        ),
-        ({"weight_bytes": 2}, "unsharded", "FP32 sums for 16-bit weights"),
-        ({"weight_bytes": 2, "replicas": 2}, "hybrid", "FP32 sums for 16-bit weights"),
+        ("bf16-autocast,reduce=bf16", {}, "unsharded", "the full FP32 gradients take"),
+        ("bf16-pure", {}, "unsharded", "FP32 sums for 16-bit weights"),
+        ("bf16-pure", {"replicas": 2}, "hybrid", "FP32 sums for 16-bit weights"),
     ],
 )
-def test_the_choice_and_its_reason(changes: dict[str, Any], place: str, reason: str) -> None:
-    choice = choose("auto", FACTS._replace(**changes))
-    assert choice.place == place
-    assert reason in choice.reason
-
-
-def test_a_single_rank_reports_no_communication() -> None:
-    choice = choose("auto", FACTS._replace(shard_size=1))
-    assert choice == ("unsharded", "the full FP32 gradients take 3.7 GiB of 93.1 GiB free memory")
+def test_the_choice_and_its_reason(
+    text: str, changes: dict[str, Any], place: str, reason: str
+) -> None:
+    found = choice(text=text, **changes)
+    assert found.place == place
+    assert reason in found.reason
 
 
 def test_what_is_configured_is_taken() -> None:
-    assert choose("sharded", FACTS) == ("sharded", "configured")
+    assert choice("sharded") == ("sharded", "configured")
     with pytest.raises(ConfigError, match="'sharded': accumulates in the dtype of the weights"):
-        choose("sharded", FACTS._replace(weight_bytes=2))
-
-
-def test_bytes_are_those_of_rings() -> None:
-    memory = FACTS._replace(elements=800, replicas=2, microbatches=3)
-    scatter, across = 7 * 100 * 4, 2 * 100 * 4 // 2
-    assert bytes_per_step("unsharded", memory) == scatter + across
-    assert bytes_per_step("hybrid", memory) == 3 * scatter + across
-    assert bytes_per_step("sharded", memory) == 3 * (scatter + across)
+        choice("sharded", "bf16-pure")
 
 
 @ranks(2)

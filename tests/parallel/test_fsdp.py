@@ -254,23 +254,6 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert_same_bits(weights(engine), weights(reference))
 
 
-@pytest.mark.parametrize("precision", ["bf16-pure", "bf16-pure,keep_fp32=first"])
-@ranks(2)
-def test_bf16_weights_cannot_be_unfrozen_unless_kept_in_fp32(precision: str) -> None:
-    model = make_model()
-    model.first.requires_grad_(False)
-    engine = make_engine(model=model, strategy="fsdp", policy=precision)
-    train(engine, 1, TWO_RANKS)
-    before = weights(engine)
-    engine.module.first.requires_grad_(True)
-    if "keep_fp32" in precision:
-        train(engine, 1, TWO_RANKS, first=1)
-        assert not torch.equal(weights(engine)["first.weight"], before["first.weight"])
-    else:
-        with pytest.raises(ConfigError, match=r"'first\.weight': was unfrozen.*then freeze it"):
-            train(engine, 1, TWO_RANKS, first=1)
-
-
 @ranks(2)
 def test_a_second_backward_through_freed_parameters_is_one_message() -> None:
     def with_penalty(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
@@ -285,32 +268,10 @@ def test_a_second_backward_through_freed_parameters_is_one_message() -> None:
         train(engine, 1, TWO_RANKS)
 
 
-def test_fsdp_needs_a_process_group() -> None:
-    with pytest.raises(ConfigError, match="strategy = 'fsdp': needs a process group"):
-        FullySharded(make_model(), policy("fp32"), World.current("cpu"))
-
-
 @ranks(2)
 def test_parameters_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'first\.weight' is float64"):
         make_engine(model=make_model().double(), strategy="fsdp")
-
-
-@ranks(1)
-def test_there_is_nothing_to_offload_to_on_a_cpu() -> None:
-    with pytest.raises(ConfigError, match=r"sharding.offload = True: this run computes on the CPU"):
-        make_engine(**sharded("fsdp", offload=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@ranks(1, cuda=True)
-def test_offloaded_shards_are_stepped_on_the_host() -> None:
-    engine = make_engine(device="cuda:0", max_norm=1.3, **sharded("fsdp", offload=True))
-    train(engine, 4, ONE_RANK)
-    for parameter in engine.module.parameters():
-        assert parameter.to_local().device.type == "cpu"
-    assert error(weights(engine), plain_training(4, ONE_RANK, max_norm=1.3)[0]) < 1e-4
 
 
 @ranks(1)

@@ -8,16 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.model import build_model
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
-from distmp.parallel.materialize import materialize_buffers, materialize_shards, not_a_number
+from distmp.parallel.materialize import materialize, materialize_shards, not_a_number
 from distmp.utils.deferred import build_whole
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, gathered
@@ -194,7 +193,7 @@ def test_buffers_that_modules_share_stay_shared() -> None:
     first, second = nn.BatchNorm1d(3, device="meta"), nn.BatchNorm1d(3, device="meta")
     second.running_mean = first.running_mean
     module = nn.Sequential(first, second)
-    materialize_buffers(module, not_a_number(module), torch.device("cpu"))
+    materialize(module, not_a_number(module), torch.device("cpu"), parameters=False)
     assert first.running_mean is second.running_mean
     assert not any(buffer.is_meta for buffer in module.buffers())
     assert all(parameter.is_meta for parameter in module.parameters())
@@ -236,19 +235,6 @@ def test_replicas_of_a_shard_have_the_bits_of_the_first_one() -> None:
     rank, cpu = float(dist.get_rank()), torch.device("cpu")
     materialize_shards(module, lambda _, device: torch.full((), rank).expand(6, 4), cpu, cpu)
     assert (module.weight.to_local() == 0).all()
-
-
-@ranks(1)
-def test_offloaded_shards_are_created_on_the_host() -> None:
-    """FSDP2 refuses to offload shards that are on the device of the mesh."""
-    mesh, cpu = DeviceMesh.from_group(dist.group.WORLD, "cuda"), torch.device("cpu")
-    module = nn.Linear(4, 6, bias=False, device="meta")
-    shard = DTensor.from_local(module.weight.detach(), mesh, [Shard(0)], run_check=False)
-    module.weight = nn.Parameter(shard)
-    materialize_shards(module, lambda _, device: torch.ones(6, 4, device=device), cpu, cpu)
-    assert module.weight.device_mesh.device_type == "cuda"
-    assert module.weight.to_local().device.type == "cpu"
-    assert (module.weight.to_local() == 1).all()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

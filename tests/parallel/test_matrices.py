@@ -267,22 +267,6 @@ def test_an_update_reads_no_value_on_the_host(kind: str) -> None:
     assert reads.found == []
 
 
-@ranks(2)
-def test_unfrozen_matrices_are_sharded_too() -> None:
-    model = Net()
-    model.layers[1].requires_grad_(False)
-    engine = Engine(
-        model, loss, lambda named: Muon(named, lr=0.02), policy="fp32", shard_optimizer=True
-    )
-    take_steps(engine, 0, 1)
-    before = full_state(engine)["model/layers.1.weight"]
-    model.layers[1].requires_grad_(True)
-    take_steps(engine, 1, 1)
-    state = full_state(engine)
-    assert state["optimizer/layers.1.weight/momentum_buffer"].shape == before.shape
-    assert not torch.equal(state["model/layers.1.weight"], before)
-
-
 def test_muon_refuses_embeddings_and_models_without_matrices() -> None:
     with pytest.raises(ConfigError, match=r"lacks 'embed\.weight', an embedding"):
         build("single", adamw=["head*"])

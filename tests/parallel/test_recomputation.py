@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.blocks import prepare_blocks
@@ -81,14 +80,12 @@ class Normalised(Model):
         )
 
 
-def ends(
-    model: type[Model], recomputed: str | dict[str, Any] = "blocks", **options: Any
-) -> list[dict[str, Tensor]]:
+def ends(model: type[Model], **options: Any) -> list[dict[str, Tensor]]:
     """Train without checkpointing and compilation, or with both; return the training states."""
     found = []
     sharding = options.pop("sharding", ShardingConfig())
     compilation = options.pop("compile", "none")
-    for setting, compiled in (("none", "none"), (recomputed, compilation)):
+    for setting, compiled in (("none", "none"), ("blocks", compilation)):
         parallel = ParallelConfig(sharding, setting, compiled)  # type: ignore[arg-type]
         engine = make_engine(model=model(), parallel=parallel, max_norm=1.0, **options)
         train(engine, 3, SIZES)
@@ -116,14 +113,6 @@ def test_recomputation_changes_no_bit_of_weights_and_buffers(policy: str) -> Non
             without, recomputed = ends(model, policy=policy, **options)
             assert_same_bits(recomputed, without)
             assert without["model/blocks.1.norm.num_batches_tracked"] == 6
-
-
-@ranks(2, timeout=300)
-def test_selective_recomputation_changes_no_bit_under_any_strategy() -> None:
-    selection = {"every": 2, "save": ["matmul"]}
-    for options in (WAYS[1], WAYS[3], WAYS[4]):
-        without, recomputed = ends(Model, selection, policy="bf16-autocast", **options)
-        assert_same_bits(recomputed, without)
 
 
 @pytest.mark.nightly
@@ -227,12 +216,6 @@ PLAIN = {MM: 4 * 4 * 3 + 2, ATTENTION: 4}
     [
         ("none", {}),
         ("blocks", {MM: 12, ATTENTION: 4}),
-        ({"every": 2}, {MM: 6, ATTENTION: 2}),
-        ({"every": 3}, {MM: 3, ATTENTION: 1}),
-        ({"save": ["matmul"]}, {ATTENTION: 4}),
-        ({"save": ["attention"]}, {MM: 12}),
-        ({"save": ["matmul", "attention"]}, {}),
-        ({"save": ["aten.mm"], "every": 2}, {ATTENTION: 2}),
     ],
 )
 def test_only_what_is_selected_is_recomputed(selection: Any, again: dict[str, int]) -> None:
@@ -248,26 +231,3 @@ def test_only_what_is_selected_is_recomputed(selection: Any, again: dict[str, in
         assert found.grad is not None
         assert other.grad is not None
         assert torch.equal(found.grad, other.grad)
-
-
-def test_selection_in_a_compiled_block() -> None:
-    tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
-    calls = {}
-    for name, selection in (("all", "blocks"), ("kept", {"save": ["matmul"]})):
-        model = transformer()
-        parallel = ParallelConfig(activation_checkpointing=selection, compile="blocks")  # type: ignore[arg-type]
-        prepare_blocks(model, parallel, backend="aot_eager")
-        with Operators() as counted:
-            model(tokens, tokens).backward()
-        calls[name] = counted.counts
-    assert calls["all"][MM] == calls["kept"][MM] + 4 * 3
-    assert calls["all"][ATTENTION] == calls["kept"][ATTENTION] == 8
-
-
-def test_what_cannot_be_selected_is_refused() -> None:
-    every = ParallelConfig(activation_checkpointing={"every": 5})
-    with pytest.raises(ConfigError, match="every = 5: recomputes nothing: the model has 4 blocks"):
-        prepare_blocks(transformer(), every)
-    save = ParallelConfig(activation_checkpointing={"save": ["matmul"]}, compile="blocks")
-    with pytest.raises(ConfigError, match="a compiled Block has buffers"):
-        prepare_blocks(Model(), save)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from distmp.distributed.world import World
 from distmp.engine.outcome import StepNumbers
 from distmp.errors import ConfigError
+from distmp.parallel import build_strategy
 from distmp.parallel.replicated import Replicated
 from distmp.precision import policy
 from tests.ranks import ranks, run_ranks
@@ -123,7 +124,7 @@ def test_narrow_parameters_are_widened_without_loss() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16-autocast"])
 def test_float64_parameters_are_refused(precision: str) -> None:
     with pytest.raises(ConfigError, match=r"'first\.weight' is float64; convert .* \.float\(\)"):
-        Replicated(make_model().double(), policy(precision), ALONE)
+        build_strategy("single", make_model().double(), policy(precision), ALONE)
 
 
 class Counting(nn.Module):
@@ -139,7 +140,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_integer_parameters_are_refused_where_they_would_be_rounded(precision: str) -> None:
     with pytest.raises(ConfigError, match=rf"'table' is int64; .* or use {precision}-autocast"):
-        Replicated(Counting(), policy(precision), ALONE)
+        build_strategy("single", Counting(), policy(precision), ALONE)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])

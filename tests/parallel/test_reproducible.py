@@ -231,24 +231,6 @@ def test_a_run_prepares_cublas_before_it_uses_the_gpu(
     assert found == [":4096:8" if reproducible else None]
 
 
-def test_a_gpu_that_was_used_before_is_refused(cublas: pytest.MonkeyPatch) -> None:
-    cublas.setattr(torch.cuda, "is_initialized", lambda: True)
-    prepare_cublas("cuda")
-    with pytest.raises(ConfigError, match=r"^CUBLAS_WORKSPACE_CONFIG = None: .* build the engine"):
-        make_deterministic(torch.device("cuda"))
-    assert CUBLAS_VARIABLE not in os.environ, "it would hide the mistake from the next engine"
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_workspace_that_is_not_fixed_is_refused(cublas: pytest.MonkeyPatch) -> None:
-    cublas.setenv(CUBLAS_VARIABLE, ":0:0")
-    prepare_cublas()
-    with pytest.raises(
-        ConfigError, match=r"^CUBLAS_WORKSPACE_CONFIG = ':0:0': .* :4096:8 or :16:8; set one"
-    ):
-        make_deterministic(torch.device("cuda"))
-
-
 @pytest.mark.parametrize("initialized", [True, False])
 def test_a_fixed_workspace_of_the_user_is_accepted(
     initialized: bool, cublas: pytest.MonkeyPatch

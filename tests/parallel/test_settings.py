@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +8,8 @@ import torch
 from distmp.config import load
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel import build_strategy
-from distmp.parallel.settings import ParallelConfig, Recomputation, ShardingConfig
+from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.sharded import shard_size
-from distmp.precision import policy
-from tests.reference import make_model
 
 
 def world(size: int) -> World:
@@ -35,21 +31,8 @@ def world(size: int) -> World:
         ("--sharding.shard-size 2 --strategy fsdp", "sharding.shard_size = 2: applies only to"),
         ("--sharding.shard-size 0 --strategy hsdp", "sharding.shard_size = 0: use 1 or more"),
         ("--no-sharding.reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),
-        (
-            "--sharding.offload --strategy ddp",
-            "applies only to fsdp and hsdp, but",
-        ),
         ("--compile block", "compile = 'block'"),
         ("--activation-checkpointing all", "activation_checkpointing = 'all': choose one of"),
-        ('--activation-checkpointing {"every":0}', "activation_checkpointing.every = 0: use 1"),
-        ("--activation-checkpointing {evry:2}", "did you mean 'activation_checkpointing.every'"),
-        (
-            '--activation-checkpointing {"every":"x"}',
-            "activation_checkpointing.every = 'x': must be an",
-        ),
-        ("--activation-checkpointing {save:[matmu]}", "save = 'matmu': did you mean 'matmul'"),
-        ("--activation-checkpointing {save:[aten.m]}", "save = 'aten.m': choose one of"),
-        ("--activation-checkpointing {}", "activation_checkpointing = {}: "),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(arguments: str, message: str) -> None:
@@ -75,21 +58,6 @@ def test_choices_are_checked_without_a_file_too(settings: dict[str, Any]) -> Non
         ShardingConfig(wrap=("",))
 
 
-def test_activation_checkpointing_is_a_name_or_a_section(tmp_path: Path) -> None:
-    expected = {"every": 2, "save": ["attention", "aten.mm"]}
-    file = tmp_path / "config.yaml"
-    file.write_text("activation_checkpointing:\n  every: 2\n  save: [attention, aten.mm]\n")
-    in_file = load(["--config", str(file)])
-    overridden = load(["--activation-checkpointing", "{every: 2, save: [attention, aten.mm]}"])
-    for config in (in_file, overridden):
-        assert config.activation_checkpointing == expected
-        assert config.parallel(1).recomputation == Recomputation(2, ("attention", "aten.mm"))
-    assert load(["--activation-checkpointing", "blocks"]).parallel(1).recomputation == (
-        Recomputation()
-    )
-    assert load([]).parallel(1).recomputation is None
-
-
 def test_a_shard_group_divides_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert shard_size(ShardingConfig(), world(8)) == 4
@@ -98,9 +66,3 @@ def test_a_shard_group_divides_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
         shard_size(ShardingConfig(shard_size=3), world(8))
     with pytest.raises(ConfigError, match="= 4: does not divide the 6 ranks"):
         shard_size(ShardingConfig(), world(6))
-
-
-@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
-def test_sharding_needs_a_process_group(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"strategy = '{name}': needs a process group"):
-        build_strategy(name, make_model(), policy("fp32"), world(1))

@@ -213,7 +213,7 @@ def test_a_step_that_is_skipped_uses_nothing(optimizer: Any) -> None:
             batches = [Sample(step, dist.get_rank(), index, factor) for index in range(2)]
             assert engine.step(batches).numbers.skipped == (step == 2)
         assert_close(weights(engine), expected, options)
-        assert "blocks.0.third_step" in engine._strategy.unused
+        assert "blocks.0.third_step" in engine._strategy.used.unused
     torch.use_deterministic_algorithms(False)
 
 
@@ -230,8 +230,8 @@ def test_a_microbatch_that_is_dropped_uses_nothing() -> None:
                 at.factor = INF if spoilt(at) else 1.0
             assert engine.step(batches).numbers.dropped == (step == 2)
         assert_close(weights(engine), reference(fused_adamw, spoilt), more)
-        assert "blocks.0.third_step_of_rank_1" in engine._strategy.unused
-        assert "blocks.0.third_step" not in engine._strategy.unused
+        assert "blocks.0.third_step_of_rank_1" in engine._strategy.used.unused
+        assert "blocks.0.third_step" not in engine._strategy.used.unused
     torch.use_deterministic_algorithms(False)
 
 
@@ -301,7 +301,7 @@ def test_a_state_of_an_older_version_tells_by_the_state_of_the_optimizer() -> No
         engine.step(batches[step])
     saved = {k: v for k, v in snapshot(engine).items() if not k.startswith("unused/")}
     resumed.load_state_dict(saved)
-    assert resumed._strategy.unused == engine._strategy.unused
+    assert resumed._strategy.used.unused == engine._strategy.used.unused
     for step in range(3, STEPS):
         resumed.step(batches[step])
     assert_close(weights(resumed), reference(adamw), "older")

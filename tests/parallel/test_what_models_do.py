@@ -130,12 +130,6 @@ class FrozenForAWhile(Base):
         self.blocks[1].requires_grad_(step not in (1, 2))
 
 
-class UnfrozenLater(PartlyFrozen):
-    def before(self, step: int) -> None:
-        if step == 2:
-            self.requires_grad_(True)
-
-
 class Compiled(Base):
     """Compiles each block separately."""
 
@@ -156,7 +150,6 @@ MODELS = (
     Checkpointed,
     PartlyFrozen,
     FrozenForAWhile,
-    UnfrozenLater,
 )
 
 
@@ -229,35 +222,6 @@ def test_a_16_bit_wire_stays_close_too() -> None:
     for options in WAYS[:3]:
         narrow = replace(policy("fp32"), name="fp32-wire-bf16", reduce_dtype=torch.bfloat16)
         assert distance(trained(Base, sgd, {"policy": narrow, **options}), expected) < 0.01
-
-
-@ranks(2)
-def test_several_groups_keep_their_settings_when_unfrozen() -> None:
-    def by_dimension(parameters: Any) -> torch.optim.Optimizer:
-        matrices = [entry for entry in parameters if entry[1].dim() >= 2]
-        vectors = [entry for entry in parameters if entry[1].dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": 0.5},
-            {"params": vectors, "weight_decay": 0.0, "lr": 1e-3},
-        ]
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=1e-2, fused=True
-        )
-
-    def schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-    model = UnfrozenLater()
-    engine = Engine(model, loss, by_dimension, policy="fp32", schedule=schedule, device="cpu")
-    rates = []
-    for step in range(STEPS):
-        model.before(step)
-        engine.step(samples(step, dist.get_rank()))
-        rates.append([float(group["lr"]) for group in engine.optimizer.param_groups])
-    assert [len(one) for one in rates] == [2, 2, 4, 4]
-    assert rates[3] == pytest.approx([1e-2 / 8, 1e-3 / 8] * 2)
-    decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
-    assert decays == [0.5, 0.0, 0.5, 0.0]
 
 
 # torch.compile

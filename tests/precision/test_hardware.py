@@ -9,9 +9,8 @@ from distmp.errors import ConfigError
 from distmp.precision import PrecisionPolicy, policy, resolve
 
 CPU = torch.device("cpu")
-EMULATES = "only emulates {}, which is slow: use it for tests"
-MXFP8 = "8-bit products with scales of blocks"
-NVFP4 = "4-bit products with scales of blocks"
+EMULATES = "only emulates matmuls with scaling={}, which is slow"
+NO_TF32 = "has no TF32, so products keep all bits of float32"
 
 
 @pytest.mark.parametrize(
@@ -87,10 +86,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
         ("bf16", "avx2", "configured; this CPU only emulates bfloat16, which is slow"),
         ("fp16-autocast", "avx512_fp16", "configured"),
         ("fp16", "amx_bf16", "configured; this CPU only emulates float16, which is slow"),
-        ("tf32", "amx_bf16", "configured; a CPU has no TF32, so products keep all bits of float32"),
-        ("fp8", "amx_bf16", f"configured; a CPU {EMULATES.format('8-bit products')}"),
-        ("mxfp8", "avx2", f"configured; a CPU {EMULATES.format(MXFP8)}"),
-        ("nvfp4", "amx_bf16", f"configured; a CPU {EMULATES.format(NVFP4)}"),
+        ("tf32", "amx_bf16", f"configured; this CPU {NO_TF32}"),
+        ("fp8", "amx_bf16", f"configured; this CPU {EMULATES.format('tensor')}"),
+        ("mxfp8", "avx2", f"configured; this CPU {EMULATES.format('block32')}"),
+        ("nvfp4", "amx_bf16", f"configured; this CPU {EMULATES.format('block16')}"),
     ],
 )
 def test_what_a_cpu_cannot_do_is_said(
@@ -109,14 +108,14 @@ def test_what_a_cpu_cannot_do_is_said(
         ("bf16", (7, 0), "only emulates bfloat16, which is slow"),
         ("bf16-autocast", (7, 5), "only emulates bfloat16, which is slow"),
         ("fp16", (7, 0), ""),
-        ("fp16", (6, 1), "has no fast float16 arithmetic"),
+        ("fp16", (6, 1), "only emulates float16, which is slow"),
         ("tf32", (8, 0), ""),
-        ("tf32", (7, 5), "has no TF32, so products keep all bits of float32"),
+        ("tf32", (7, 5), NO_TF32),
         ("fp32", (3, 5), ""),
-        ("fp8", (7, 0), EMULATES.format("8-bit products")),
-        ("fp8", (8, 6), EMULATES.format("8-bit products")),
+        ("fp8", (7, 0), EMULATES.format("tensor")),
+        ("fp8", (8, 6), EMULATES.format("tensor")),
         ("fp8", (8, 9), ""),
-        ("fp8-rowwise", (8, 9), EMULATES.format("8-bit products with scales of rows")),
+        ("fp8-rowwise", (8, 9), EMULATES.format("row")),
         ("fp8-rowwise", (9, 0), ""),
     ],
 )
@@ -130,13 +129,13 @@ def test_what_a_gpu_cannot_do_is_said(
     assert found == (policy(requested), f"configured{suffix}")
 
 
-@pytest.mark.parametrize(("requested", "products"), [("mxfp8", MXFP8), ("nvfp4", NVFP4)])
+@pytest.mark.parametrize(("requested", "scaling"), [("mxfp8", "block32"), ("nvfp4", "block16")])
 def test_blocks_are_emulated_on_every_gpu(
-    monkeypatch: pytest.MonkeyPatch, requested: str, products: str
+    monkeypatch: pytest.MonkeyPatch, requested: str, scaling: str
 ) -> None:
     on_a_gpu(monkeypatch, (10, 0))
     found = resolve(requested, torch.device("cuda", 0))
-    assert found.reason == f"configured; distmp {EMULATES.format(products)}"
+    assert found.reason.endswith(f") {EMULATES.format(scaling)}")
 
 
 def test_what_is_asked_for_is_kept() -> None:

@@ -359,30 +359,6 @@ def test_buffers(text: str, table: torch.dtype, statistics: torch.dtype) -> None
             model(torch.randn(5, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("name", SIXTEEN_BITS)
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        nn.utils.spectral_norm,
-        nn.utils.parametrizations.spectral_norm,
-        nn.utils.parametrizations.orthogonal,
-    ],
-    ids=["old_spectral_norm", "spectral_norm", "orthogonal"],
-)
-def test_a_weight_that_is_computed_with_buffers_is_computed_as_in_fp32(
-    wrap: Callable[[nn.Module], nn.Module], name: str
-) -> None:
-    torch.manual_seed(0)
-    wrapped = wrap(nn.Linear(8, 8))
-    model = nn.Sequential(nn.Identity(), copy.deepcopy(wrapped))
-    expected = wrapped(samples := torch.randn(4, 8))
-    prepare(model, policy(name), "cpu")
-    with autocast_context(policy(name), CPU):
-        result = model(samples)
-    result.sum().backward()
-    torch.testing.assert_close(result.float(), expected, rtol=2e-2, atol=2e-2)
-
-
 def test_buffers_of_16_bit_models_become_fp32_where_the_module_is_kept() -> None:
     model = Tables().to(BF16)
     cast_buffers(model, policy("bf16"))

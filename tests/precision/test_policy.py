@@ -121,7 +121,7 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         # Weights.
         ({**PURE, "param_dtype": FP16, "compute_dtype": FP16}, "param", "with param=fp32"),
         ({**B, "param_dtype": FP16}, "param", "Adam's epsilon of 1e-8 becomes zero"),
-        ({"param_dtype": BF16}, "param", "fewer bits than the compute dtype float32"),
+        ({"param_dtype": BF16}, "param", "is not the compute dtype float32"),
         ({**H, "param_dtype": BF16}, "param", "is not the compute dtype float16"),
         ({**PURE, "autocast": True}, "param", "autocast casts from FP32 weights"),
         # Autocast.
@@ -219,7 +219,7 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
     model = Model()
     try:
         built = PrecisionPolicy(**fields)
-        # As the engine does, which alone computes narrow products.
+        # As the engine does, which alone computes low-precision matmuls.
         narrow = narrow_layers(model, built, [], torch.device("cpu"))
         prepare(model, built.wide, "cpu")
     except ConfigError as refused:

@@ -1,4 +1,4 @@
-"""Rounding to narrow formats, compared with an oracle that enumerates their numbers."""
+"""Rounding to low-precision formats, compared with an oracle that enumerates their numbers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -14,10 +13,7 @@ from torch import Tensor
 from distmp.quantization.counts import LayerCounts
 from distmp.quantization.operands import (
     Operand,
-    largest_in_weight,
     quantize,
-    quantize_rows,
-    quantize_weight,
 )
 from distmp.quantization.products import emulated_product, scaled_product
 from tests.quantization import oracle
@@ -88,41 +84,10 @@ def test_a_non_finite_value_makes_its_row_of_the_product_nan(
 
 
 @EACH
-def test_a_rounded_weight_is_not_changed_by_rounding_it_again(scaling: str, name: str) -> None:
-    weight = random(96, 64)
-    largest = largest_in_weight(weight, scaling)
-    rounded = quantize_weight(weight, name, scaling).dequantized()
-    assert not torch.equal(rounded, weight.float())
-    assert torch.equal(rounded.bfloat16().float(), rounded)
-    again = quantize_weight(rounded.bfloat16(), name, scaling, largest=largest)
-    assert torch.equal(again.dequantized(), rounded)
-
-
-@EACH
-def test_shards_have_the_scales_of_the_full_weight(scaling: str, name: str) -> None:
-    weight = random(70, 64)
-    weight[:, :4] = torch.tensor([-0.0, 0.0, -1e-30, 1e-30])  # zeros keep their sign
-    bounds = [0, 9, 9, 41, 70]
-    shards = [weight[a:b] for a, b in itertools.pairwise(bounds)]
-    found = [
-        largest_in_weight(shard, scaling, first_row=first, rows=70)
-        for shard, first in zip(shards, bounds, strict=False)
-    ]
-    largest = torch.stack(found).amax(0)
-    assert torch.equal(largest, largest_in_weight(weight, scaling))
-    parts = [
-        quantize_rows(shard, name, scaling, largest, first).dequantized()
-        for shard, first in zip(shards, bounds, strict=False)
-    ]
-    assert torch.equal(torch.cat(parts), quantize_weight(weight, name, scaling).dequantized())
-    assert torch.equal(torch.cat(parts).signbit(), weight.signbit())
-
-
-@EACH
 def test_the_transposed_weight_has_the_same_values(scaling: str, name: str) -> None:
     if scaling == "row":
         pytest.skip("scales of rows cannot be transposed")
-    operand = quantize_weight(random(70, 48), name, scaling)
+    operand = quantize(random(70, 48), name, scaling, square=True)
     assert torch.equal(operand.transposed().dequantized(), operand.dequantized().t())
 
 
@@ -141,15 +106,6 @@ def test_statistics_of_an_operand(scaling: str, name: str) -> None:
     lost = (operand.values == 0) & (matrix != 0) & finite
     assert underflowed == lost.sum().item() >= 2
     assert elements == matrix.numel()
-
-
-def test_values_above_a_stale_scale_are_counted_and_limited() -> None:
-    matrix = torch.tensor([[1.0, 500.0, -500.0, 450.0]])
-    counts = LayerCounts(torch.zeros(1, 4, dtype=torch.float64))
-    largest = torch.tensor([[448.0]])
-    operand = quantize(matrix, "e4m3", "tensor", largest=largest, counts=counts.of(0))
-    assert operand.dequantized().tolist() == [[1.0, 448.0, -448.0, 448.0]]
-    assert counts.values[0].tolist() == [448.0, 2.0, 0.0, 4.0]
 
 
 def _agree(a: Operand, b: Operand) -> None:
@@ -197,7 +153,7 @@ def test_the_scale_of_an_operand_keeps_the_relative_error(scaling: str, name: st
 @EACH
 def test_a_product_in_bfloat16_is_rounded_once(scaling: str, name: str) -> None:
     a, b = random(48, 1024), random(32, 1024, seed=1)
-    first, second = quantize(a, name, scaling), quantize_weight(b, name, scaling)
+    first, second = quantize(a, name, scaling), quantize(b, name, scaling, square=True)
     product = emulated_product(first, second, torch.bfloat16)
     assert product.dtype == torch.bfloat16
     exact = first.dequantized().double() @ second.dequantized().double().t()

@@ -1,4 +1,4 @@
-"""A run with narrow products says so: at its start, in its records and in its report."""
+"""A run with low-precision matmuls says so: at its start, in its records and in its report."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distmp.training.trainer import Trainer
 from tests.commands.report.test_report import report
 from tests.torchrun import TINY, corpus
 
-FORMATS = "forward e4m3, grad e5m2, wgrad e5m2, a scale per tensor"
-BACKEND = "6 of 8 linear layers have narrow products, emulated"
+FORMATS = "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor"
+BACKEND = "6 of 8 linear layers have low-precision matmuls, emulated"
 WIDE = {f"blocks.{block}.feed_forward.down": "hp=*.down" for block in range(2)}
 
 
@@ -42,8 +42,8 @@ def trained(tmp_path: Path, *arguments: str) -> str:
 
 def test_from_the_start_to_the_report(tmp_path: Path) -> None:
     output = trained(tmp_path, "--steps=7", "--precision.policy=fp8,hp=*.down")
-    assert f"formats: {FORMATS}; {BACKEND}; wide: " in output
-    assert "a CPU only emulates 8-bit products, which is slow: use it for tests" in output
+    assert f"formats: {FORMATS}; {BACKEND}; in the compute dtype: " in output
+    assert "this CPU only emulates matmuls with scaling=tensor, which is slow" in output
 
     records = read_records(tmp_path / "run" / "steps.jsonl")
     assert [r.step for r in records if r.narrow_operands is not None] == [1, 3, 6, 7]

@@ -1,48 +1,31 @@
-"""`strategy: auto` chooses the fastest strategy whose predicted memory fits."""
+"""`strategy: auto` chooses the fastest strategy whose weights, gradients and moments fit."""
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor, nn
 
 from distmp.commands.explain.explanation import predict
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.models.settings import ModelConfig
-from distmp.parallel.memory import Option
 from distmp.precision import resolve
 from distmp.training import strategy_choice
 from distmp.training.build import build_run
 from distmp.training.restarts import Restarts
 from distmp.training.setup import Progress, build_engine, prepare, training_batches
-from distmp.training.strategy_choice import (
-    ACCUMULATE,
-    MARGIN,
-    OPTIONS,
-    Choice,
-    choose,
-    choose_strategy,
-)
+from distmp.training.strategy_choice import OPTIONS, SHARE, choose_strategy
 from distmp.utils import cgroups
-from distmp.utils.units import bytes_text
 from tests.commands.explain.runs import CPU, policy, run
 from tests.ranks import ranks
 
 RANKS, LOCAL = 16, 4
 MODEL = {"layers": 6, "dimension": 256, "heads": 4, "hidden": 704}
 BATCH = {"global_batch_size": 64, "microbatch_size": 2}
-DDP, SHARDED_DDP, HSDP, FSDP = OPTIONS
 
 
 def config_of(**settings: Any) -> RunConfig:
@@ -55,197 +38,87 @@ def world(local: int = LOCAL) -> Iterator[World]:
         yield World.current(CPU)
 
 
-def chosen(config: RunConfig, free: int, local: int = LOCAL) -> Choice:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, free: int, local: int = LOCAL
+) -> tuple[str, str]:
+    """Return the strategy and the reason with so much free memory."""
+    monkeypatch.setattr(strategy_choice, "least_free_bytes", lambda _: free)
     with world(local) as simulated:
-        chosen_policy, _ = resolve(config.precision.policy, CPU)
-        return choose(config, prepare(config, simulated), chosen_policy, simulated, free)
+        found, reason = choose_strategy(config, prepare(config, simulated), simulated)
+    return found.strategy, reason
 
 
-def explained(config: RunConfig, option: Option) -> int:
-    """Return the memory of a rank that `distmp explain` computes."""
-    accumulate = ACCUMULATE.get(option.strategy, "auto")
-    config = replace(
-        Choice(option, "").applied_to(config),
-        sharding=replace(config.sharding, accumulate=accumulate),
-    )
-    return predict(config, resolve(config.precision.policy, CPU)[0], RANKS, CPU, LOCAL).memory_bytes
+# Bytes for each parameter of a rank: 16-bit or FP32 parameters, FP32 gradients, two moments.
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({}, (2 + 4 + 8 + 4, 16 / LOCAL, 16 / RANKS)),
+        ({"precision": policy("bf16-autocast")}, (4 + 4 + 8, 16 / LOCAL, 16 / RANKS)),
+        ({"precision": policy("bf16-pure")}, (2 + 4 + 8, 14 / LOCAL, 14 / RANKS)),
+    ],
+)
+def test_the_fastest_that_fits_is_chosen_and_the_reason_has_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], needs: tuple[float, ...]
+) -> None:
+    config = config_of(**settings)
+    with world() as simulated:
+        elements = sum(p.numel() for p in prepare(config, simulated).model.parameters())
+    for option, each in zip(OPTIONS, needs, strict=True):
+        limit = int(each * elements / SHARE)
+        found, reason = chosen(monkeypatch, config, limit + 16)
+        assert found == option, reason
+        assert f"{option} " in reason
+        assert (
+            chosen(monkeypatch, config, limit - 16)[0]
+            == OPTIONS[min(OPTIONS.index(option) + 1, len(OPTIONS) - 1)]
+        )
 
 
-@pytest.fixture
-def needs(monkeypatch: pytest.MonkeyPatch) -> dict[Option, int]:
-    """Return a dictionary that gets the predicted memory of each strategy that is considered."""
-    found: dict[Option, int] = {}
-    original = strategy_choice._of_rank
-
-    def of_rank(memory: Any, option: Option, *rest: Any) -> int:
-        found[option] = original(memory, option, *rest)
-        return found[option]
-
-    monkeypatch.setattr(strategy_choice, "_of_rank", of_rank)
-    return found
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("text", ["bf16", "bf16-autocast"])
-def test_the_memory_is_that_of_explain(text: str, needs: dict[Option, int]) -> None:
-    # The predictions trace the model five times.
-    config = config_of(model={**MODEL, "layers": 3}, precision=policy(text))
-    chosen(config, 10**8)
-    for option in OPTIONS:
-        # The prediction does not model that activations are freed while gradients are exchanged.
-        limits = (0.95, 1.02) if option == DDP else (0.95, 1.25)
-        assert limits[0] < needs[option] / explained(config, option) < limits[1], option
-
-
-@pytest.mark.nightly
-def test_moments_are_counted_in_their_dtypes(needs: dict[Option, int]) -> None:
-    elements = 3 * (4 * 256 * 256 + 3 * 256 * 704)  # without embedding, head and norms
-    pure = "bf16-pure,stochastic_rounding=true"
-    runs = [("bf16", None), ("bf16", "bf16"), ("bf16", "fp8"), (pure, None), (pure, "fp8")]
-    found = []
-    for text, state in runs:
-        model = {**MODEL, "layers": 3}
-        chosen(config_of(model=model, precision=policy(text), optim={"state": state}), 10**8)
-        found.append(needs[DDP] / elements)
-    in_fp32, in_bf16, in_fp8, pure_in_bf16, pure_in_fp8 = found
-    assert in_fp32 - in_bf16 == pytest.approx(8 - 4, rel=0.1)
-    assert in_fp32 - in_fp8 == pytest.approx(8 - 3 - 4 / 32, rel=0.1)
-    assert pure_in_bf16 - pure_in_fp8 == pytest.approx(4 - 3 - 4 / 32, rel=0.1)
-    assert in_bf16 - pure_in_bf16 == pytest.approx(4, rel=0.1)  # master weights
-
-
-def memory_in(choice: Choice) -> float:
-    """Return the memory of the chosen strategy that the reason states."""
-    number, unit = choice.reason.partition("; ")[0].split()[-2:]
-    return float(number) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
-
-
-@pytest.mark.nightly
-def test_the_fastest_that_fits_is_chosen_and_the_reason_has_the_numbers() -> None:
-    config = config_of()
-    free, names = 10**9, []
-    for option in OPTIONS:
-        choice = chosen(config, free)
-        names.append(str(choice.option))
-        assert choice.fits
-        assert choice.option == option, choice.reason
-        assert f"limit: 90% of the {bytes_text(free)} that are free for a rank" in choice.reason
-        assert all(f"{name} " in choice.reason for name in names)
-        free = int(0.99 * memory_in(choice) / (1 - MARGIN))
-    last = chosen(config, free)
-    assert (last.option, last.fits) == (FSDP, False)
-    assert last.accumulate == "sharded"
-
-
-@pytest.mark.nightly
-def test_hsdp_needs_several_machines() -> None:
-    config = config_of()
-    free = int(1.05 * memory_in(chosen(config, 2 * 10**7)) / (1 - MARGIN))
+def test_hsdp_needs_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     for local in (RANKS, 1):
-        assert chosen(config, 2 * free, local).option != HSDP
-        assert "hsdp" not in chosen(config, free, local).reason
-
-
-def test_gradients_stay_in_shards_where_the_whole_would_not_fit() -> None:
-    config = config_of()
-    tight = chosen(config, int(1.3 * memory_in(chosen(config, 2 * 10**7))))
-    assert tight.option in (HSDP, FSDP)
-    applied = tight.applied_to(config)
-    assert applied.sharding.accumulate == ACCUMULATE[tight.option.strategy]
-    explicit = config_of(sharding={"accumulate": "unsharded"})
-    assert chosen(explicit, 10**9).accumulate is None
+        found, reason = chosen(monkeypatch, config_of(), 10**7, local)
+        assert (found, "hsdp" in reason) == ("fsdp", False)
 
 
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
-        ({"shard_optimizer": True}, [SHARDED_DDP]),
-        ({"reproducible": True}, [DDP, SHARDED_DDP]),
-        ({"precision": {"policy": "bf16", "on_nonfinite": "drop_microbatch"}}, [DDP, SHARDED_DDP]),
-        ({"sharding": {"shard_size": 8}}, [HSDP]),
-        ({"sharding": {"accumulate": "sharded"}}, [HSDP, FSDP]),
-        ({"sharding": {"reshard_after_forward": False}}, [HSDP, FSDP]),
-        ({"precision": policy("bf16-pure")}, [DDP, HSDP, FSDP]),
-        ({"optim": {"name": "torch.optim:Adafactor"}}, [DDP, HSDP, FSDP]),
-        ({"optim": {"name": "muon"}}, list(OPTIONS)),
+        ({"shard_optimizer": True}, ["ddp"]),
+        ({"reproducible": True}, ["ddp"]),
+        ({"precision": {"policy": "bf16", "on_nonfinite": "drop_microbatch"}}, ["ddp"]),
+        ({"sharding": {"shard_size": 8}}, ["hsdp"]),
+        ({"sharding": {"accumulate": "sharded"}}, ["hsdp", "fsdp"]),
+        ({"sharding": {"reshard_after_forward": False}}, ["hsdp", "fsdp"]),
         ({}, list(OPTIONS)),
     ],
 )
 def test_settings_exclude_strategies(
-    settings: dict[str, Any], options: list[Option], needs: dict[Option, int]
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], options: list[str]
 ) -> None:
-    choice = chosen(config_of(**settings), 10**8)
-    assert (list(needs) or [choice.option]) == options
+    found, reason = chosen(monkeypatch, config_of(**settings), 1)
+    assert found == options[-1]
+    numbers = reason.partition("take: ")[2].partition(";")[0]
+    assert [part.split()[0] for part in numbers.split(", ")] == options
 
 
-def test_settings_that_no_strategy_supports_are_refused() -> None:
-    config = config_of(reproducible=True, sharding={"accumulate": "sharded"})
-    with pytest.raises(ConfigError, match=r"sharding.accumulate = 'sharded': applies only to"):
-        chosen(config, 10**9)
-
-
-def test_settings_are_refused_as_by_the_only_strategy_that_has_them() -> None:
-    config = config_of(shard_optimizer=True, precision=policy("bf16-pure"))
-    with pytest.raises(ConfigError, match="a sharded optimizer steps FP32 weights"):
-        chosen(config, 10**9)
-
-
-class Frozen(nn.Module):
-    """Has a frozen parameter without elements, which FSDP shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(257, 257)
-        self.empty = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens)
-
-
-def test_a_frozen_parameter_without_elements_excludes_no_strategy(
-    needs: dict[Option, int],
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"reproducible": True, "sharding": {"accumulate": "sharded"}},
+            r"sharding.accumulate = 'sharded': applies only to",
+        ),
+        (
+            {"shard_optimizer": True, "precision": policy("bf16-pure")},
+            "a sharded optimizer steps FP32 weights",
+        ),
+    ],
+)
+def test_settings_that_no_strategy_supports_are_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
 ) -> None:
-    name = f"{Frozen.__module__}:{Frozen.__qualname__}"
-    config = replace(config_of(), model=ModelConfig(name))
-    chosen(config, 10**6)
-    assert list(needs) == list(OPTIONS)
-    assert explained(config, FSDP) < explained(config, DDP)
-
-
-def test_a_small_model_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(strategy_choice, "_measure")
-    assert "ddp is the fastest, and the FP32 parameters take" in chosen(config_of(), 10**12).reason
-
-
-def test_unknown_activations_choose_the_strategy_that_needs_the_least_memory(
-    needs: dict[Option, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = "tests.commands.explain.runs:Indecisive"
-    config = replace(config_of(), model=ModelConfig(name))
-    choice = chosen(config, 10**7)  # more than `ddp` is known to need
-    assert choice.fits
-    assert choice.option == min(needs, key=lambda option: needs[option]) != DDP
-    assert "without activations, which cannot be predicted: Dynamic" in choice.reason
-    monkeypatch.setattr(strategy_choice, "choose", lambda *_: choice)
-    with world() as simulated:
-        resolved, _ = choose_strategy(config, prepare(config, simulated), simulated)
-    assert resolved.strategy == choice.option.strategy
-    assert f"selects {choice.option}, which needs the least memory" in caplog.text
-    assert "without activations, which cannot be predicted: Dynamic" in caplog.text
-
-
-def test_a_run_that_is_predicted_not_to_fit_is_warned(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = config_of()
-    choice = Choice(FSDP, "a rank needs: fsdp 9 GiB", fits=False)
-    monkeypatch.setattr(strategy_choice, "choose", lambda *_: choice)
-    with world() as simulated:
-        choose_strategy(config, prepare(config, simulated), simulated)
-    assert (
-        "no strategy is predicted to fit in memory (a rank needs: fsdp 9 GiB); use more ranks"
-        in caplog.text
-    )
+    with pytest.raises(ConfigError, match=message):
+        chosen(monkeypatch, config_of(**settings), 10**9)
 
 
 class Quiet:
@@ -274,7 +147,8 @@ def test_ranks_agree_although_their_free_memory_differs() -> None:
     config = config_of(batch={"global_batch_size": 8, "microbatch_size": 2})
     parts = prepare(config, real)
     # On rank 0 alone, everything would fit.
-    free_bytes(70_000_000, real)
+    elements = sum(parameter.numel() for parameter in parts.model.parameters())
+    free_bytes(int(0.8 * 18 * elements / SHARE), real)
     resolved, reason = choose_strategy(config, parts, real)
     assert resolved.strategy == "fsdp", reason
     assert len(set(real.ranks.gather(f"{resolved} {reason}"))) == 1
@@ -284,67 +158,26 @@ def test_ranks_agree_although_their_free_memory_differs() -> None:
     batches.close()
 
 
-class Drawing(nn.Module):
-    """Draws random numbers in each forward."""
-
-    drawn = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(257, 257)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        Drawing.drawn += 1
-        scale = 1 + random.random() + np.random.rand() + torch.rand(()).item()
-        return self.embedding(tokens) * scale
-
-
-@ranks(2)
-def test_the_trace_leaves_all_random_generators_as_they_are() -> None:
-    real = World.current("cpu")
-    batch = {"global_batch_size": 8, "microbatch_size": 2}
-    name = "tests.training.test_strategy_choice:Drawing"
-    config = replace(config_of(batch=batch), model=ModelConfig(name))
-    parts = prepare(config, real)
-    free_bytes(70_000, real)
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(1)  # type: ignore[operator]
-    expected = random.random(), np.random.rand(), torch.rand(()).item()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(1)  # type: ignore[operator]
-    choose_strategy(config, parts, real)
-    traced: Any = sys.modules[name.partition(":")[0]]
-    assert traced.Drawing.drawn == (real.rank == 0)
-    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
-
-
 @ranks(2)
 def test_a_run_prints_the_choice(tmp_path: Any) -> None:
     real = World.current("cpu")
     config = config_of(
         batch={"global_batch_size": 8, "microbatch_size": 2}, run_dir=str(tmp_path / "run")
     )
-    free_bytes(70_000_000, real)
+    free_bytes(10_000_000, real)
     console: Any = Quiet()
     built = build_run(config, real, console, Restarts(None, 0, 0, 2))
     assert built.engine.strategy == "fsdp"
     (line,) = [line for line in console.lines if line.startswith("strategy: ")]
-    assert "strategy: fsdp (auto: a rank needs: ddp " in line
+    assert "strategy: fsdp (auto: weights, gradients and optimizer state of a rank take: " in line
     assert built.config.strategy == "auto"
 
 
 @pytest.mark.nightly
 def test_explain_makes_the_choice_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
-    monkeypatch.setattr(cgroups.psutil, "virtual_memory", lambda: Available(10**12))
-    found = predict(config, resolve("bf16", CPU)[0], RANKS, CPU, LOCAL)
-    assert (found.strategy, found.strategy_reason.partition(":")[0]) == ("ddp", "auto")
-    monkeypatch.setattr(cgroups.psutil, "virtual_memory", lambda: Available(4 * 2 * 10**7))
-    found = predict(config, resolve("bf16", CPU)[0], RANKS, CPU, LOCAL)
-    assert found.strategy == "fsdp"
-    assert "a rank needs: ddp " in found.strategy_reason
-
-
-class Available:
-    def __init__(self, available: int) -> None:
-        self.available = available
+    for free, strategy in ((10**12, "ddp"), (1, "fsdp")):
+        monkeypatch.setattr(strategy_choice, "least_free_bytes", lambda _, free=free: free)
+        found = predict(config, resolve("bf16", CPU)[0], RANKS, CPU, LOCAL)
+        assert found.strategy == strategy
+        assert found.strategy_reason.startswith("auto: ")

@@ -170,14 +170,6 @@ def comm_volumes(
 def _purpose(collective: Collective, *, shards: bool) -> str:
     if collective.kind == "broadcast":
         return "module buffers"
-    if collective.kind == "all-gather" and shards and collective.dtype == torch.uint8:
-        return "parameters"  # of narrow layers, see `distmp.parallel.quantized_gather`
-    if (
-        collective.kind == "all-reduce"
-        and collective.dtype.is_floating_point
-        and (collective.microbatch < 0 and shards)
-    ):
-        return "scales" if collective.dtype != torch.float64 else "decision"
     if collective.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "decision" if collective.dtype == torch.float64 else "agreement"
     if collective.kind == "all-gather" and (shards or collective.updated):

@@ -182,7 +182,7 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
     small = replace(
         config,
         strategy=strategy,
-        sharding=replace(config.sharding, shard_size=None, accumulate="auto", offload=False),
+        sharding=replace(config.sharding, shard_size=None, accumulate="auto"),
         batch=replace(
             config.batch,
             global_batch_size=min(config.batch.global_batch_size, 2),

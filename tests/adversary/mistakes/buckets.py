@@ -110,7 +110,6 @@ for _name, _values in {
     "shard": ("no",),
     "reproducible": ("no",),
     "drop_non_finite": ("no",),
-    "overlap": ("no",),
 }.items():
     for _value in _values:
         one_option(_name, _value)

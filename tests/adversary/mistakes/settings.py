@@ -122,7 +122,6 @@ for _place in ("hybrid", "shards", None, True):
         lambda place=_place: ParallelConfig(sharding=ShardingConfig(accumulate=place)),
         strategies=("ddp", "fsdp"),
     )
-value("offload", lambda: ParallelConfig(sharding=ShardingConfig(offload=True)))
 value(
     "reshard text",
     lambda: ParallelConfig(sharding=ShardingConfig(reshard_after_forward="no")),
