@@ -28,6 +28,7 @@ from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import make_deterministic, prepare_cublas
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, resolve
+from distmp.precision.costs import costs
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.quantization.description import log_formats
 from distmp.scaling import unused_rules
@@ -155,6 +156,8 @@ def set_up(
 
 
 def _warn_about_policy(policy: PrecisionPolicy, config: EngineConfig) -> None:
+    for cost in costs(policy):
+        logger.warning("precision %s reduces accuracy: %s", policy.name, cost)
     if unused := unused_rules(policy.loss_scale, config.loss_scale):
         logger.warning("precision %s: %s", policy.name, unused)
 

@@ -82,6 +82,15 @@ def build_strategy(
     check_parameters(module, policy)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
+    if policy.kept_functions and (
+        config.activation_checkpointing != "none" or config.compile != "none"
+    ):
+        raise ConfigError(
+            "precision.policy.keep_fp32",
+            f"{policy.kept_functions[0]}()",
+            "functions cannot be kept where blocks are compiled or recomputed; put the call into a "
+            "module and keep that, or set compile and activation_checkpointing to none",
+        )
     if name not in SHARDED_STRATEGIES and policy.casts_parameters:
         refuse_shared_memory(module, "policy", policy.name)
     if accumulation is not None and accumulation.shard_optimizer:

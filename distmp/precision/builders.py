@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
+from distmp.precision.functions import functions_in_fp32
 from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
 from distmp.precision.notation import name_of
 from distmp.precision.policy import PrecisionPolicy, dtype_word
@@ -49,7 +50,7 @@ def autocast_of_dtypes(
             loss function would give them no gradient.
     """
     if not policy.autocast:
-        return contextlib.nullcontext()
+        return functions_in_fp32(policy.kept_functions)
     cache = torch.is_autocast_cache_enabled() and not sharded
     return torch.autocast(device.type, dtype=policy.compute_dtype, cache_enabled=cache)
 

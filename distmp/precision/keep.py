@@ -1,7 +1,7 @@
 """Keeps modules in FP32 under a policy that computes in 16 bits.
 
 A kept module has FP32 parameters and buffers, gets FP32 inputs, and computes with autocast
-disabled.
+disabled. For functions (`torch.prod` in a forward) see `distmp.precision.functions`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     Raises:
         ConfigError: See `kept_modules`.
     """
-    kept = kept_modules(module, policy.keep_fp32)
+    kept = kept_modules(module, policy.kept_module_patterns)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
             if name and getattr(part, "running_mean", None) is not None:

@@ -53,7 +53,8 @@ class PrecisionPolicy:
             disables scaling. A step with non-finite gradients is skipped on every rank in all three
             cases.
         keep_fp32: Modules that are stored and computed in FP32 under a 16-bit policy; see
-            `distmp.precision.keep.kept_modules` for the patterns.
+            `distmp.precision.keep.kept_modules` for the patterns. A name with parentheses, such as
+            `prod()`, is a function, see `distmp.precision.functions`.
         stochastic_rounding: Whether the optimizer rounds 16-bit weights stochastically, so that
             small updates are kept on average. It needs `distmp.optim.AdamW`.
         cast_inputs: Whether the root module casts floating-point inputs to the dtype of its
@@ -118,6 +119,16 @@ class PrecisionPolicy:
     def has_masters(self) -> bool:
         """Whether the optimizer updates FP32 master weights of 16-bit parameters."""
         return self.casts_parameters and self.param_dtype == torch.float32
+
+    @property
+    def kept_functions(self) -> tuple[str, ...]:
+        """Names of the functions that `keep_fp32` computes in FP32."""
+        return tuple(entry[:-2] for entry in self.keep_fp32 if entry.endswith("()"))
+
+    @property
+    def kept_module_patterns(self) -> tuple[str, ...]:
+        """Patterns of the modules that `keep_fp32` keeps in FP32."""
+        return tuple(entry for entry in self.keep_fp32 if not entry.endswith("()"))
 
     @property
     def is_narrow(self) -> bool:
@@ -279,6 +290,12 @@ class PrecisionPolicy:
                 "TF32 is set for the process, so no module can be excluded"
                 if self.tf32
                 else "everything is computed in FP32 already; remove it",
+            )
+        if self.kept_functions and self.autocast:
+            _refuse(
+                "keep_fp32",
+                f"{self.kept_functions[0]}()",
+                "torch's autocast selects the functions in FP32; remove it or use autocast=false",
             )
         if self.tf32 and self.compute_dtype != torch.float32:
             self._refuse("tf32", "applies only to FP32; use compute=fp32 or set it to False")

@@ -28,6 +28,7 @@ from distmp.distributed.world import World, local_device
 from distmp.parallel import resolve_strategy
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, as_mapping, resolve
+from distmp.precision.costs import costs
 from distmp.precision.policy import dtype_word
 from distmp.quantization.selection import OPTIONAL
 from distmp.training.setup import prepare, round_frozen
@@ -98,6 +99,7 @@ class Explanation(NamedTuple):
         predicted: Predicted memory and communication of a rank.
         observed: The dtypes observed in a real step; None if the model is too large to run one.
         differences: One line for each observation that differs from the policy.
+        warnings: Settings that lose precision, with the relative error.
     """
 
     world_size: int
@@ -107,6 +109,7 @@ class Explanation(NamedTuple):
     predicted: Prediction
     observed: ObservedDtypes | None
     differences: list[str]
+    warnings: list[str]
 
     def as_json(self) -> dict[str, Any]:
         """Return the explanation as JSON values."""
@@ -142,6 +145,7 @@ class Explanation(NamedTuple):
             },
             "observed": None if self.observed is None else _observed_as_json(self.observed),
             "differences": self.differences,
+            "warnings": self.warnings,
         }
 
     def seen(self, group: ModuleGroup) -> str:
@@ -212,6 +216,7 @@ def explain(
         predicted,
         observed,
         [*mismatches, *_communication_differences(predicted)],
+        costs(policy),
     )
 
 

@@ -33,6 +33,8 @@ def report(explanation: Explanation) -> Iterator[str]:
     yield from _communication(explanation)
     yield ""
     yield from _products(explanation)
+    for warning in explanation.warnings:
+        yield from ("", *_wrapped(f"warning: {warning}"))
     for difference in explanation.differences:
         yield from ("", *_wrapped(f"!!! POLICY MISMATCH: {difference}"))
 
@@ -42,6 +44,7 @@ def _heading(explanation: Explanation) -> Iterator[str]:
     yield from _wrapped(
         f"precision {policy.name} ({explanation.policy_reason}), "
         f"loss scale {policy.loss_scale or 'none'}"
+        + (f", functions in FP32: {', '.join(kept)}" if (kept := policy.kept_functions) else "")
     )
     reason = f" ({predicted.strategy_reason})" if predicted.strategy_reason else ""
     yield from _wrapped(

@@ -401,7 +401,9 @@ def test_json_has_the_numbers_of_the_tables(
             line.startswith(f"{part} ") and f"{size / found['parameters']:.2f}" in line
             for line in text.splitlines()
         )
+    (warning,) = found["warnings"]
     text = " ".join(text.split())
+    assert warning in text
     # Their column `observed` is not that of the policy.
     norms = [group["name"] for group in found["groups"] if group["observed"] == ["fp32"]]
     assert len(norms) == 3

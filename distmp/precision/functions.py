@@ -1,0 +1,116 @@
+"""Computes functions of torch in FP32 on 16-bit tensors, as autocast does, but by name.
+
+Most functions of torch sum in FP32 already and round only their result; docs/precision.md lists
+those that do not. Under a policy without autocast, `keep_fp32` may name them, as in `prod()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.utils import _pytree as pytree
+
+from distmp.errors import ConfigError
+from distmp.precision.policy import SIXTEEN_BIT
+from distmp.utils.tensor_trees import map_tensors
+
+
+class Fp32Functions(TorchFunctionMode):
+    """Calls the named functions with FP32 copies of 16-bit tensors.
+
+    Results get the 16-bit dtype again, as those of kept modules do, so that the next layer takes
+    them; numbers (0-dim), such as losses, stay FP32 and do not overflow. Every other call of torch
+    costs a few microseconds more, so the mode is entered only if the policy names functions.
+
+    Args:
+        names: Names of functions or methods, such as `prod` or `cross_entropy`.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self._names = frozenset(names)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").removeprefix("special_")
+        if name not in self._names:
+            return func(*args, **kwargs)
+        dtypes: list[torch.dtype] = []
+        copies: list[Tensor] = []
+
+        def in_fp32(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in SIXTEEN_BIT:
+                return tensor
+            dtypes.append(tensor.dtype)
+            copies.append(tensor.float())
+            return copies[-1]
+
+        result = func(*map_tensors(in_fp32, args), **map_tensors(in_fp32, kwargs))
+        if not copies:
+            return result
+        if not torch.compiler.is_compiling():  # compiled code has no storages to look at
+            _refuse_shared(name, copies, result)
+        return map_tensors(lambda part: _rounded(part, dtypes[0]), result)
+
+
+def _refuse_shared(name: str, copies: list[Tensor], result: Any) -> None:
+    """Refuse a function that writes to its arguments, or returns a view of them.
+
+    Raises:
+        ConfigError: If so: the caller's tensors would not change.
+    """
+    written = any(not copy.is_inference() and copy._version for copy in copies)
+    held = {copy.untyped_storage()._cdata: copy for copy in copies}
+    is_view = any(
+        held.get(part.untyped_storage()._cdata, part) is not part
+        for part in pytree.tree_leaves(result)
+        if isinstance(part, Tensor)
+    )
+    if written or is_view:
+        does = "writes to its argument" if written else "returns a view of its argument"
+        raise ConfigError(
+            "precision.policy.keep_fp32",
+            f"{name}()",
+            f"{does}, which would be an FP32 copy, so the model would not see the change; name "
+            "functions that return new values, and use inplace=False",
+        )
+
+
+@functools.cache
+def _known() -> frozenset[str]:
+    """Return the names of the functions that can be overridden."""
+    functions = (each for of_module in get_overridable_functions().values() for each in of_module)
+    return frozenset(getattr(each, "__name__", "") for each in functions)
+
+
+def functions_in_fp32(names: Iterable[str]) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which functions compute in FP32; without names, none.
+
+    Raises:
+        ConfigError: If torch has no function of a name.
+    """
+    names = [*names]
+    for name in names:
+        if name not in _known():
+            similar = difflib.get_close_matches(name, sorted(_known()), 1)
+            problem = f"did you mean {similar[0] + '()'!r}?" if similar else "torch has none"
+            raise ConfigError("precision.policy.keep_fp32", f"{name}()", problem)
+        if name.endswith("_"):
+            raise ConfigError(
+                "precision.policy.keep_fp32",
+                f"{name}()",
+                "writes to its argument, which would be an FP32 copy; name a function that "
+                "returns new values",
+            )
+    return Fp32Functions(names) if names else contextlib.nullcontext()
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype == torch.float32 and tensor.dim() else tensor
