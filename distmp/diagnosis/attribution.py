@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 
 from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.narrow_overflow import NarrowOverflow
 from distmp.diagnosis.probe import ForwardOverflow
 from distmp.errors import rank_names
 
@@ -84,8 +83,6 @@ class RankOverflowStats:
         histogram: Exponents of all gradient values, multiplied by the loss scale.
         largest_at_lowest: Largest magnitude of all gradients at the lowest scale, inf if a gradient
             is not finite there; None if it was not measured.
-        narrow: For each microbatch, the narrow product with the first non-finite value, or None;
-            empty under policies without narrow products.
     """
 
     losses: Sequence[float]
@@ -100,11 +97,6 @@ class RankOverflowStats:
     largest: float
     histogram: ExponentHistogram
     largest_at_lowest: float | None = None
-    narrow: Sequence[NarrowOverflow | None] = ()
-
-    def narrow_in(self, microbatch: int) -> NarrowOverflow | None:
-        """Return the narrow product with the first non-finite value of a microbatch, if any."""
-        return self.narrow[microbatch] if self.narrow else None
 
 
 @dataclass(frozen=True)
@@ -168,10 +160,6 @@ class OverflowReport:
         lost_share: Share of the gradient values that are zero at `fitting_scale`, from 0 to 1; None
             if it was not measured.
         exact: Whether the step was repeated with exactly the same weights.
-        layer: Name of the linear layer whose narrow product has the first non-finite operand or
-            result; None if it is something else.
-        product: That product: "forward", "grad" (for the gradient of the layer's input) or "wgrad"
-            (for that of its weight); None without `layer`.
 
     Example:
         >>> import torch, distmp
@@ -199,8 +187,6 @@ class OverflowReport:
     fitting_scale: float | None
     lost_share: float | None
     exact: bool
-    layer: str | None = None
-    product: str | None = None
 
     @property
     def one_rank_only(self) -> bool:
@@ -226,7 +212,6 @@ class _Diagnosis:
     ranks: tuple[int, ...] = ()
     microbatch: int | None = None
     module: str | None = None
-    narrow: NarrowOverflow | None = None
 
 
 def diagnose(evidence: Sequence[RankOverflowStats], context: OverflowContext) -> OverflowReport:
@@ -262,8 +247,6 @@ def diagnose(evidence: Sequence[RankOverflowStats], context: OverflowContext) ->
         fitting_scale=fitting,
         lost_share=lost,
         exact=context.exact,
-        layer=None if diagnosis.narrow is None else diagnosis.narrow.layer,
-        product=None if diagnosis.narrow is None else diagnosis.narrow.product,
     )
 
 
@@ -354,16 +337,14 @@ def _forward(evidence: Sequence[RankOverflowStats], context: OverflowContext) ->
         return None
     rank, microbatch = next(iter(bad.items()))
     origin = evidence[rank].forward[microbatch]
-    narrow = evidence[rank].narrow_in(microbatch)
     text = "overflow in the forward pass: the loss itself is not finite"
     return _Diagnosis(
         "forward",
-        text + _origin(origin) + _narrow(narrow),
+        text + _origin(origin),
         _forward_advice(origin, context),
         tuple(bad),
         microbatch,
         None if origin is None else origin.module,
-        narrow,
     )
 
 
@@ -428,21 +409,11 @@ def _backward(
     bad = {rank: stats.parameters for rank, stats in enumerate(evidence) if stats.parameters}
     if not bad:
         return None
-    rank, (first, *_) = next(iter(bad.items()))
-    narrow = evidence[rank].narrow_in(first.microbatch)
+    first, *_ = next(iter(bad.values()))
     cause, text, advice = _backward_cause(context, fitting, lost)
     finite = f", largest finite {first.largest_finite:.3g}" if first.largest_finite else ""
     place = f"; first in the gradient of {first.name!r} ({first.inf} inf, {first.nan} NaN{finite})"
-    text += place + _narrow(narrow)
-    return _Diagnosis(cause, text, advice, tuple(bad), first.microbatch, first.module, narrow)
-
-
-def _narrow(found: NarrowOverflow | None) -> str:
-    """Return which narrow product has the first non-finite value, for the end of a clause."""
-    if found is None:
-        return ""
-    where = f"in the {found.product} product of {found.layer!r} ({found.number_format})"
-    return f", {where} the {found.what} is not finite"
+    return _Diagnosis(cause, text + place, advice, tuple(bad), first.microbatch, first.module)
 
 
 def _backward_cause(

@@ -9,6 +9,7 @@ machine has the same share of that traffic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +112,8 @@ class CollectiveRecorder(TorchDispatchMode):
         self.collectives, self.microbatch, self.updated = [], -1, False
 
 
-class CommVolume(NamedTuple):
+@dataclass(frozen=True)
+class CommVolume:
     """The collectives of one kind in a step.
 
     Attributes:
