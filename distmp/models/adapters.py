@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distmp.errors import ConfigError, listed
 from distmp.precision.keep import parameters_in_fp32
@@ -88,18 +88,6 @@ class LoraSettings:
         for name, alpha in alphas.items():
             if not (math.isfinite(alpha) and alpha > 0):
                 raise ConfigError(f"{SETTING}.{name}", alpha, "use a finite number above 0")
-
-
-class Update(NamedTuple):
-    """How an adapter changes the weight W of a layer: W + scaling * (B @ A).
-
-    Attributes:
-        scaling: The factor.
-        transposed: Whether W has the shape (inputs, outputs), as in GPT-2.
-    """
-
-    scaling: float
-    transposed: bool
 
 
 def check_settings(values: Mapping[str, Any]) -> LoraSettings:
@@ -312,31 +300,12 @@ def describe(model: nn.Module, base: str | None) -> dict[str, Any]:
         base: What adapter_config.json names as the model without adapters.
 
     Returns:
-        "config", the content of adapter_config.json, and "updates", the `Update` of each layer by
-        its name.
+        "config", the content of adapter_config.json.
     """
     config = {key: _plain(value) for key, value in model.peft_config[_ADAPTER].to_dict().items()}  # type: ignore[index,union-attr]
     config |= {"base_model_name_or_path": base, "inference_mode": True}
-    updates = {
-        name: Update(float(layer.scaling[_ADAPTER]), bool(layer.fan_in_fan_out))
-        for name, layer in _layers(model)
-    }
-    return {"config": config, "updates": updates}
+    return {"config": config}
 
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else value
-
-
-def merged(weight: Tensor, first: Tensor, second: Tensor, update: Update) -> Tensor:
-    """Return the weight of a layer with its adapter, computed in FP32.
-
-    Args:
-        weight: W, of any floating-point dtype.
-        first: A, [rank, inputs].
-        second: B, [outputs, rank].
-        update: The update.
-    """
-    product = second.float() @ first.float()
-    added = product.T if update.transposed else product
-    return (weight.float() + update.scaling * added).to(weight.dtype)

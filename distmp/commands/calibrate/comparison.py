@@ -117,7 +117,9 @@ class Comparison:
 def report(compared: Comparison) -> Iterator[str]:
     """Yield the lines of the table and the recommendation."""
     yield f"{compared.steps} steps on {counted(compared.world_size, 'rank')}"
-    rows: list[tuple[str, ...]] = [("policy", "ms a step", "memory", "last loss", "difference", "skipped", "")]
+    rows: list[tuple[str, ...]] = [
+        ("policy", "ms a step", "memory", "last loss", "difference", "skipped", "")
+    ]
     for name, one in compared.results.items():
         if isinstance(one, str):
             rows.append((name, "", "", "", "", "", f"refused: {one}"))
