@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,7 @@ class Run:
         config: The resolved configuration by dotted name; empty if missing.
         environment: Machine and versions by dotted name; empty if missing.
         profile: The profile of recorded steps, or None.
-        narrow_products: Which products have fewer than 16 bits, see
-            `distmp.quantization.description.formats_record`; None if none has.
+        narrow_products: Lines on the products that have fewer than 16 bits; empty without any.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Run:
     config: dict[str, object]
     environment: dict[str, object]
     profile: Summary | None = None
-    narrow_products: dict[str, Any] | None = None
+    narrow_products: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -62,16 +62,16 @@ class Run:
         if directory.config.is_file():
             config = flat(read_yaml(directory.config))
         environment: dict[str, object] = {}
-        narrow_products = None
+        narrow = None
         if directory.manifest.is_file():
             last = dict(manifest.read(directory.manifest)[-1])
             last.pop("configuration", None)
-            narrow_products = last.pop("narrow_products", None)
+            narrow = last.pop("narrow_products", None)
             environment = flat(last)
         summary = directory.profile / SUMMARY
         profile = Summary.read(summary) if summary.is_file() else None
         name = folder.resolve().name
-        return cls(name, records, config, environment, profile, narrow_products)
+        return cls(name, records, config, environment, profile, tuple(_described(narrow)))
 
     @property
     def throughput_unit(self) -> str:
@@ -102,6 +102,17 @@ class Run:
             "time in steps": duration(seconds),
             "peak memory of a rank": bytes_text(max(record.memory_bytes for record in records)),
         }
+
+
+def _described(narrow: dict[str, Any] | None) -> Iterator[str]:
+    """Yield lines from the result of `distmp.quantization.description.formats_record`."""
+    if narrow is not None:
+        total = len(narrow["narrow"]) + len(narrow["wide"])
+        yield (
+            f"{'; '.join(narrow['formats'])}; {len(narrow['narrow'])} of {total} linear layers "
+            f"have narrow products, {narrow['backend']}"
+        )
+        yield from (f"{layer} is wide because of {why}" for layer, why in narrow["wide"].items())
 
 
 def as_text(value: object) -> str:
