@@ -17,7 +17,7 @@ from distmp.checkpoint.layout import discard
 from distmp.checkpoint.location import Location, RemotePath, locate
 from distmp.checkpoint.storage import storage
 from distmp.errors import CheckpointError
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.checkpoint import listing, tiny
 from tests.checkpoint.objects import URL

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from distmp.commands.calibrate.choice import MOST_LAYERS
 
 from benchmarks.figures import ROOT
-from distmp.commands.calibrate.choice import MOST_LAYERS
 from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.comparison import DEVIATIONS
 from distmp.commands.calibrate.settings import FORMATS, MAX_ERROR

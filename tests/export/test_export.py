@@ -19,7 +19,7 @@ from distmp.errors import CheckpointError, ConfigError
 from distmp.export.export import export
 from distmp.export.weights import load_model, load_weights
 from distmp.models.transformer import Transformer
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.ranks import run_ranks
 from tests.reference import (

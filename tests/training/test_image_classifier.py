@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from distmp import cli
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from examples.image_classifier import classifier, digits, two_best
 from tests.elastic import Job, run_jobs
 

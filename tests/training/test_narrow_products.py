@@ -10,7 +10,8 @@ from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.quantization.linear import OPERANDS
-from distmp.telemetry import Console, read_records
+from distmp.telemetry.console import Console
+from distmp.telemetry.records import read_records
 from distmp.training.trainer import Trainer
 from tests.commands.report.test_report import report
 from tests.torchrun import TINY, corpus

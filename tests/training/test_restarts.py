@@ -22,7 +22,7 @@ from distmp.distributed.progress import current_phase
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_attempt
 from distmp.errors import TrainingError
 from distmp.faults.peers import Ending, Peers
-from distmp.telemetry import RecordError, RecordWriter, read_records
+from distmp.telemetry.records import RecordError, RecordWriter, read_records
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run_directory import RunDirectory, create_run
 from tests import elastic, faulty_runs

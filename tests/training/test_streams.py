@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.precision import policy
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.setup import prepare
 from distmp.training.step_memory import activation_bytes
 from distmp.training.trainer import Trainer

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from distmp.commands.calibrate.choice import choose_policy, patterns
+from distmp.commands.calibrate.format_report import as_json, report
 
 from distmp import cli
-from distmp.commands.calibrate.choice import choose_policy, patterns
 from distmp.commands.calibrate.command import load
-from distmp.commands.calibrate.format_report import as_json, report
 from distmp.commands.calibrate.formats import (
     FormatCalibration,
     FormatResult,

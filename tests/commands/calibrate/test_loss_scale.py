@@ -19,7 +19,7 @@ from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.scaling import LossScaleConfig
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.torchrun import TINY, corpus, python, run

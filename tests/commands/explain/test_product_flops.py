@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from distmp.commands.explain.hardware_rates import DATASHEET, MEASURED, Rates, largest_gain
+from distmp.commands.explain.product_flops import Products
 from torch import nn
 
 from distmp import cli
 from distmp.commands.explain.explanation import Explanation, explain, largest_gains, predict
-from distmp.commands.explain.hardware_rates import DATASHEET, MEASURED, Rates, largest_gain
 from distmp.commands.explain.observe import differences
-from distmp.commands.explain.product_flops import Products
 from distmp.commands.explain.report import report
 from distmp.commands.explain.types import expected_groups
 from distmp.precision import policy as named

@@ -20,7 +20,7 @@ from distmp.distributed.world import World
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
 from distmp.export.export import export
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.spikes import SpikeAction
 from distmp.training.trainer import Trainer

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distmp.cli import main as distmp
-from distmp.telemetry import read_records
 from distmp.telemetry.exposed_communication import Summary
+from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.elastic import Job, run_jobs
 from tests.faulty_runs import ARGUMENTS
