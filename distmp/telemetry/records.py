@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import math
-import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -57,8 +56,7 @@ class StepRecord:
         validation_loss: Validation loss after this step, or None without a validation.
         dropped: Number of microbatches of all ranks that were dropped because of non-finite
             gradients.
-        overflow: The cause of a skipped step, as JSON values. Non-finite floats are read back as
-            strings.
+        overflow: The cause of a skipped step, as JSON values.
         divergence: What was out of bounds in this step (`problem`, `action`), and in the first step
             after a rollback its cause and origin (`rolled_back`).
         unit: What the weight counts, in the singular: "token", "sample" or another word.
@@ -246,75 +244,35 @@ def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _line(record: StepRecord) -> bytes:
-    values = {name: _strict(getattr(record, name)) for name in _CONVERTERS}
+    values = _renamed({name: getattr(record, name) for name in _FIELDS}, _name)
     return json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def _strict(value: Any) -> Any:
-    """Replace every NaN and infinity, at any depth, by its name."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    return value
 
 
 def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecord:
     try:
         values = json.loads(line)
-        known = {n: convert(values[n]) for n, convert in _CONVERTERS.items() if n in values}
-        return StepRecord(**known)
+        known = {name: values[name] for name in _FIELDS if name in values}
+        return StepRecord(**_renamed(known, lambda value: _NAMED.get(value, value)))
     except (ValueError, TypeError) as error:
         message = f"{os.fspath(path)}, line {number}: not a step record ({error})"
         raise RecordError(f"{message}; fix or delete that line") from error
 
 
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
+def _renamed(value: Any, rename: Callable[[Any], Any]) -> Any:
+    """Apply a function to every value in mappings and lists, at any depth."""
+    if isinstance(value, dict):
+        return {key: _renamed(item, rename) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_renamed(item, rename) for item in value]
+    return rename(value)
+
+
+def _name(value: Any) -> Any:
+    """Return the name of NaN or an infinity, and every other value unchanged."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
-
-
-def _optional_float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _optional_mapping(value: Any) -> dict[str, Any] | None:
-    if not isinstance(value, (dict, type(None))):
-        raise TypeError(f"{value!r} is not an object")
-    return value
-
-
-def _optional_numbers(value: Any) -> dict[str, float] | None:
-    mapping = _optional_mapping(value)
-    return None if mapping is None else {name: float(item) for name, item in mapping.items()}
-
-
-def _optional_floats(value: Any) -> list[float] | None:
-    if not isinstance(value, (list, type(None))):
-        raise TypeError(f"{value!r} is not a list")
-    return None if value is None else [float(item) for item in value]
-
-
-_CONVERTER_OF_TYPE: dict[str, Callable[[Any], Any]] = {
-    "int": operator.index,
-    "float": float,  # reads "NaN", "Infinity" and "-Infinity" too
-    "bool": _boolean,
-    "str": _text,
-    "str | None": lambda value: None if value is None else _text(value),
-    "float | None": _optional_float,
-    "dict[str, Any] | None": _optional_mapping,
-    "dict[str, float] | None": _optional_numbers,
-    "list[float] | None": _optional_floats,
-}
-_CONVERTERS = {
-    field.name: _CONVERTER_OF_TYPE[str(field.type)] for field in dataclasses.fields(StepRecord)
-}
+_NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_FIELDS = [field.name for field in dataclasses.fields(StepRecord)]
