@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
-import os
 import platform
 import signal
 import sys
@@ -14,6 +14,7 @@ from distmp import __version__
 from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
 from distmp.masking import masked_text
+from distmp.telemetry.streams import discard
 from distmp.utils.standard_streams import open_closed
 
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
@@ -46,7 +47,21 @@ def run() -> NoReturn:
     open_closed()
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
         exit_on_stop_signals()
-    sys.exit(main())
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # `distmp launch -- --help | head` closes the pipe. The interpreter's last flush must not
+        # fail as well.
+        discard(sys.stdout)
+        if error.errno == errno.EPIPE:
+            sys.exit(128 + signal.SIGPIPE)
+        sys.exit(f"distmp: the output cannot be written ({error.strerror})")
+    sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,11 +92,6 @@ def _run(name: str, arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # `distmp launch -- --help | head` closes the pipe. The interpreter's last flush must not
-        # fail as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
 
 
 def _help() -> str:

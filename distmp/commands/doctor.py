@@ -18,13 +18,10 @@ from typing import Literal, NamedTuple
 
 from distmp.config import RunConfig, load_as
 from distmp.distributed.rank_environment import VARIABLES
-from distmp.launcher.messages import assignment
 from distmp.launcher.network import interfaces
-from distmp.utils.cgroups import granted_cores
 from distmp.utils.environment_info import versions
 from distmp.utils.units import bytes_text
 
-_OLDEST = {"python": (3, 10), "torch": (2, 10)}
 _LITTLE_SHM_BYTES = 1 << 30
 _LITTLE_DISK_BYTES = 10 << 30
 _NO_DISK_BYTES = 1 << 30
@@ -114,12 +111,7 @@ def _report(results: Sequence[tuple[str, CheckResult]]) -> str:
 
 
 def _versions(config: RunConfig) -> Iterator[CheckResult]:
-    installed = versions()
-    message = ", ".join(f"{name} {version or 'none'}" for name, version in installed.items())
-    for name, oldest in _OLDEST.items():
-        if tuple(map(int, (installed[name] or "0.0").split(".")[:2])) < oldest:
-            required = ".".join(map(str, oldest))
-            yield CheckResult("FAIL", message, f"distmp needs {name} {required} or later")
+    message = ", ".join(f"{name} {version or 'none'}" for name, version in versions().items())
     yield CheckResult("PASS", message)
 
 
@@ -178,21 +170,6 @@ def _choices(config: RunConfig) -> Iterator[CheckResult]:
     strategy = resolve_strategy(config.strategy, World(0, ranks, torch.device("cpu"), None))
     where = f"{ranks} rank{'s' if ranks > 1 else ''} ({reason})"
     yield CheckResult("PASS", f"policy {policy.name} ({why}); strategy {strategy} on {where}")
-
-
-def _threads(config: RunConfig) -> Iterator[CheckResult]:
-    text, cores = os.environ.get("OMP_NUM_THREADS"), granted_cores()
-    available = f"{cores} core{'s' if cores > 1 else ''} available"
-    if text is None:
-        yield CheckResult("PASS", f"{available}; `distmp launch` sets OMP_NUM_THREADS")
-    elif not text.isdecimal() or int(text) > cores:
-        yield CheckResult(
-            "WARN",
-            f"OMP_NUM_THREADS={text}, with {available}",
-            "set it to cores per rank, or unset it and use `distmp launch`",
-        )
-    else:
-        yield CheckResult("PASS", f"OMP_NUM_THREADS={text}, with {available}")
 
 
 def _shared_memory(config: RunConfig) -> Iterator[CheckResult]:
@@ -263,20 +240,6 @@ def _directory(path: Path, little: int, none: int, remedy: str) -> Iterator[Chec
     yield CheckResult("PASS", f"{message}, writing a file succeeded")
 
 
-def _clock(config: RunConfig) -> Iterator[CheckResult]:
-    state = _output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
-    if state == "no":
-        yield CheckResult(
-            "WARN",
-            "the clock is not synchronized by a time service",
-            "enable a time service (chrony, systemd-timesyncd); else the logs of machines differ",
-        )
-    elif state:
-        yield CheckResult("PASS", "synchronized by a time service")
-    else:
-        yield CheckResult("PASS", "unknown whether it is synchronized")
-
-
 def _hostname(config: RunConfig) -> Iterator[CheckResult]:
     hostname = socket.gethostname()
     own = {address for addresses in interfaces().values() for address in addresses}
@@ -297,33 +260,6 @@ def _hostname(config: RunConfig) -> Iterator[CheckResult]:
             "fix /etc/hosts or DNS; with several machines set GLOO_SOCKET_IFNAME",
         )
     yield CheckResult("PASS", message)
-
-
-def _network(config: RunConfig) -> Iterator[CheckResult]:
-    names = [*interfaces()]
-    listed = f"interfaces: {', '.join(names) or 'none'}"
-    selects = {"GLOO_SOCKET_IFNAME": _gloo_finds_all, "NCCL_SOCKET_IFNAME": _nccl_finds_one}
-    for variable, finds in selects.items():
-        value = os.environ.get(variable, "")
-        if value and not finds(value, names):
-            yield CheckResult(
-                "FAIL",
-                f"{assignment(variable, value)} selects an interface that is not up; {listed}",
-                "set it to an interface that is up, or unset it",
-            )
-    yield CheckResult("PASS", listed)
-
-
-def _gloo_finds_all(value: str, names: Sequence[str]) -> bool:
-    return {*filter(None, value.split(","))} <= {*names}
-
-
-def _nccl_finds_one(value: str, names: Sequence[str]) -> bool:
-    """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` excludes."""
-    listed = value.lstrip("^=").split(",")
-    if value.startswith("="):
-        return not {*listed}.isdisjoint(names)
-    return any(name.startswith(tuple(listed)) != value.startswith("^") for name in names)
 
 
 def _environment(config: RunConfig) -> Iterator[CheckResult]:
@@ -351,14 +287,11 @@ CHECKS: dict[str, Callable[[RunConfig], Iterator[CheckResult]]] = {
     "CUDA": _cuda,
     "GPUs": _gpus,
     "choices": _choices,
-    "threads": _threads,
     "shared memory": _shared_memory,
     "limits": _limits,
     "disk": _disk,
     "temporary files": _temporary_files,
-    "clock": _clock,
     "hostname": _hostname,
-    "network": _network,
     "environment": _environment,
 }
 
