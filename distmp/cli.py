@@ -22,7 +22,7 @@ _SUBCOMMANDS = {
     "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
     "calibrate": (
         "distmp.commands.calibrate.command",
-        "compare precision policies on your run, with loss scale and errors of formats",
+        "compare precision policies on your run, with the loss scale of float16",
     ),
     "explain": (
         "distmp.commands.explain.command",

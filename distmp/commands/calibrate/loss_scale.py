@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distmp.commands.calibrate.policies import started
 from distmp.commands.tables import counted, text_table
 from distmp.config import RunConfig
 from distmp.diagnosis.gradient_recorder import GradientRecorder
@@ -17,7 +16,15 @@ from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.distributed.world import World
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling import LossScaleConfig
-from distmp.training.setup import prepare, training_batches
+from distmp.training.setup import (
+    Progress,
+    build_engine,
+    find_checkpoint,
+    prepare,
+    restore,
+    start_from_weights,
+    training_batches,
+)
 from distmp.training.strategy_choice import choose_strategy
 
 # Exponents of the loss scales in the table, besides the recommended one.
@@ -53,7 +60,22 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
     config, _ = choose_strategy(config, parts, world)
     measured_in, reason = _policy(config.precision.policy, world.device)
-    engine, progress = started(config, parts, world, measured_in)
+    checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
+    engine = world.ranks.all_or_none(
+        lambda: build_engine(
+            config,
+            parts,
+            world,
+            policy=measured_in,
+            attribution=False,
+            load=checkpoint is not None,
+        )
+    )
+    progress = Progress()
+    if checkpoint is None:
+        start_from_weights(parts, engine)
+    else:
+        progress = world.ranks.all_or_none(lambda: restore(engine, checkpoint))
     batches = training_batches(config, parts, world, progress)
     with closing(batches), GradientRecorder(engine.module, world.device) as recorder:
         for _ in range(steps):

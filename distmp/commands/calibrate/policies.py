@@ -9,43 +9,18 @@ import torch
 
 from distmp.commands.calibrate.comparison import Comparison, PolicyResult
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
-from distmp.config import RunConfig
 from distmp.distributed.world import World
-from distmp.engine import Engine
 from distmp.errors import SetupError
-from distmp.precision import PolicyLike, resolve
+from distmp.precision import resolve
 from distmp.telemetry.memory import begin_peak, peak_since
 from distmp.training.setup import (
     Progress,
-    RunComponents,
     build_engine,
-    find_checkpoint,
     prepare,
-    restore,
     start_from_weights,
     training_batches,
 )
 from distmp.training.strategy_choice import choose_strategy
-
-
-def started(
-    config: RunConfig, parts: RunComponents, world: World, policy: PolicyLike
-) -> tuple[Engine, Progress]:
-    """Build the engine of a run under a policy, from the checkpoint of `resume` if there is one.
-
-    Raises:
-        SetupError: On every rank, if a rank cannot use the configuration.
-    """
-    checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
-    engine = world.ranks.all_or_none(
-        lambda: build_engine(
-            config, parts, world, policy=policy, attribution=False, load=checkpoint is not None
-        )
-    )
-    if checkpoint is None:
-        start_from_weights(parts, engine)
-        return engine, Progress()
-    return engine, world.ranks.all_or_none(lambda: restore(engine, checkpoint))
 
 
 def compare(config: CalibrationConfig, world: World) -> Comparison:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
 
-# The presets with low-precision matmuls, the cheapest first.
-FORMATS = ("nvfp4", "fp8", "mxfp8", "fp8-rowwise")
 # Steps that compile, allocate and fill caches, which are not timed.
 WARM_UP = 3
 
@@ -22,8 +20,7 @@ class CalibrationConfig(RunConfig):
 
     policies: tuple[str, ...] = ("fp32", "bf16", "fp16")
     """Policies to compare; the first one is the reference. A policy with a loss scale adds the
-    range of gradients and a loss scale; fp8, fp8-rowwise, mxfp8 and nvfp4 add the errors of
-    matmuls."""
+    range of gradients and a loss scale."""
 
     tolerance: float = 0.01
     """Largest accepted relative difference of a policy's last loss from the reference."""
@@ -42,11 +39,6 @@ class CalibrationConfig(RunConfig):
             raise ConfigError("policies", self.policies, "name at least one")
         if not 0 < self.tolerance < 1:
             raise ConfigError("tolerance", self.tolerance, "use a number between 0 and 1")
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """The policies whose matmuls are measured, the cheapest first."""
-        return tuple(name for name in FORMATS if name in self.policies)
 
     def check_names(self) -> None:
         """Look up what the settings name, and the policies."""
