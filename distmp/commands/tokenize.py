@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         ConfigError: If an argument is invalid, or a document cannot be read.
     """
     arguments = _parse(argv)
-    encoder = load_encoder(arguments.tokenizer, arguments.end_of_text)
+    encoder = load_encoder(arguments.tokenizer)
     directory = Path(arguments.to).expanduser()
     with _unfinished(directory) as unfinished:
         documents = _documents(arguments, unfinished / "cache")
@@ -110,43 +110,34 @@ class Encoder:
         if any(self.end_of_text in ids for ids in encoded):
             raise ValueError(
                 f"a document contains the end-of-text token {self.end_of_text} of the tokenizer; "
-                "choose another one with --end-of-text"
+                "use a special token as its eos_token"
             )
         return {"ids": [[*ids, self.end_of_text] for ids in encoded]}
 
 
-def load_encoder(tokenizer: str, end_of_text: str | None) -> Encoder:
+def load_encoder(tokenizer: str) -> Encoder:
     """Return the encoder of a tokenizer.
 
     Args:
         tokenizer: "bytes", or a directory with `tokenizer.json`.
-        end_of_text: Token after each document; None for the end-of-sequence token of the tokenizer.
 
     Raises:
-        ConfigError: If the directory holds no tokenizer, or it has no such token.
+        ConfigError: If the directory holds no tokenizer, or it has no end-of-sequence token.
     """
     if tokenizer == BYTES:
-        if end_of_text is not None:
-            problem = f"with --tokenizer {BYTES} a document ends with {END_OF_FILE}; remove it"
-            raise ConfigError("--end-of-text", end_of_text, problem)
         return Encoder(BYTES, None, VOCABULARY_SIZE, END_OF_FILE)
     directory = Path(tokenizer).expanduser()
     if not (directory / DEFINITION).is_file():
         problem = f"has no {DEFINITION}; name a directory that has one, or {BYTES!r}"
         raise ConfigError("--tokenizer", tokenizer, problem)
     loaded = load_tokenizer("--tokenizer", directory)
-    name = end_of_text if end_of_text is not None else loaded.eos_token
-    if name is None:
-        problem = "the tokenizer has no end-of-sequence token; name the token that ends a document"
-        raise ConfigError("--end-of-text", None, problem)
-    vocabulary = loaded.get_vocab()
-    if name not in vocabulary:
-        problem = f"is not a token of {directory}; name a token of this tokenizer"
-        raise ConfigError("--end-of-text", name, problem)
-    size = max(vocabulary.values()) + 1
+    if loaded.eos_token_id is None:
+        problem = "has no end-of-sequence token; set eos_token in its tokenizer_config.json"
+        raise ConfigError("--tokenizer", tokenizer, problem)
+    size = max(loaded.get_vocab().values()) + 1
     digest = sha256(loaded)
     loaded.split_special_tokens = True
-    return Encoder(directory.resolve().name, loaded, size, vocabulary[name], directory, digest)
+    return Encoder(directory.resolve().name, loaded, size, loaded.eos_token_id, directory, digest)
 
 
 def _parse(argv: list[str]) -> Namespace:
@@ -170,11 +161,6 @@ def _parse(argv: list[str]) -> Namespace:
         help="a directory with tokenizer.json (extra `hf`), or 'bytes'",
     )
     parser.add_argument("--key", default="text", help="key or column of the text (default: text)")
-    parser.add_argument(
-        "--end-of-text",
-        metavar="TOKEN",
-        help="token after each document (default: the end-of-sequence token of the tokenizer)",
-    )
     parser.add_argument(
         "--workers",
         type=int,
