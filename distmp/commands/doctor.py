@@ -1,4 +1,4 @@
-"""`distmp doctor`: check whether this machine is ready to train, and what `auto` selects."""
+"""`distmp doctor`: check whether this machine is ready to train."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ load = functools.partial(
     load_as,
     RunConfig,
     prog="distmp doctor",
-    description="Check whether this machine is ready to train, and what auto selects on it.",
+    description="Check whether this machine is ready to train.",
 )
 
 
@@ -155,21 +155,6 @@ def _gpus(config: RunConfig) -> Iterator[CheckResult]:
             message = f"{name}: {used} MiB of its memory is in use"
             yield CheckResult("WARN", message, "see `nvidia-smi` for the processes that use it")
     yield CheckResult("PASS", ", ".join(row[0] for row in rows) or "none")
-
-
-def _choices(config: RunConfig) -> Iterator[CheckResult]:
-    import torch
-
-    from distmp.distributed.world import World, local_device
-    from distmp.launcher.local import default_ranks
-    from distmp.parallel import resolve_strategy
-    from distmp.precision import resolve
-
-    policy, why = resolve(config.precision.policy, local_device(0))
-    ranks, reason = (1, "as configured") if config.strategy == "single" else default_ranks()
-    strategy = resolve_strategy(config.strategy, World(0, ranks, torch.device("cpu"), None))
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} ({reason})"
-    yield CheckResult("PASS", f"policy {policy.name} ({why}); strategy {strategy} on {where}")
 
 
 def _shared_memory(config: RunConfig) -> Iterator[CheckResult]:
@@ -286,7 +271,6 @@ CHECKS: dict[str, Callable[[RunConfig], Iterator[CheckResult]]] = {
     "versions": _versions,
     "CUDA": _cuda,
     "GPUs": _gpus,
-    "choices": _choices,
     "shared memory": _shared_memory,
     "limits": _limits,
     "disk": _disk,

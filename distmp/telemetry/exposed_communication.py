@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from distmp.distributed.progress import COMPARISON, SAVING, VALIDATION
-from distmp.errors import ConfigError
-from distmp.utils.files import replacing
 from distmp.utils.intervals import Interval, difference, intersection, length, union
-
-SUMMARY = "summary.json"
-"""Name of the summary in the directory of profiles."""
 
 # Phases between steps that are not part of any step.
 PAUSES = (VALIDATION, COMPARISON, SAVING)
@@ -66,31 +59,6 @@ class Summary:
     last_step: int
     ranks: list[RankTimes]
 
-    def write(self, path: Path) -> None:
-        """Write the summary as JSON.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        with replacing(path) as file:
-            file.write(json.dumps(asdict(self), indent=1).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> Summary:
-        """Read a file of `write`.
-
-        Raises:
-            ConfigError: If the file is not a summary.
-        """
-        try:
-            values = json.loads(path.read_bytes())
-            ranks = [RankTimes(**rank) for rank in values.pop("ranks")]
-            return cls(**values, ranks=ranks)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                "run_dir", str(path), f"is not the summary of a profile ({error}); remove it"
-            ) from None
-
     @property
     def title(self) -> str:
         """The recorded steps, the number of ranks and the time per step, as text."""
@@ -106,14 +74,9 @@ class Summary:
 
     def notes(self) -> list[str]:
         """Return lines on the exposed communication, and on the rank for which the others wait."""
-        least, most = (pick(self.ranks, key=lambda r: r.exposed) for pick in (min, max))
         mean = statistics.fmean(rank.exposed for rank in self.ranks)
         share = mean / self._step if self._step else 0.0
-        exposed = f"exposed communication: {_ms(mean)} a step, {share:.0%}"
-        if most.exposed - least.exposed > _MIN_SHARE * self._step:
-            exposed += f"; {_ms(least.exposed)} (rank {least.rank}) to {_ms(most.exposed)} "
-            exposed += f"(rank {most.rank})"
-        return [exposed, *self._slow_rank()]
+        return [f"exposed communication: {_ms(mean)} a step, {share:.0%}", *self._slow_rank()]
 
     def _slow_rank(self) -> Iterable[str]:
         if len(self.ranks) == 1:

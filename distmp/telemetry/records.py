@@ -111,9 +111,6 @@ class RecordWriter:
             step has every step once (0 drops all). None keeps every complete record.
         warn: Called with a message when records cannot be written, and when they can again.
 
-    Attributes:
-        missing: Number of steps up to `resume_after_step` of which an existing file has no record.
-
     Raises:
         RecordError: If an existing line is not a step record.
     """
@@ -127,7 +124,6 @@ class RecordWriter:
         self._path = Path(path)
         self._last_kept = math.inf if resume_after_step is None else resume_after_step
         self._warn = warn
-        self.missing = 0
         self._buffered: deque[bytes] = deque(maxlen=MAX_BUFFERED)
         self._file: FileIO | None = None
         self._size = 0  # of the complete records in the file
@@ -177,9 +173,7 @@ class RecordWriter:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
-                kept = _drop_later_records(self._path, self._last_kept)
-                if self._last_kept < math.inf:
-                    self.missing = max(0, int(self._last_kept) - kept)
+                _drop_later_records(self._path, self._last_kept)
                 self._last_kept = math.inf
             self._file = FileIO(self._path, "ab")
             self._size = os.fstat(self._file.fileno()).st_size
@@ -227,8 +221,8 @@ def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
         return [_record(path, number, line) for number, line in _complete_lines(file)]
 
 
-def _drop_later_records(path: Path, last_step: float) -> int:
-    """Keep one record of each step up to the last one; return their number."""
+def _drop_later_records(path: Path, last_step: float) -> None:
+    """Keep one record of each step up to the last one."""
     kept: set[int] = set()
     with path.open("rb") as old, replacing(path) as new:
         for number, line in _complete_lines(old):
@@ -236,7 +230,6 @@ def _drop_later_records(path: Path, last_step: float) -> int:
             if step <= last_step and step not in kept:
                 kept.add(step)
                 new.write(line)
-    return len(kept)
 
 
 def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -42,8 +42,6 @@ def page(runs: Sequence[Run]) -> str:
 
 def _of_run(run: Run, runs: Sequence[Run]) -> Iterator[str]:
     of = "" if len(runs) == 1 else f" of {run.name}"
-    profile = [] if run.profile is None else [run.profile.title, *run.profile.notes()]
-    yield _section(f"Where the time went{of}", _paragraphs(profile))
     yield _section(f"Narrow products{of}", _paragraphs(run.narrow_products))
     yield _section(f"Skipped steps{of}", _skipped(run) or "<p>None.</p>")
     yield _section(f"Out of bounds{of}", _divergence(run))

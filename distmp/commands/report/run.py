@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from distmp.errors import ConfigError
-from distmp.telemetry.exposed_communication import SUMMARY, Summary
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
@@ -32,7 +31,6 @@ class Run:
         records: The step records; never empty.
         config: The resolved configuration by dotted name; empty if missing.
         environment: Machine and versions by dotted name; empty if missing.
-        profile: The profile of recorded steps, or None.
         narrow_products: Lines on the products that have fewer than 16 bits; empty without any.
     """
 
@@ -40,7 +38,6 @@ class Run:
     records: list[StepRecord]
     config: dict[str, object]
     environment: dict[str, object]
-    profile: Summary | None = None
     narrow_products: tuple[str, ...] = ()
 
     @classmethod
@@ -48,7 +45,7 @@ class Run:
         """Read the folder of a run, finished or not.
 
         Raises:
-            ConfigError: If it contains no step record, or a profile that cannot be read.
+            ConfigError: If it contains no step record.
         """
         directory = RunDirectory(folder)
         records = read_records(directory.records) if os.path.isfile(directory.records) else []
@@ -68,10 +65,8 @@ class Run:
             last.pop("configuration", None)
             narrow = last.pop("narrow_products", None)
             environment = flat(last)
-        summary = directory.profile / SUMMARY
-        profile = Summary.read(summary) if summary.is_file() else None
         name = folder.resolve().name
-        return cls(name, records, config, environment, profile, tuple(_described(narrow)))
+        return cls(name, records, config, environment, tuple(_described(narrow)))
 
     @property
     def throughput_unit(self) -> str:
