@@ -7,18 +7,15 @@ import functools
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from distmp.config import RunConfig, load_as
 from distmp.distributed.rank_environment import VARIABLES
-from distmp.launcher.network import interfaces
 from distmp.utils.environment_info import versions
 from distmp.utils.units import bytes_text
 
@@ -225,28 +222,6 @@ def _directory(path: Path, little: int, none: int, remedy: str) -> Iterator[Chec
     yield CheckResult("PASS", f"{message}, writing a file succeeded")
 
 
-def _hostname(config: RunConfig) -> Iterator[CheckResult]:
-    hostname = socket.gethostname()
-    own = {address for addresses in interfaces().values() for address in addresses}
-    try:
-        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None)})
-    except OSError:
-        yield CheckResult(
-            "WARN",
-            f"{hostname} does not resolve",
-            "add it to /etc/hosts; gloo and torchrun resolve their own name",
-        )
-        return
-    message = f"{hostname} is {', '.join(found)}"
-    if own.isdisjoint(found) and not all(ip_address(address).is_loopback for address in found):
-        yield CheckResult(
-            "WARN",
-            f"{message}, which no interface has",
-            "fix /etc/hosts or DNS; with several machines set GLOO_SOCKET_IFNAME",
-        )
-    yield CheckResult("PASS", message)
-
-
 def _environment(config: RunConfig) -> Iterator[CheckResult]:
     variables = os.environ
     for name, effect in _SLOW.items():
@@ -275,7 +250,6 @@ CHECKS: dict[str, Callable[[RunConfig], Iterator[CheckResult]]] = {
     "limits": _limits,
     "disk": _disk,
     "temporary files": _temporary_files,
-    "hostname": _hostname,
     "environment": _environment,
 }
 

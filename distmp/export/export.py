@@ -72,7 +72,8 @@ def export(
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--to", str(folder), "exists already; name a new folder")
-    checkpoint = _find(source)
+    checkpoint = store.resolve(str(source), Path(), setting="checkpoint")
+    assert checkpoint is not None  # only "auto" can return None
     _check_average(checkpoint, ema=ema)
     read = CheckpointWeights(checkpoint, DTYPE_WORDS[dtype], ema=ema)
     written: Weights = read
@@ -126,10 +127,3 @@ def _check_average(checkpoint: store.StoredCheckpoint, *, ema: bool) -> None:
             "%s also contains an average of the weights, which --ema exports in their place",
             checkpoint,
         )
-
-
-def _find(source: str | Path) -> store.StoredCheckpoint:
-    """Return the checkpoint that `source` refers to, verified."""
-    checkpoint = store.resolve(str(source), Path(), setting="checkpoint")
-    assert checkpoint is not None  # only "auto" can return None
-    return checkpoint

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from distmp.distributed.progress import COMPARISON, SAVING, VALIDATION
 from distmp.utils.intervals import Interval, difference, intersection, length, union
@@ -23,8 +22,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _MIN_SHARE = 0.05
 
 
-@dataclass(frozen=True)
-class RankTimes:
+class RankTimes(NamedTuple):
     """Times of a rank, in seconds per step, averaged over the recorded steps.
 
     Attributes:
@@ -45,49 +43,19 @@ class RankTimes:
         return self.step - self.exposed
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The times of all ranks.
-
-    Attributes:
-        first_step: First recorded step.
-        last_step: Last recorded step.
-        ranks: The ranks with a recording, in order; at least one.
-    """
-
-    first_step: int
-    last_step: int
-    ranks: list[RankTimes]
-
-    @property
-    def title(self) -> str:
-        """The recorded steps, the number of ranks and the time per step, as text."""
-        steps = f"step {self.first_step}"
-        if self.last_step > self.first_step:
-            steps = f"steps {self.first_step} to {self.last_step}"
-        ranks = "one rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
-        return f"{steps} on {ranks}, {_ms(self._step)} a step"
-
-    @property
-    def _step(self) -> float:
-        return statistics.fmean(rank.step for rank in self.ranks)
-
-    def notes(self) -> list[str]:
-        """Return lines on the exposed communication, and on the rank for which the others wait."""
-        mean = statistics.fmean(rank.exposed for rank in self.ranks)
-        share = mean / self._step if self._step else 0.0
-        return [f"exposed communication: {_ms(mean)} a step, {share:.0%}", *self._slow_rank()]
-
-    def _slow_rank(self) -> Iterable[str]:
-        if len(self.ranks) == 1:
-            return
-        slow = max(self.ranks, key=lambda rank: rank.own)
-        others = statistics.median(rank.own for rank in self.ranks if rank is not slow)
-        if slow.own - others > _MIN_SHARE * slow.step:
-            yield (
-                f"rank {slow.rank} on {slow.host} slows down the others: its time without waiting "
-                f"is {_ms(slow.own - others)} a step longer"
-            )
+def summary(ranks: Sequence[RankTimes]) -> Iterator[str]:
+    """Yield lines on the exposed communication, and on the rank for which the others wait."""
+    step = statistics.fmean(rank.step for rank in ranks)
+    exposed = statistics.fmean(rank.exposed for rank in ranks)
+    share = exposed / step if step else 0.0
+    yield f"{_ms(step)} a step; exposed communication: {_ms(exposed)} a step, {share:.0%}"
+    slow = max(ranks, key=lambda rank: rank.own)
+    others = statistics.median([rank.own for rank in ranks if rank is not slow] or [slow.own])
+    if slow.own - others > _MIN_SHARE * slow.step:
+        yield (
+            f"rank {slow.rank} on {slow.host} slows down the others: its time without waiting is "
+            f"{_ms(slow.own - others)} a step longer"
+        )
 
 
 def measured(events: Sequence[Mapping[str, Any]], *, on_cuda: bool) -> tuple[float, float] | None:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmp.distributed.progress import CurrentPhase, current_phase
 from distmp.distributed.world import World
-from distmp.telemetry.exposed_communication import RankTimes, Summary, measured
+from distmp.telemetry.exposed_communication import RankTimes, measured, summary
 from distmp.telemetry.settings import ProfileConfig
 
 logger = logging.getLogger("distmp")
@@ -73,9 +73,9 @@ class StepProfiler:
         own = self._stop()
         known = [rank for rank in self._world.ranks.gather(own) if rank is not None]
         if self._world.rank == 0 and known:
-            summary = Summary(*self._ranges.steps, known)
-            lines = [f"profile of {summary.title}; in {self._directory}", *summary.notes()]
-            self._log("\n  ".join(lines))
+            first, last = self._ranges.steps
+            what = f"profile of steps {first} to {last} on {len(known)} ranks"
+            self._log("\n  ".join([f"{what}, in {self._directory}", *summary(known)]))
 
     def __enter__(self) -> StepProfiler:
         return self

@@ -150,14 +150,10 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
     """Return all measurements as JSON values."""
     found = calibration.gradients
     return {
-        "steps": calibration.steps,
-        "world_size": calibration.world_size,
-        "policy": calibration.policy,
-        "values": found.values,
+        **calibration._asdict(),
+        "gradients": dict(found.exponents),
         "infinite": found.infinite,
         "nan": found.nan,
-        "exponents": dict(found.exponents),
-        "float16": {2.0**e: found.shares(e)._asdict() for e in SCALE_EXPONENTS},
         "recommended_scale": found.recommended_scale(),
     }
 
