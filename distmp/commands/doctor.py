@@ -22,7 +22,6 @@ from distmp.utils.units import bytes_text
 _LITTLE_SHM_BYTES = 1 << 30
 _LITTLE_DISK_BYTES = 10 << 30
 _NO_DISK_BYTES = 1 << 30
-_LITTLE_TEMPORARY_BYTES = 100 << 20
 # The default limit of Linux; a rank keeps fewer than a hundred files open.
 _FEW_FILES = 1024
 _BUSY_GPU_SHARE = 0.1
@@ -191,19 +190,9 @@ def _limits(config: RunConfig) -> Iterator[CheckResult]:
 
 
 def _disk(config: RunConfig) -> Iterator[CheckResult]:
+    """Write a file to the nearest existing directory of the run's; check the free space."""
     remedy = "free space for checkpoints, or use another run_dir"
-    yield from _directory(Path(config.run_dir), _LITTLE_DISK_BYTES, _NO_DISK_BYTES, remedy)
-
-
-def _temporary_files(config: RunConfig) -> Iterator[CheckResult]:
-    remedy = "free space there, or set TMPDIR to a directory that can be written"
-    path = Path(os.environ.get("TMPDIR") or "/tmp")
-    yield from _directory(path, _LITTLE_TEMPORARY_BYTES, 0, remedy)
-
-
-def _directory(path: Path, little: int, none: int, remedy: str) -> Iterator[CheckResult]:
-    """Write a file to the nearest existing directory; check the free space."""
-    path = path.absolute()
+    path = Path(config.run_dir).absolute()
     # A path below a file, and one that this user may not see, exist only for `lexists`.
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
@@ -217,8 +206,8 @@ def _directory(path: Path, little: int, none: int, remedy: str) -> Iterator[Chec
         yield CheckResult("FAIL", f"{path}: cannot be written ({error.strerror})", remedy)
         return
     message = f"{path}: {bytes_text(free)} free"
-    if free < little:
-        yield CheckResult("FAIL" if free < none else "WARN", message, remedy)
+    if free < _LITTLE_DISK_BYTES:
+        yield CheckResult("FAIL" if free < _NO_DISK_BYTES else "WARN", message, remedy)
     yield CheckResult("PASS", f"{message}, writing a file succeeded")
 
 
@@ -249,7 +238,6 @@ CHECKS: dict[str, Callable[[RunConfig], Iterator[CheckResult]]] = {
     "shared memory": _shared_memory,
     "limits": _limits,
     "disk": _disk,
-    "temporary files": _temporary_files,
     "environment": _environment,
 }
 

@@ -74,7 +74,10 @@ def export(
         raise ConfigError("--to", str(folder), "exists already; name a new folder")
     checkpoint = store.resolve(str(source), Path(), setting="checkpoint")
     assert checkpoint is not None  # only "auto" can return None
-    _check_average(checkpoint, ema=ema)
+    if ema and not has_average(checkpoint):
+        raise ConfigError(
+            "--ema", str(checkpoint), "contains no average of the weights; train with ema.decay"
+        )
     read = CheckpointWeights(checkpoint, DTYPE_WORDS[dtype], ema=ema)
     written: Weights = read
     tokenizer = _tokenizer(checkpoint)
@@ -115,15 +118,3 @@ def _as_llama(
     values = {key: value for key, value in described.items() if key != "model_type"}
     config = TransformerConfig(**values)
     return llama.describe(config, dtype_name(dtype)), LlamaWeights(weights, config)
-
-
-def _check_average(checkpoint: store.StoredCheckpoint, *, ema: bool) -> None:
-    if ema and not has_average(checkpoint):
-        raise ConfigError(
-            "--ema", str(checkpoint), "contains no average of the weights; train with ema.decay"
-        )
-    if not ema and has_average(checkpoint):
-        logger.warning(
-            "%s also contains an average of the weights, which --ema exports in their place",
-            checkpoint,
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from distmp.commands.tables import counted, text_table
@@ -102,12 +102,10 @@ class Comparison:
                 name: {"refused": one}
                 if isinstance(one, str)
                 else {
-                    "reason": one.reason,
+                    **asdict(one),
                     # JSON has no infinities and no NaN.
                     "losses": [loss if math.isfinite(loss) else None for loss in one.losses],
                     "step_seconds": one.step_seconds,
-                    "memory_bytes": one.memory_bytes,
-                    "skipped": one.skipped,
                 }
                 for name, one in self.results.items()
             },

@@ -100,7 +100,6 @@ def curves(run: Run) -> Iterator[Curve]:
     unit = run.throughput_unit
     yield from _curve(f"Throughput, {unit}", later, "each step", lambda r: r.weight_per_second)
     yield from _rank_times(run)
-    yield from _narrow_operands(run)
     memory = "Peak memory of the first rank, MiB"
     yield from of_steps(memory, value=lambda r: r.memory_bytes / 2**20)
 
@@ -150,18 +149,3 @@ def _rank_times(run: Run) -> Iterator[Curve]:
 
 def _own_seconds(record: StepRecord, rank: int) -> float | None:
     return record.rank_seconds[rank] if record.rank_seconds else None
-
-
-def _narrow_operands(run: Run) -> Iterator[Curve]:
-    measured = [record for record in run.records if record.narrow_operands]
-    names = dict.fromkeys(name for r in measured for name in r.narrow_operands or {})
-    for share in ("underflowed", "saturated"):
-        chart = f"{share.capitalize()} operands of narrow products, %"
-        for name in names:
-            records = [r for r in measured if name in (r.narrow_operands or {})]
-            values = partial(_share, operand=name, share=share)
-            yield from _curve(chart, records, name, values)
-
-
-def _share(record: StepRecord, operand: str, share: str) -> float | None:
-    return 100 * record.narrow_operands[operand][share] if record.narrow_operands else None
