@@ -8,7 +8,6 @@ strategy. Only a calibration uses these hooks.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,12 +46,7 @@ class GradientRecorder:
             ]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any, TextIO, cast
 
 from distmp.masking import masked_text
@@ -103,12 +102,7 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _needs_line(self, record: StepRecord, total_steps: int) -> bool:

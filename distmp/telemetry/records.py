@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from distmp.errors import DistmpError
@@ -187,17 +186,6 @@ class RecordWriter:
             file.truncate(self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(line)
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _is_gone(file: FileIO, path: Path) -> bool:

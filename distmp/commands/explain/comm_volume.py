@@ -133,11 +133,6 @@ class CommVolume:
     nbytes: int
     between_machines: int
 
-    @property
-    def inside_machine(self) -> int:
-        """Number of bytes that a rank sends to ranks of its machine in a step."""
-        return self.nbytes - self.between_machines
-
 
 def comm_volumes(
     collectives: Iterable[Collective], microbatches: int, ranks_per_machine: int, *, shards: bool
