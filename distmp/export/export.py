@@ -92,7 +92,6 @@ def export(
         if layout == "transformers":
             described, written = _as_llama(described, written, DTYPE_WORDS[dtype])
         write(target, written, described, DTYPE_WORDS[dtype], tokenizer=tokenizer)
-    read.report_nan()
     return sum(tensor.numel() for tensor in written.specs.values())
 
 

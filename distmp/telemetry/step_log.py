@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from distmp.telemetry.console import Console
-from distmp.telemetry.records import RecordWriter, StepRecord
+from distmp.telemetry.records import RecordWriter, StepRecord, read_records
 from distmp.telemetry.trackers import Trackers
 
 
@@ -46,6 +48,19 @@ class StepLog:
         if self._writer is not None:
             self._writer.close()
         self._writer = self._opened(last_step)
+
+    def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Add the numbers of a validation to the record of the last step, if that is `step`."""
+        if self._path is None:
+            return
+        records = read_records(self._path)
+        self.rewind(step - 1)
+        if self._writer is not None and records and records[-1].step == step:
+            self._writer.write(
+                dataclasses.replace(
+                    records[-1], validation_loss=loss, validation_metrics=dict(metrics) or None
+                )
+            )
 
     def close(self) -> None:
         """Close the record file, and flush the trackers."""

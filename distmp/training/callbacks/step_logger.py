@@ -16,7 +16,7 @@ from distmp.training.weight_unit import weight_unit
 from distmp.utils import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from distmp.training.build import Run
     from distmp.training.trainer import Trainer
@@ -50,6 +50,11 @@ class StepLogger(Callback):
         self._log.write(_record(result, memory, self._divergence(result), unit, operands))
         for message in self._messages(result):
             trainer.console.message(message)
+
+    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
+        """Add the numbers to the record of a step that was written before this run began."""
+        if trainer.pending is None:
+            self._log.add_validation(trainer.progress.step, loss, metrics)
 
     def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
         """Drop the records of later steps; the next record notes the rollback."""
