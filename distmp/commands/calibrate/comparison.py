@@ -79,7 +79,8 @@ class Comparison:
         measured = self.measured
         accurate = {n: m for n, m in measured.items() if self.difference(n) <= self.tolerance}
         if not accurate:
-            advice = f"{', '.join(measured)} diverged; lower optim.lr, or use another seed"
+            diverged = [n for n, m in measured.items() if not math.isfinite(m.last_loss)]
+            advice = f"{', '.join(diverged)} diverged; lower optim.lr, or use another seed"
             return None, advice if measured else "no policy ran"
         fastest = min(one.step_seconds for one in accurate.values())
         fast = {n: m for n, m in accurate.items() if m.step_seconds <= SAME_SPEED * fastest}
