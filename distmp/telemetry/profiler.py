@@ -74,8 +74,9 @@ class StepProfiler:
         known = [rank for rank in self._world.ranks.gather(own) if rank is not None]
         if self._world.rank == 0 and known:
             first, last = self._ranges.steps
-            what = f"profile of steps {first} to {last} on {len(known)} ranks"
-            self._log("\n  ".join([f"{what}, in {self._directory}", *summary(known)]))
+            ranks = "1 rank" if len(known) == 1 else f"{len(known)} ranks"
+            what = f"profile of steps {first} to {last} on {ranks}, in {self._directory}"
+            self._log("\n  ".join([what, *summary(known)]))
 
     def __enter__(self) -> StepProfiler:
         return self

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,7 +281,7 @@ def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
     reached = [5, 5, 3, 6, 6, 2, 6]
     for count, step in enumerate(reached, 1):
         run.records.unlink(missing_ok=True)
-        with RecordWriter(run.records, resume_after_step=0) as records:
+        with closing(RecordWriter(run.records, resume_after_step=0)) as records:
             records.write(record(step))
         if count < len(reached):
             attempt(memory, count).begin(run, None)

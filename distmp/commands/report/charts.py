@@ -113,7 +113,8 @@ def _curve(
 ) -> Iterator[Curve]:
     """Yield a curve of the records; nothing if there are none."""
     if records:
-        values = [math.nan if (found := value(record)) is None else found for record in records]
+        found = [value(record) for record in records]
+        values = [x if x is not None and math.isfinite(x) else math.nan for x in found]
         yield Curve(chart, label, [record.step for record in records], values, style)
 
 

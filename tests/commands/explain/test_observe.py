@@ -50,9 +50,7 @@ def test_the_report_says_what_is_narrow(explanation: Explanation) -> None:
 
 
 def test_gathers_in_8_bits_are_parameters(explanation: Explanation) -> None:
-    rows = {
-        (entry.purpose, entry.dtype): entry.nbytes for entry in explanation.communication
-    }
+    rows = {(entry.purpose, entry.dtype): entry.nbytes for entry in explanation.communication}
     by_purpose = {f"{purpose} {dtype}" for purpose, dtype in rows}
     assert {
         "parameters torch.uint8",
