@@ -115,7 +115,7 @@ def check_validation(
     elif train.end_of_text != validation.end_of_text:
         problem = (
             f"has documents that end with token {validation.end_of_text}, and those of data.path"
-            f" end with {train.end_of_text}; tokenize both with the same --end-of-text"
+            f" end with {train.end_of_text}; tokenize both with the same tokenizer"
         )
     else:
         return
