@@ -90,7 +90,7 @@ def trace_steps(
         tracker.accumulated = dtypes.observed.accumulated
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
-        with closing(training_batches(config, parts, world, Progress())) as batches, dtypes:
+        with closing(training_batches(config, parts, world, Progress())) as batches:
             for _ in range(steps):
                 memory.phase = memory_parts.BATCHES
                 batch = next(batches)[:microbatches]
@@ -99,7 +99,8 @@ def trace_steps(
                 memory.start()
                 recorder.start()
                 tracker.microbatch = 0
-                engine.step(batch)
+                with dtypes:
+                    engine.step(batch)
     peak = dict(memory.peak)
     if microbatches is not None:
         # Memory also holds the microbatches that were not run, and those of earlier steps.
