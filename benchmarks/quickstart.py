@@ -29,7 +29,8 @@ from distmp.engine.model import build_model
 from distmp.launcher.local import launch
 from distmp.optim.build import schedule_factory, weight_decay_groups
 from distmp.parallel.materialize import materialize
-from distmp.telemetry import Console, LogConfig
+from distmp.telemetry.console import Console
+from distmp.telemetry.settings import LogConfig
 from distmp.training.setup import Progress, prepare, training_batches
 from distmp.training.trainer import Trainer
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
-import os
 import platform
 import signal
 import sys
@@ -14,13 +14,14 @@ from distmp import __version__
 from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
 from distmp.masking import masked_text
+from distmp.telemetry.streams import discard
 
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
 _SUBCOMMANDS = {
     "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
     "calibrate": (
         "distmp.commands.calibrate.command",
-        "compare precision policies on your run, with loss scale and errors of formats",
+        "compare precision policies on your run, with the loss scale of float16",
     ),
     "explain": (
         "distmp.commands.explain.command",
@@ -44,7 +45,21 @@ def run() -> NoReturn:
     """Run the `distmp` command and exit."""
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
         exit_on_stop_signals()
-    sys.exit(main())
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # `distmp launch -- --help | head` closes the pipe. The interpreter's last flush must not
+        # fail as well.
+        discard(sys.stdout)
+        if error.errno == errno.EPIPE:
+            sys.exit(128 + signal.SIGPIPE)
+        sys.exit(f"distmp: the output cannot be written ({error.strerror})")
+    sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,11 +90,6 @@ def _run(name: str, arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # `distmp launch -- --help | head` closes the pipe. The interpreter's last flush must not
-        # fail as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
 
 
 def _help() -> str:

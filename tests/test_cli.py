@@ -102,6 +102,19 @@ def test_a_closed_pipe_ends_without_a_traceback(arguments: tuple[str, ...]) -> N
     assert finished.returncode == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize("argument", ["--help", "presets"])
+def test_a_full_output_is_one_message(argument: str) -> None:
+    with open("/dev/full", "w") as full:
+        finished = subprocess.run(
+            [sys.executable, "-m", "distmp", argument],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    message = "distmp: the output cannot be written (No space left on device)\n"
+    assert (finished.returncode, finished.stderr) == (1, message)
+
+
 @pytest.mark.parametrize(
     ("name", "number", "code"),
     [

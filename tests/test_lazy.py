@@ -16,7 +16,7 @@ from tests.torchrun import environment
 
 PACKAGES = (
     "distmp",
-    *(f"distmp.{name}" for name in ("engine", "optim", "parallel", "scaling", "telemetry")),
+    *(f"distmp.{name}" for name in ("engine", "optim", "parallel", "scaling")),
 )
 WITHOUT_TORCH = (
     *([name, "--help"] for name in _SUBCOMMANDS),

@@ -1,4 +1,4 @@
-"""`distmp doctor`: check whether this machine is ready to train, and what `auto` selects."""
+"""`distmp doctor`: check whether this machine is ready to train."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ import functools
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from distmp.config import RunConfig, load_as
 from distmp.distributed.rank_environment import VARIABLES
-from distmp.launcher.messages import assignment
-from distmp.launcher.network import interfaces
-from distmp.utils.cgroups import granted_cores
 from distmp.utils.environment_info import versions
 from distmp.utils.units import bytes_text
 
-_OLDEST = {"python": (3, 10), "torch": (2, 10)}
 _LITTLE_SHM_BYTES = 1 << 30
 _LITTLE_DISK_BYTES = 10 << 30
 _NO_DISK_BYTES = 1 << 30
-_LITTLE_TEMPORARY_BYTES = 100 << 20
 # The default limit of Linux; a rank keeps fewer than a hundred files open.
 _FEW_FILES = 1024
 _BUSY_GPU_SHARE = 0.1
@@ -73,7 +66,7 @@ load = functools.partial(
     load_as,
     RunConfig,
     prog="distmp doctor",
-    description="Check whether this machine is ready to train, and what auto selects on it.",
+    description="Check whether this machine is ready to train.",
 )
 
 
@@ -114,12 +107,7 @@ def _report(results: Sequence[tuple[str, CheckResult]]) -> str:
 
 
 def _versions(config: RunConfig) -> Iterator[CheckResult]:
-    installed = versions()
-    message = ", ".join(f"{name} {version or 'none'}" for name, version in installed.items())
-    for name, oldest in _OLDEST.items():
-        if tuple(map(int, (installed[name] or "0.0").split(".")[:2])) < oldest:
-            required = ".".join(map(str, oldest))
-            yield CheckResult("FAIL", message, f"distmp needs {name} {required} or later")
+    message = ", ".join(f"{name} {version or 'none'}" for name, version in versions().items())
     yield CheckResult("PASS", message)
 
 
@@ -165,36 +153,6 @@ def _gpus(config: RunConfig) -> Iterator[CheckResult]:
     yield CheckResult("PASS", ", ".join(row[0] for row in rows) or "none")
 
 
-def _choices(config: RunConfig) -> Iterator[CheckResult]:
-    import torch
-
-    from distmp.distributed.world import World, local_device
-    from distmp.launcher.local import default_ranks
-    from distmp.parallel import resolve_strategy
-    from distmp.precision import resolve
-
-    policy, why = resolve(config.precision.policy, local_device(0))
-    ranks, reason = (1, "as configured") if config.strategy == "single" else default_ranks()
-    strategy = resolve_strategy(config.strategy, World(0, ranks, torch.device("cpu"), None))
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} ({reason})"
-    yield CheckResult("PASS", f"policy {policy.name} ({why}); strategy {strategy} on {where}")
-
-
-def _threads(config: RunConfig) -> Iterator[CheckResult]:
-    text, cores = os.environ.get("OMP_NUM_THREADS"), granted_cores()
-    available = f"{cores} core{'s' if cores > 1 else ''} available"
-    if text is None:
-        yield CheckResult("PASS", f"{available}; `distmp launch` sets OMP_NUM_THREADS")
-    elif not text.isdecimal() or int(text) > cores:
-        yield CheckResult(
-            "WARN",
-            f"OMP_NUM_THREADS={text}, with {available}",
-            "set it to cores per rank, or unset it and use `distmp launch`",
-        )
-    else:
-        yield CheckResult("PASS", f"OMP_NUM_THREADS={text}, with {available}")
-
-
 def _shared_memory(config: RunConfig) -> Iterator[CheckResult]:
     users = ["data workers"] if config.data.workers else []
     users += ["NCCL"] if len(_gpu_rows()) > 1 else []
@@ -232,19 +190,9 @@ def _limits(config: RunConfig) -> Iterator[CheckResult]:
 
 
 def _disk(config: RunConfig) -> Iterator[CheckResult]:
+    """Write a file to the nearest existing directory of the run's; check the free space."""
     remedy = "free space for checkpoints, or use another run_dir"
-    yield from _directory(Path(config.run_dir), _LITTLE_DISK_BYTES, _NO_DISK_BYTES, remedy)
-
-
-def _temporary_files(config: RunConfig) -> Iterator[CheckResult]:
-    remedy = "free space there, or set TMPDIR to a directory that can be written"
-    path = Path(os.environ.get("TMPDIR") or "/tmp")
-    yield from _directory(path, _LITTLE_TEMPORARY_BYTES, 0, remedy)
-
-
-def _directory(path: Path, little: int, none: int, remedy: str) -> Iterator[CheckResult]:
-    """Write a file to the nearest existing directory; check the free space."""
-    path = path.absolute()
+    path = Path(config.run_dir).absolute()
     # A path below a file, and one that this user may not see, exist only for `lexists`.
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
@@ -258,72 +206,9 @@ def _directory(path: Path, little: int, none: int, remedy: str) -> Iterator[Chec
         yield CheckResult("FAIL", f"{path}: cannot be written ({error.strerror})", remedy)
         return
     message = f"{path}: {bytes_text(free)} free"
-    if free < little:
-        yield CheckResult("FAIL" if free < none else "WARN", message, remedy)
+    if free < _LITTLE_DISK_BYTES:
+        yield CheckResult("FAIL" if free < _NO_DISK_BYTES else "WARN", message, remedy)
     yield CheckResult("PASS", f"{message}, writing a file succeeded")
-
-
-def _clock(config: RunConfig) -> Iterator[CheckResult]:
-    state = _output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
-    if state == "no":
-        yield CheckResult(
-            "WARN",
-            "the clock is not synchronized by a time service",
-            "enable a time service (chrony, systemd-timesyncd); else the logs of machines differ",
-        )
-    elif state:
-        yield CheckResult("PASS", "synchronized by a time service")
-    else:
-        yield CheckResult("PASS", "unknown whether it is synchronized")
-
-
-def _hostname(config: RunConfig) -> Iterator[CheckResult]:
-    hostname = socket.gethostname()
-    own = {address for addresses in interfaces().values() for address in addresses}
-    try:
-        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(hostname, None)})
-    except OSError:
-        yield CheckResult(
-            "WARN",
-            f"{hostname} does not resolve",
-            "add it to /etc/hosts; gloo and torchrun resolve their own name",
-        )
-        return
-    message = f"{hostname} is {', '.join(found)}"
-    if own.isdisjoint(found) and not all(ip_address(address).is_loopback for address in found):
-        yield CheckResult(
-            "WARN",
-            f"{message}, which no interface has",
-            "fix /etc/hosts or DNS; with several machines set GLOO_SOCKET_IFNAME",
-        )
-    yield CheckResult("PASS", message)
-
-
-def _network(config: RunConfig) -> Iterator[CheckResult]:
-    names = [*interfaces()]
-    listed = f"interfaces: {', '.join(names) or 'none'}"
-    selects = {"GLOO_SOCKET_IFNAME": _gloo_finds_all, "NCCL_SOCKET_IFNAME": _nccl_finds_one}
-    for variable, finds in selects.items():
-        value = os.environ.get(variable, "")
-        if value and not finds(value, names):
-            yield CheckResult(
-                "FAIL",
-                f"{assignment(variable, value)} selects an interface that is not up; {listed}",
-                "set it to an interface that is up, or unset it",
-            )
-    yield CheckResult("PASS", listed)
-
-
-def _gloo_finds_all(value: str, names: Sequence[str]) -> bool:
-    return {*filter(None, value.split(","))} <= {*names}
-
-
-def _nccl_finds_one(value: str, names: Sequence[str]) -> bool:
-    """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` excludes."""
-    listed = value.lstrip("^=").split(",")
-    if value.startswith("="):
-        return not {*listed}.isdisjoint(names)
-    return any(name.startswith(tuple(listed)) != value.startswith("^") for name in names)
 
 
 def _environment(config: RunConfig) -> Iterator[CheckResult]:
@@ -350,15 +235,9 @@ CHECKS: dict[str, Callable[[RunConfig], Iterator[CheckResult]]] = {
     "versions": _versions,
     "CUDA": _cuda,
     "GPUs": _gpus,
-    "choices": _choices,
-    "threads": _threads,
     "shared memory": _shared_memory,
     "limits": _limits,
     "disk": _disk,
-    "temporary files": _temporary_files,
-    "clock": _clock,
-    "hostname": _hostname,
-    "network": _network,
     "environment": _environment,
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distmp.commands.arguments import Parser, byte_size
+from distmp.commands.arguments import Parser
 
 
 def main(argv: list[str]) -> int:
@@ -37,24 +37,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--ema", action="store_true", help="export the average of the weights (setting ema)"
     )
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="export the checkpoint of the best validation (setting early_stopping)",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        default="5GB",
-        help="maximum size of one file, such as 500MB; larger models are several files with an "
-        "index (default: 5GB)",
-    )
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="merge the adapters of model.peft into the weights (default: write them alone, in "
-        "peft's format)",
-    )
     arguments = parser.parse_args(argv)
     # Imported late, so that errors in arguments are reported without a second of imports.
     from distmp.export.export import export
@@ -63,11 +45,8 @@ def main(argv: list[str]) -> int:
         arguments.checkpoint,
         arguments.to,
         arguments.dtype,
-        byte_size("--max-shard-size", arguments.max_shard_size),
         arguments.format,
         ema=arguments.ema,
-        best=arguments.best,
-        merge=arguments.merge,
     )
     sys.stdout.write(f"exported {size:,} elements in {arguments.dtype} to {arguments.to}\n")
     return 0

@@ -5,8 +5,6 @@ Hugging Face `datasets` reads the documents and encodes them in several processe
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 import shutil
 import sys
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -30,12 +28,11 @@ from distmp.data.token_metadata import (
 )
 from distmp.errors import ConfigError
 from distmp.models import tokenizer_files
-from distmp.models.tokenizers import DEFINITION, load_tokenizer
+from distmp.models.tokenizers import DEFINITION, load_tokenizer, sha256
 from distmp.utils.cgroups import granted_cores
 from distmp.utils.visible_files import visible_files
 
 BYTES = "bytes"
-FORMATS = ("auto", "text", "json", "parquet")
 _BY_SUFFIX = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _TOKENS = "tokens.bin"
 
@@ -47,7 +44,7 @@ def main(argv: list[str]) -> int:
         ConfigError: If an argument is invalid, or a document cannot be read.
     """
     arguments = _parse(argv)
-    encoder = load_encoder(arguments.tokenizer, arguments.end_of_text)
+    encoder = load_encoder(arguments.tokenizer)
     directory = Path(arguments.to).expanduser()
     with _unfinished(directory) as unfinished:
         documents = _documents(arguments, unfinished / "cache")
@@ -68,24 +65,19 @@ class Encoder:
 
     Attributes:
         name: Name of the tokenizer.
-        definition: Content of `tokenizer.json`, as transformers uses it; None for bytes.
+        tokenizer: The tokenizer of transformers; None for bytes.
         vocabulary_size: Number of ids.
         end_of_text: Id that is appended to each document.
         directory: Directory of the tokenizer; None for bytes.
+        sha256: Hash of the definition of the tokenizer, hexadecimal; None for bytes.
     """
 
     name: str
-    definition: str | None
+    tokenizer: Any
     vocabulary_size: int
     end_of_text: int
     directory: Path | None = None
-
-    @property
-    def sha256(self) -> str | None:
-        """Hash of the definition, hexadecimal."""
-        if self.definition is None:
-            return None
-        return hashlib.sha256(self.definition.encode()).hexdigest()
+    sha256: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -94,11 +86,16 @@ class Encoder:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text. Names of special tokens in a text are encoded as text."""
-        if self.definition is None:
+        if self.tokenizer is None:
             return [list(text.encode()) for text in texts]
-        tokenizer = _backend(self.definition)
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return cast("list[list[int]]", encoded["input_ids"])
 
     def documents(self, texts: list[Any]) -> dict[str, list[list[int]]]:
         """Return the ids of each text that has any, followed by that of the end of the text.
@@ -113,101 +110,65 @@ class Encoder:
         if any(self.end_of_text in ids for ids in encoded):
             raise ValueError(
                 f"a document contains the end-of-text token {self.end_of_text} of the tokenizer; "
-                "choose another one with --end-of-text"
+                "use a special token as its eos_token"
             )
         return {"ids": [[*ids, self.end_of_text] for ids in encoded]}
 
 
-@functools.cache
-def _backend(definition: str) -> Any:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(definition)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-def load_encoder(tokenizer: str, end_of_text: str | None) -> Encoder:
+def load_encoder(tokenizer: str) -> Encoder:
     """Return the encoder of a tokenizer.
 
     Args:
         tokenizer: "bytes", or a directory with `tokenizer.json`.
-        end_of_text: Token after each document; None for the end-of-sequence token of the tokenizer.
 
     Raises:
-        ConfigError: If the directory holds no tokenizer, or it has no such token.
+        ConfigError: If the directory holds no tokenizer, or it has no end-of-sequence token.
     """
     if tokenizer == BYTES:
-        if end_of_text is not None:
-            problem = f"with --tokenizer {BYTES} a document ends with {END_OF_FILE}; remove it"
-            raise ConfigError("--end-of-text", end_of_text, problem)
         return Encoder(BYTES, None, VOCABULARY_SIZE, END_OF_FILE)
     directory = Path(tokenizer).expanduser()
     if not (directory / DEFINITION).is_file():
         problem = f"has no {DEFINITION}; name a directory that has one, or {BYTES!r}"
         raise ConfigError("--tokenizer", tokenizer, problem)
     loaded = load_tokenizer("--tokenizer", directory)
-    name = end_of_text if end_of_text is not None else loaded.eos_token
-    if name is None:
-        problem = "the tokenizer has no end-of-sequence token; name the token that ends a document"
-        raise ConfigError("--end-of-text", None, problem)
-    vocabulary = loaded.get_vocab()
-    if name not in vocabulary:
-        problem = f"is not a token of {directory}; name a token of this tokenizer"
-        raise ConfigError("--end-of-text", name, problem)
-    size = max(vocabulary.values()) + 1
-    definition = loaded.backend_tokenizer.to_str()
-    return Encoder(directory.resolve().name, definition, size, vocabulary[name], directory)
+    if loaded.eos_token_id is None:
+        problem = "has no end-of-sequence token; set eos_token in its tokenizer_config.json"
+        raise ConfigError("--tokenizer", tokenizer, problem)
+    size = max(loaded.get_vocab().values()) + 1
+    digest = sha256(loaded)
+    loaded.split_special_tokens = True
+    return Encoder(directory.resolve().name, loaded, size, loaded.eos_token_id, directory, digest)
 
 
 def _parse(argv: list[str]) -> Namespace:
-    parser = Parser(prog="distmp data", description="Prepare data for training.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="tokenize")
-    command = commands.add_parser(
-        "tokenize",
-        help="turn text into token files",
+    parser = Parser(
+        prog="distmp data",
         description="Turn text into token files for data.source=tokens. Needs `datasets`.",
     )
-    command.add_argument(
+    parser.add_argument("command", choices=("tokenize",))
+    parser.add_argument(
         "inputs",
         metavar="INPUT",
         nargs="+",
-        help="text files (one document each), JSONL or parquet files (one per line or row), "
-        "directories of them, or a directory that `datasets` saved with save_to_disk",
+        help="text files (one document each), .jsonl or .parquet files (one per line or row), or "
+        "directories of them",
     )
-    command.add_argument("--to", metavar="DIRECTORY", required=True, help="new directory")
-    command.add_argument(
+    parser.add_argument("--to", metavar="DIRECTORY", required=True, help="new directory")
+    parser.add_argument(
         "--tokenizer",
         metavar="DIRECTORY",
         required=True,
         help="a directory with tokenizer.json (extra `hf`), or 'bytes'",
     )
-    command.add_argument(
-        "--format",
-        default="auto",
-        choices=FORMATS,
-        help="format of all files (default: auto, by the suffixes .jsonl and .parquet; others are "
-        "text)",
-    )
-    command.add_argument("--key", default="text", help="key or column of the text (default: text)")
-    command.add_argument(
-        "--end-of-text",
-        metavar="TOKEN",
-        help="token after each document (default: the end-of-sequence token of the tokenizer)",
-    )
-    command.add_argument(
+    parser.add_argument("--key", default="text", help="key or column of the text (default: text)")
+    parser.add_argument(
         "--workers",
         type=int,
         default=granted_cores(),
         metavar="N",
         help="number of processes (default: the available cores); the output does not depend on it",
     )
-    arguments = parser.parse_args(argv)
-    if not 1 <= arguments.workers <= 1024:
-        raise ConfigError("--workers", arguments.workers, "must be from 1 to 1024")
-    return arguments
+    return parser.parse_args(argv)
 
 
 @contextmanager
@@ -217,11 +178,11 @@ def _unfinished(directory: Path) -> Iterator[Path]:
         problem = "exists; name a new directory, or remove this one"
         raise ConfigError("--to", str(directory), problem)
     unfinished = directory.with_name(directory.name + UNFINISHED_SUFFIX)
+    if unfinished.exists():
+        problem = f"another command writes to {unfinished}, or was killed; then remove it"
+        raise ConfigError("--to", str(directory), problem)
     try:
         unfinished.mkdir(parents=True)
-    except FileExistsError:
-        problem = f"another command writes to {unfinished}, or was killed; then remove it"
-        raise ConfigError("--to", str(directory), problem) from None
     except OSError as error:
         raise ConfigError("--to", str(directory), f"cannot be created: {error}") from error
     try:
@@ -242,27 +203,20 @@ def _documents(arguments: Namespace, cache: Path) -> Any:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises is printed
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    files = [file for name in arguments.inputs for file in _files(name)]
     columns = []
-    for name in arguments.inputs:
-        path = Path(name).expanduser()
-        with _explained(name):
-            if (path / "dataset_dict.json").is_file():
-                splits = ", ".join(str(file.parent) for file in path.glob("*/state.json"))
-                raise ConfigError("INPUT", name, f"has several splits; name one of {splits}")
-            if (path / "state.json").is_file():
-                columns.append(_column(datasets.load_from_disk(str(path)), name, arguments.key))
-                continue
-            by_format = groupby(_files(name, path), lambda file: _format(file, arguments.format))
-            for format_, files in by_format:
-                is_text = format_ == "text"
-                loaded = datasets.load_dataset(
-                    format_,
-                    data_files=[str(file) for file in files],
-                    split="train",
-                    cache_dir=str(cache),
-                    **({"sample_by": "document"} if is_text else {}),
-                )
-                columns.append(_column(loaded, name, "text" if is_text else arguments.key))
+    for format_, group in groupby(files, lambda file: _BY_SUFFIX.get(file.suffix, "text")):
+        is_text = format_ == "text"
+        names = [str(file) for file in group]
+        with _explained(", ".join(names)):
+            loaded = datasets.load_dataset(
+                format_,
+                data_files=names,
+                split="train",
+                cache_dir=str(cache),
+                **({"sample_by": "document"} if is_text else {}),
+            )
+            columns.append(_column(loaded, names[0], "text" if is_text else arguments.key))
     return datasets.concatenate_datasets(columns)
 
 
@@ -273,22 +227,21 @@ def _column(loaded: Any, name: str, key: str) -> Any:
     return loaded.select_columns([key]).rename_column(key, "document")
 
 
-def _files(name: str, path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
+def _files(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if not path.exists():
         raise ConfigError("INPUT", name, "there is no such file or directory")
-    files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
+    if path.is_dir():
+        files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
+    else:
+        files = [path]
     if not files:
         raise ConfigError("INPUT", name, "there is no file in this directory")
+    for file in files:
+        if file.suffix == ".json":
+            problem = "may be one document or one per line; rename it to .txt or .jsonl"
+            raise ConfigError("INPUT", str(file), problem)
     return files
-
-
-def _format(file: Path, format_: str) -> str:
-    if format_ == "auto" and file.suffix == ".json":
-        problem = "may be one document or one per line; set --format to text or json"
-        raise ConfigError("INPUT", str(file), problem)
-    return _BY_SUFFIX.get(file.suffix, "text") if format_ == "auto" else format_
 
 
 def _encoded(documents: Any, encoder: Encoder, arguments: Namespace, cache: Path) -> Any:

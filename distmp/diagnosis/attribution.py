@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 
 from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.narrow_overflow import NarrowOverflow
 from distmp.diagnosis.probe import ForwardOverflow
 from distmp.errors import rank_names
 
@@ -84,8 +83,6 @@ class RankOverflowStats:
         histogram: Exponents of all gradient values, multiplied by the loss scale.
         largest_at_lowest: Largest magnitude of all gradients at the lowest scale, inf if a gradient
             is not finite there; None if it was not measured.
-        narrow: For each microbatch, the narrow product with the first non-finite value, or None;
-            empty under policies without narrow products.
     """
 
     losses: Sequence[float]
@@ -100,11 +97,6 @@ class RankOverflowStats:
     largest: float
     histogram: ExponentHistogram
     largest_at_lowest: float | None = None
-    narrow: Sequence[NarrowOverflow | None] = ()
-
-    def narrow_in(self, microbatch: int) -> NarrowOverflow | None:
-        """Return the narrow product with the first non-finite value of a microbatch, if any."""
-        return self.narrow[microbatch] if self.narrow else None
 
 
 @dataclass(frozen=True)
@@ -168,10 +160,6 @@ class OverflowReport:
         lost_share: Share of the gradient values that are zero at `fitting_scale`, from 0 to 1; None
             if it was not measured.
         exact: Whether the step was repeated with exactly the same weights.
-        layer: Name of the linear layer whose narrow product has the first non-finite operand or
-            result; None if it is something else.
-        product: That product: "forward", "grad" (for the gradient of the layer's input) or "wgrad"
-            (for that of its weight); None without `layer`.
 
     Example:
         >>> import torch, distmp
@@ -190,17 +178,15 @@ class OverflowReport:
     cause: Cause
     diagnosis: str
     advice: str
-    ranks: tuple[int, ...]
-    world_size: int
-    microbatch: int | None
-    module: str | None
-    parameters: tuple[ParameterOverflow, ...]
-    parameters_total: int
-    fitting_scale: float | None
-    lost_share: float | None
-    exact: bool
-    layer: str | None = None
-    product: str | None = None
+    ranks: tuple[int, ...] = ()
+    microbatch: int | None = None
+    module: str | None = None
+    world_size: int = 1
+    parameters: tuple[ParameterOverflow, ...] = ()
+    parameters_total: int = 0
+    fitting_scale: float | None = None
+    lost_share: float | None = None
+    exact: bool = True
 
     @property
     def one_rank_only(self) -> bool:
@@ -216,19 +202,6 @@ class OverflowReport:
         return f"{self.diagnosis}; {self.advice}"
 
 
-@dataclass(frozen=True)
-class _Diagnosis:
-    """A cause with its location, text and advice, see `OverflowReport`."""
-
-    cause: Cause
-    text: str
-    advice: str
-    ranks: tuple[int, ...] = ()
-    microbatch: int | None = None
-    module: str | None = None
-    narrow: NarrowOverflow | None = None
-
-
 def diagnose(evidence: Sequence[RankOverflowStats], context: OverflowContext) -> OverflowReport:
     """Determine the cause of an overflow.
 
@@ -238,7 +211,7 @@ def diagnose(evidence: Sequence[RankOverflowStats], context: OverflowContext) ->
     """
     fitting = _fitting_scale(evidence, context)
     lost = None if fitting is None else _lost_share(evidence, context.scale, fitting)
-    diagnosis = (
+    found = (
         _bad_input(evidence)
         or _bad_weight(evidence, context)
         or _bad_parameter(evidence)
@@ -249,45 +222,39 @@ def diagnose(evidence: Sequence[RankOverflowStats], context: OverflowContext) ->
         or _not_repeated(context)
     )
     parameters = [entry for rank in evidence for entry in rank.parameters[:PARAMETERS_NAMED]]
-    return OverflowReport(
-        cause=diagnosis.cause,
-        diagnosis=diagnosis.text + _where(diagnosis, len(evidence)),
-        advice=diagnosis.advice,
-        ranks=diagnosis.ranks,
+    return dataclasses.replace(
+        found,
+        diagnosis=found.diagnosis + _where(found, len(evidence)),
         world_size=len(evidence),
-        microbatch=diagnosis.microbatch,
-        module=diagnosis.module,
         parameters=tuple(parameters),
         parameters_total=len({entry.name for rank in evidence for entry in rank.parameters}),
         fitting_scale=fitting,
         lost_share=lost,
         exact=context.exact,
-        layer=None if diagnosis.narrow is None else diagnosis.narrow.layer,
-        product=None if diagnosis.narrow is None else diagnosis.narrow.product,
     )
 
 
-def _where(diagnosis: _Diagnosis, world_size: int) -> str:
+def _where(found: OverflowReport, world_size: int) -> str:
     """Return a location such as " on rank 1 of 4 only, microbatch 0", as far as it is known."""
-    if not diagnosis.ranks:
+    if not found.ranks:
         return ""
     if world_size == 1:
         text = ""
-    elif len(diagnosis.ranks) == world_size:
+    elif len(found.ranks) == world_size:
         text = f" on all {world_size} ranks"
     else:
-        only = " only" if len(diagnosis.ranks) == 1 else ""
-        text = f" on {rank_names(diagnosis.ranks)} of {world_size}{only}"
-    return text if diagnosis.microbatch is None else f"{text}, microbatch {diagnosis.microbatch}"
+        only = " only" if len(found.ranks) == 1 else ""
+        text = f" on {rank_names(found.ranks)} of {world_size}{only}"
+    return text if found.microbatch is None else f"{text}, microbatch {found.microbatch}"
 
 
-def _bad_input(evidence: Sequence[RankOverflowStats]) -> _Diagnosis | None:
+def _bad_input(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
     bad = {rank: stats.bad_inputs for rank, stats in enumerate(evidence) if any(stats.bad_inputs)}
     if not bad:
         return None
     count = sum(map(sum, bad.values()))
     first = next(iter(bad.values()))
-    return _Diagnosis(
+    return OverflowReport(
         "bad_input",
         f"bad input: {count} inf or NaN among the floating-point values of the batch",
         "check the data of these samples",
@@ -298,7 +265,7 @@ def _bad_input(evidence: Sequence[RankOverflowStats]) -> _Diagnosis | None:
 
 def _bad_weight(
     evidence: Sequence[RankOverflowStats], context: OverflowContext
-) -> _Diagnosis | None:
+) -> OverflowReport | None:
     if 0 <= context.weight < math.inf:
         return None
     bad = {
@@ -306,7 +273,7 @@ def _bad_weight(
         for rank, stats in enumerate(evidence)
         if not all(map(_counts, stats.loss_weights))
     }
-    return _Diagnosis(
+    return OverflowReport(
         "bad_weight",
         f"the weights that the loss function returned add up to {context.weight:g}; a weight is "
         "negative or not finite",
@@ -320,7 +287,7 @@ def _counts(weight: float) -> bool:
     return 0 <= weight < math.inf
 
 
-def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> _Diagnosis | None:
+def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
     bad = {
         rank: stats.bad_parameters for rank, stats in enumerate(evidence) if stats.bad_parameters
     }
@@ -331,39 +298,39 @@ def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> _Diagnosis | None:
     if holders := _ranks_with(name, [stats.bad_weights for stats in evidence]):
         text = f"parameter {name!r} itself holds inf or NaN"
         advice = "continue from an earlier checkpoint; check what else writes to the weights"
-        return _Diagnosis("bad_parameter", text, advice, holders, module=module)
+        return OverflowReport("bad_parameter", text, advice, holders, module=module)
     if holders := _ranks_with(name, [stats.wide_weights for stats in evidence]):
         text = f"parameter {name!r} is inf: its FP32 master weight is beyond the range of float16"
         advice = f"{_USE_BF16}, or keep that module in FP32 (keep_fp32)"
-        return _Diagnosis("bad_parameter", text, advice, holders, module=module)
+        return OverflowReport("bad_parameter", text, advice, holders, module=module)
     text = f"the FP32 master weight of {name!r} is finite, but the parameter holds inf or NaN"
     advice = (
         "it is copied from its FP32 master weight after every step; check what else writes to it, "
         "and the memory of that machine"
     )
-    return _Diagnosis("bad_parameter", text, advice, tuple(bad), module=module)
+    return OverflowReport("bad_parameter", text, advice, tuple(bad), module=module)
 
 
 def _ranks_with(name: str, names: Sequence[Sequence[str]]) -> tuple[int, ...]:
     return tuple(rank for rank, held in enumerate(names) if name in held)
 
 
-def _forward(evidence: Sequence[RankOverflowStats], context: OverflowContext) -> _Diagnosis | None:
+def _forward(
+    evidence: Sequence[RankOverflowStats], context: OverflowContext
+) -> OverflowReport | None:
     bad = _first_losses(evidence, lambda finite, finite_again: not (finite or finite_again))
     if not bad:
         return None
     rank, microbatch = next(iter(bad.items()))
     origin = evidence[rank].forward[microbatch]
-    narrow = evidence[rank].narrow_in(microbatch)
     text = "overflow in the forward pass: the loss itself is not finite"
-    return _Diagnosis(
+    return OverflowReport(
         "forward",
-        text + _origin(origin) + _narrow(narrow),
+        text + _origin(origin),
         _forward_advice(origin, context),
         tuple(bad),
         microbatch,
         None if origin is None else origin.module,
-        narrow,
     )
 
 
@@ -405,7 +372,7 @@ def _origin(origin: ForwardOverflow | None) -> str:
 
 def _other_loss(
     evidence: Sequence[RankOverflowStats], context: OverflowContext
-) -> _Diagnosis | None:
+) -> OverflowReport | None:
     """Return the diagnosis if a loss is finite only in the step, or only in its repetition."""
     first = _first_losses(evidence, operator.ne)
     if not first:
@@ -416,7 +383,7 @@ def _other_loss(
     text = _did_not_recur(context) if math.isfinite(again) else "the step and its repetition differ"
     text += f": the loss was {loss:.4g}, and {again:.4g} in the repetition"
     advice = f"look for {_suspects(context)}"
-    return _Diagnosis("not_repeated", text, advice, tuple(first), microbatch)
+    return OverflowReport("not_repeated", text, advice, tuple(first), microbatch)
 
 
 def _backward(
@@ -424,25 +391,15 @@ def _backward(
     context: OverflowContext,
     fitting: float | None,
     lost: float | None,
-) -> _Diagnosis | None:
+) -> OverflowReport | None:
     bad = {rank: stats.parameters for rank, stats in enumerate(evidence) if stats.parameters}
     if not bad:
         return None
-    rank, (first, *_) = next(iter(bad.items()))
-    narrow = evidence[rank].narrow_in(first.microbatch)
+    first, *_ = next(iter(bad.values()))
     cause, text, advice = _backward_cause(context, fitting, lost)
     finite = f", largest finite {first.largest_finite:.3g}" if first.largest_finite else ""
     place = f"; first in the gradient of {first.name!r} ({first.inf} inf, {first.nan} NaN{finite})"
-    text += place + _narrow(narrow)
-    return _Diagnosis(cause, text, advice, tuple(bad), first.microbatch, first.module, narrow)
-
-
-def _narrow(found: NarrowOverflow | None) -> str:
-    """Return which narrow product has the first non-finite value, for the end of a clause."""
-    if found is None:
-        return ""
-    where = f"in the {found.product} product of {found.layer!r} ({found.number_format})"
-    return f", {where} the {found.what} is not finite"
+    return OverflowReport(cause, text + place, advice, tuple(bad), first.microbatch, first.module)
 
 
 def _backward_cause(
@@ -487,12 +444,12 @@ def _scale(value: float) -> str:
 
 def _reduction(
     evidence: Sequence[RankOverflowStats], context: OverflowContext
-) -> _Diagnosis | None:
+) -> OverflowReport | None:
     largest = max(stats.largest for stats in evidence)
     if sum(stats.largest for stats in evidence) < torch.finfo(torch.float32).max:
         return None
     ranks = tuple(rank for rank, stats in enumerate(evidence) if stats.largest == largest)
-    return _Diagnosis(
+    return OverflowReport(
         "reduction",
         f"the gradients of each rank are finite, up to {largest:.3g}, but their sum is beyond "
         "float32",
@@ -501,12 +458,12 @@ def _reduction(
     )
 
 
-def _not_repeated(context: OverflowContext) -> _Diagnosis:
+def _not_repeated(context: OverflowContext) -> OverflowReport:
     advice = f"if it recurs, look for {_suspects(context)}"
     if context.scale > context.lowest:
         scale = _scale(context.scale)
         advice = f"loss scale {scale} may be close to the largest at which gradients fit; {advice}"
-    return _Diagnosis("not_repeated", _did_not_recur(context), advice)
+    return OverflowReport("not_repeated", _did_not_recur(context), advice)
 
 
 def _did_not_recur(context: OverflowContext) -> str:

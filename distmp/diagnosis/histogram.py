@@ -62,11 +62,6 @@ class ExponentHistogram:
     def __init__(self, counts: Tensor) -> None:
         self._rows: list[list[int]] = counts.tolist()
 
-    @classmethod
-    def empty(cls) -> ExponentHistogram:
-        """Return a histogram without values."""
-        return cls(torch.zeros(EXPONENTS, CLASSES, dtype=torch.int64))
-
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
         return ExponentHistogram(torch.tensor(self._rows) + torch.tensor(other._rows))
 
@@ -74,11 +69,6 @@ class ExponentHistogram:
     def values(self) -> int:
         """Number of values."""
         return sum(map(sum, self._rows))
-
-    @property
-    def zeros(self) -> int:
-        """Number of zeros."""
-        return self._rows[0][0]
 
     @property
     def infinite(self) -> int:

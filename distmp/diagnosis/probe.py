@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -79,12 +78,7 @@ class Probe:
             self._keep(module.register_forward_hook(hook, with_kwargs=True))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._hooks.close()
 
     def gradients(self) -> dict[str, GradientSummary]:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from distmp.diagnosis.attribution import ParameterOverflow, RankOverflowStats
 from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.narrow_overflow import NarrowOverflow, NarrowWatch
 from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
@@ -82,7 +81,7 @@ class StepReplay:
         self, scale: float, lowest: float, compute_dtype: torch.dtype
     ) -> RankOverflowStats:
         """Return statistics of this rank at the step's scale and, if it is lower, at `lowest`."""
-        probes, repeated_losses, narrow = self._run(scale)
+        probes, repeated_losses = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
         weights = self._strategy.optimizer_parameters()
@@ -104,21 +103,20 @@ class StepReplay:
             largest=max(map(_largest_finite, gradients)),
             histogram=_histogram(probes),
             largest_at_lowest=self._largest_at(lowest) if lowest < scale else None,
-            narrow=narrow,
         )
 
     def _largest_at(self, scale: float) -> float:
-        probes, *_ = self._run(scale)
+        probes, _ = self._run(scale)
         return max(_largest(probe.gradients()) for probe in probes)
 
-    def _run(self, scale: float) -> tuple[list[Probe], list[Tensor], list[NarrowOverflow | None]]:
+    def _run(self, scale: float) -> tuple[list[Probe], list[Tensor]]:
         """Run every microbatch like the step, but without reducing replicated gradients.
 
         Returns:
-            The probe, the loss and the first bad narrow product of each microbatch.
+            The probe and the loss of each microbatch.
         """
         strategy, device = self._strategy, self._step.losses[0].device
-        probes, losses, narrow = [], [], []
+        probes, losses = [], []
         strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.streams, strict=True)
         with (
@@ -132,14 +130,12 @@ class StepReplay:
                     step, first = self._step.position
                     strategy.narrow_layers.begin_microbatch(step, first + index)
                 probe = Probe(strategy.model, strategy.units())
-                watch = NarrowWatch(strategy.narrow_layers, probe)
                 seed_generators(stream, device)
-                with probe, watch:
+                with probe:
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))
                 probes.append(probe)
-                narrow.append(watch.first())
         strategy.begin_step()
-        return probes, losses, narrow
+        return probes, losses
 
 
 def first_overflows(

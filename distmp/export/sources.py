@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.finite import is_finite
-from distmp.errors import CheckpointError, listed
+from distmp.errors import CheckpointError
 from distmp.export.files import Weights
 from distmp.export.weights import PREFIX
 from distmp.models import llama
@@ -19,8 +17,6 @@ from distmp.utils.flat_shard import gathered, global_shape
 
 # Where the callback `Ema` of a run saves the average of each trained weight.
 AVERAGE_PREFIX = "callbacks/Ema/"
-
-logger = logging.getLogger("distmp")
 
 
 class CheckpointWeights:
@@ -49,7 +45,6 @@ class CheckpointWeights:
             self.specs[name] = torch.empty(shape, dtype=kept, device="meta")
         self._checkpoint = checkpoint
         self._dtype = dtype
-        self._nan: list[str] = []
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors on the CPU.
@@ -59,24 +54,9 @@ class CheckpointWeights:
         """
         tensors = {name: torch.empty_like(self.specs[name], device="cpu") for name in names}
         self._checkpoint.load({self._stored[name]: tensor for name, tensor in tensors.items()})
-        # Buffers may hold infinite values on purpose, such as a mask.
-        self._nan += [
-            name
-            for name, tensor in tensors.items()
-            if not is_finite(tensor) and bool(tensor.isnan().any())
-        ]
         if self._dtype == torch.float16:
             refuse_infinite(tensors, str(self._checkpoint))
         return tensors
-
-    def report_nan(self) -> None:
-        """Log the names of the tensors with NaN that `read` has returned."""
-        if self._nan:
-            logger.warning(
-                "%s holds NaN in %s: so do the exported weights",
-                self._checkpoint,
-                listed(self._nan),
-            )
 
 
 class EngineWeights:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distmp.errors import ConfigError, listed, nearest
 from distmp.precision.keep import parameters_in_fp32
@@ -243,31 +243,12 @@ def describe(model: nn.Module, base: str | None) -> dict[str, Any]:
         base: What adapter_config.json names as the model without adapters.
 
     Returns:
-        "config", the content of adapter_config.json, and "updates", the `Update` of each layer by
-        its name.
+        "config", the content of adapter_config.json.
     """
     config = {key: _plain(value) for key, value in model.peft_config[_ADAPTER].to_dict().items()}  # type: ignore[index,union-attr]
     config |= {"base_model_name_or_path": base, "inference_mode": True}
-    updates = {
-        name: Update(float(layer.scaling[_ADAPTER]), bool(layer.fan_in_fan_out))
-        for name, layer in _layers(model)
-    }
-    return {"config": config, "updates": updates}
+    return {"config": config}
 
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else value
-
-
-def merged(weight: Tensor, first: Tensor, second: Tensor, update: Update) -> Tensor:
-    """Return the weight of a layer with its adapter, computed in FP32.
-
-    Args:
-        weight: W, of any floating-point dtype.
-        first: A, [rank, inputs].
-        second: B, [outputs, rank].
-        update: The update.
-    """
-    product = second.float() @ first.float()
-    added = product.T if update.transposed else product
-    return (weight.float() + update.scaling * added).to(weight.dtype)

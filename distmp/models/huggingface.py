@@ -245,7 +245,7 @@ def _has_weights(name: str, path: Path) -> bool:
             "model.name",
             name,
             "has adapters of peft, which are not loaded; merge them into the model (peft's "
-            "merge_and_unload, or distmp export --merge) and name the directory of the result",
+            "merge_and_unload) and name the directory of the result",
         )
     # An index without its files is an error, not a model with random weights.
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):

@@ -292,10 +292,9 @@ class PrecisionPolicy:
                 else "everything is computed in FP32 already; remove it",
             )
         if self.kept_functions and self.autocast:
-            _refuse(
+            self._refuse(
                 "keep_fp32",
-                f"{self.kept_functions[0]}()",
-                "torch's autocast selects the functions in FP32; remove it or use autocast=false",
+                "torch's autocast selects the functions in FP32; remove them or use autocast=false",
             )
         if self.tf32 and self.compute_dtype != torch.float32:
             self._refuse("tf32", "applies only to FP32; use compute=fp32 or set it to False")

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any, TextIO, cast
 
 from distmp.masking import masked_text
@@ -54,8 +53,8 @@ class Console:
             terminal = PersistentStream(log.terminal)
         if not self._quiet and _is_live(settings, terminal):
             self._live = _LiveLine(terminal, log)
-        self._pace = _Pace()
-        self._started = False
+        self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
+        self._steps = 0
 
     def message(self, text: str) -> None:
         """Print one line, above the live line if there is one."""
@@ -79,17 +78,20 @@ class Console:
         """
         if self._quiet:
             return
-        self._pace.add(record.step_seconds)
-        left = self._pace.seconds_left(total_steps - record.step)
+        if self._steps == 1:
+            # The first step compiles, allocates and connects, so its time is not representative.
+            self._seconds.clear()
+        self._seconds.append(record.step_seconds)
+        self._steps += 1
+        left = (total_steps - record.step) * math.fsum(self._seconds) / len(self._seconds)
+        line = progress_line(record, total_steps, left)
         if self._live is not None:
-            self._live.offer(record, total_steps, self._pace)
+            self._live.offer(line)
         if self._needs_line(record, total_steps):
-            line = progress_line(record, total_steps, left)
             if self._live is None:
                 self._print(line)
             elif self._log is not None:
                 self._log.write(f"{line}\n")
-        self._started = True
 
     def close(self) -> None:
         """Draw the last step and release the terminal. Messages can still be printed."""
@@ -100,17 +102,12 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _needs_line(self, record: StepRecord, total_steps: int) -> bool:
         return (
-            not self._started
+            self._steps == 1
             or record.step % self._every == 0
             or record.step >= total_steps
             or record.skipped
@@ -121,24 +118,6 @@ class Console:
         # One write per line, so that lines of several processes do not mix in a shared log.
         self._stream.write(text + "\n")
         self._stream.flush()
-
-
-class _Pace:
-    """Moving average of the time per step."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
-        self._steps = 0
-
-    def add(self, step_seconds: float) -> None:
-        if self._steps == 1:
-            # The first step compiles, allocates and connects, so its time is not representative.
-            self._seconds.clear()
-        self._seconds.append(step_seconds)
-        self._steps += 1
-
-    def seconds_left(self, steps: int) -> float:
-        return steps * math.fsum(self._seconds) / len(self._seconds)
 
 
 class _LiveLine:
@@ -173,11 +152,11 @@ class _LiveLine:
             redirect_stdout=is_logged or stream.wrapped is sys.stdout,
             redirect_stderr=log.shows_errors if is_logged and log else sys.stderr.isatty(),
         )
-        self._pending: tuple[StepRecord, int, _Pace] | None = None
+        self._pending: str | None = None
         self._drawn_at = -math.inf
 
-    def offer(self, record: StepRecord, total_steps: int, pace: _Pace) -> None:
-        self._pending = (record, total_steps, pace)
+    def offer(self, line: str) -> None:
+        self._pending = line
         if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWS:
             self._draw()
 
@@ -193,10 +172,7 @@ class _LiveLine:
             return
         from rich.text import Text
 
-        record, total_steps, pace = self._pending
-        left = pace.seconds_left(total_steps - record.step)
-        line = progress_line(record, total_steps, left, self._console.width)
-        self._live.update(Text(line, no_wrap=True, overflow="crop"))
+        self._live.update(Text(self._pending, no_wrap=True, overflow="crop"))
         if not self._live.is_started:
             self._live.start()
             # Live hides the cursor; a killed process could not restore it.

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from distmp.distributed.progress import COMPARISON, SAVING, VALIDATION
-from distmp.errors import ConfigError
-from distmp.utils.files import replacing
 from distmp.utils.intervals import Interval, difference, intersection, length, union
-
-SUMMARY = "summary.json"
-"""Name of the summary in the directory of profiles."""
 
 # Phases between steps that are not part of any step.
 PAUSES = (VALIDATION, COMPARISON, SAVING)
@@ -30,8 +22,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _MIN_SHARE = 0.05
 
 
-@dataclass(frozen=True)
-class RankTimes:
+class RankTimes(NamedTuple):
     """Times of a rank, in seconds per step, averaged over the recorded steps.
 
     Attributes:
@@ -52,79 +43,19 @@ class RankTimes:
         return self.step - self.exposed
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The times of all ranks.
-
-    Attributes:
-        first_step: First recorded step.
-        last_step: Last recorded step.
-        ranks: The ranks with a recording, in order; at least one.
-    """
-
-    first_step: int
-    last_step: int
-    ranks: list[RankTimes]
-
-    def write(self, path: Path) -> None:
-        """Write the summary as JSON.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        with replacing(path) as file:
-            file.write(json.dumps(asdict(self), indent=1).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> Summary:
-        """Read a file of `write`.
-
-        Raises:
-            ConfigError: If the file is not a summary.
-        """
-        try:
-            values = json.loads(path.read_bytes())
-            ranks = [RankTimes(**rank) for rank in values.pop("ranks")]
-            return cls(**values, ranks=ranks)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                "run_dir", str(path), f"is not the summary of a profile ({error}); remove it"
-            ) from None
-
-    @property
-    def title(self) -> str:
-        """The recorded steps, the number of ranks and the time per step, as text."""
-        steps = f"step {self.first_step}"
-        if self.last_step > self.first_step:
-            steps = f"steps {self.first_step} to {self.last_step}"
-        ranks = "one rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
-        return f"{steps} on {ranks}, {_ms(self._step)} a step"
-
-    @property
-    def _step(self) -> float:
-        return statistics.fmean(rank.step for rank in self.ranks)
-
-    def notes(self) -> list[str]:
-        """Return lines on the exposed communication, and on the rank for which the others wait."""
-        least, most = (pick(self.ranks, key=lambda r: r.exposed) for pick in (min, max))
-        mean = statistics.fmean(rank.exposed for rank in self.ranks)
-        share = mean / self._step if self._step else 0.0
-        exposed = f"exposed communication: {_ms(mean)} a step, {share:.0%}"
-        if most.exposed - least.exposed > _MIN_SHARE * self._step:
-            exposed += f"; {_ms(least.exposed)} (rank {least.rank}) to {_ms(most.exposed)} "
-            exposed += f"(rank {most.rank})"
-        return [exposed, *self._slow_rank()]
-
-    def _slow_rank(self) -> Iterable[str]:
-        if len(self.ranks) == 1:
-            return
-        slow = max(self.ranks, key=lambda rank: rank.own)
-        others = statistics.median(rank.own for rank in self.ranks if rank is not slow)
-        if slow.own - others > _MIN_SHARE * slow.step:
-            yield (
-                f"rank {slow.rank} on {slow.host} slows down the others: its time without waiting "
-                f"is {_ms(slow.own - others)} a step longer"
-            )
+def summary(ranks: Sequence[RankTimes]) -> Iterator[str]:
+    """Yield lines on the exposed communication, and on the rank for which the others wait."""
+    step = statistics.fmean(rank.step for rank in ranks)
+    exposed = statistics.fmean(rank.exposed for rank in ranks)
+    share = exposed / step if step else 0.0
+    yield f"{_ms(step)} a step; exposed communication: {_ms(exposed)} a step, {share:.0%}"
+    slow = max(ranks, key=lambda rank: rank.own)
+    others = statistics.median([rank.own for rank in ranks if rank is not slow] or [slow.own])
+    if slow.own - others > _MIN_SHARE * slow.step:
+        yield (
+            f"rank {slow.rank} on {slow.host} slows down the others: its time without waiting is "
+            f"{_ms(slow.own - others)} a step longer"
+        )
 
 
 def measured(events: Sequence[Mapping[str, Any]], *, on_cuda: bool) -> tuple[float, float] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from distmp.telemetry.records import StepRecord
 from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
@@ -10,58 +10,38 @@ from distmp.utils.units import bytes_text, duration, per_second, quantity, scale
 _SEPARATOR = "  "
 
 
-class Field(NamedTuple):
-    """One column of the line; if it is too long, columns with the highest `rank` are dropped."""
-
-    text: str
-    rank: int
-
-
-def progress_line(
-    record: StepRecord, total_steps: int, seconds_left: float, width: int | None = None
-) -> str:
-    """Format one step as a line of aligned columns.
+def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> str:
+    """Format one step as a line of aligned columns, the most important ones first.
 
     Args:
         record: The step.
         total_steps: Number of steps of the run.
         seconds_left: Estimated time until the last step; not finite if unknown.
-        width: Number of available columns: the least important fields are dropped and the rest is
-            cut to fit. None shows everything.
     """
-    fields = step_fields(record, total_steps, seconds_left)
-    while width is not None and len(fields) > 1 and len(_joined(fields)) > width:
-        fields.remove(max(fields, key=lambda field: field.rank))
-    return _joined(fields)[:width]
-
-
-def step_fields(record: StepRecord, total_steps: int, seconds_left: float) -> list[Field]:
-    """Format each field to a width that does not change from step to step."""
     digits = len(str(total_steps))
     fields = [
-        Field(f"step {record.step:>{digits}}/{total_steps}", 0),
-        Field(f"loss {_loss(record.loss):>8}", 1),
-        Field(f"{quantity(record.weight_per_second):>5} {per_second(record.unit)}", 3),
-        Field(f"lr {record.learning_rate:.2e}", 7),
-        Field(f"norm {_norm(record.grad_norm):>8}", 4),
-        Field(f"scale {scale_text(record.loss_scale):>5}", 6),
-        Field(f"skipped {record.skipped_total:>3}", 5),
-        Field(f"{bytes_text(record.memory_bytes):>8}", 8),
-        Field(f"{duration(seconds_left):>8} left", 2),
+        f"step {record.step:>{digits}}/{total_steps}",
+        f"loss {_loss(record.loss):>8}",
+        f"{duration(seconds_left):>8} left",
+        f"{quantity(record.weight_per_second):>5} {per_second(record.unit)}",
+        f"norm {_norm(record.grad_norm):>8}",
+        f"skipped {record.skipped_total:>3}",
+        f"scale {scale_text(record.loss_scale):>5}",
+        f"lr {record.learning_rate:.2e}",
+        f"{bytes_text(record.memory_bytes):>8}",
+        # Only in some steps, so that the other columns stay in place.
+        *_notes(record),
     ]
-    return fields + _notes(record)
+    return _SEPARATOR.join(fields)
 
 
-def _notes(record: StepRecord) -> list[Field]:
-    """Return fields of only some steps, which come last so that the columns stay in place."""
-    notes = []
+def _notes(record: StepRecord) -> Iterator[str]:
     if record.validation_loss is not None:
-        notes.append(Field(f"validation loss {_loss(record.validation_loss)}", 9))
+        yield f"validation loss {_loss(record.validation_loss)}"
     for name, value in (record.validation_metrics or {}).items():
-        notes.append(Field(f"{name} {_loss(value)}", 9))
+        yield f"{name} {_loss(value)}"
     if record.skipped:
-        notes.append(Field("this step skipped", 10))
-    return notes
+        yield "this step skipped"
 
 
 def _loss(loss: float) -> str:
@@ -70,7 +50,3 @@ def _loss(loss: float) -> str:
 
 def _norm(norm: float) -> str:
     return f"{norm:.3f}" if norm == 0 or 0.001 <= norm < 1000 else f"{norm:.2e}"
-
-
-def _joined(fields: list[Field]) -> str:
-    return _SEPARATOR.join(field.text for field in fields)

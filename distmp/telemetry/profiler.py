@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmp.distributed.progress import CurrentPhase, current_phase
 from distmp.distributed.world import World
-from distmp.telemetry.exposed_communication import SUMMARY, RankTimes, Summary, measured
+from distmp.telemetry.exposed_communication import RankTimes, measured, summary
 from distmp.telemetry.settings import ProfileConfig
 
 logger = logging.getLogger("distmp")
@@ -25,10 +25,9 @@ logger = logging.getLogger("distmp")
 _OPERATORS = 50
 # An event of the CUDA allocator with its stack takes about a kilobyte.
 _MAX_EVENTS = 100_000
-# torch's functions for snapshots of CUDA memory are private, and used only if they exist. Tested
-# with torch 2.11 and 2.13.
-_record_memory: Any = getattr(torch.cuda.memory, "_record_memory_history", None)
-_dump_memory: Any = getattr(torch.cuda.memory, "_dump_snapshot", None)
+# torch's functions for snapshots of CUDA memory are private. Tested with torch 2.11 and 2.13.
+_record_memory: Any = torch.cuda.memory._record_memory_history
+_dump_memory: Any = torch.cuda.memory._dump_snapshot
 
 
 class StepProfiler:
@@ -36,8 +35,8 @@ class StepProfiler:
 
     Each rank writes a trace (`trace-rank0.json`, for Perfetto), a table of its operators
     (`operators-rank0.txt`) and on CUDA a snapshot of its memory (`memory-rank0.pickle`, for
-    pytorch.org/memory_viz). Rank 0 writes `summary.json`, the time of a step and its exposed
-    communication on every rank. If the block ends with an error, there is no summary.
+    pytorch.org/memory_viz). Rank 0 logs the time of a step and its exposed communication. If the
+    block ends with an error, there is no summary.
 
     Args:
         config: The steps to record.
@@ -63,14 +62,9 @@ class StepProfiler:
         if self._profile is not None:
             if step > self._window[-1]:
                 self.finish()
-        elif self._window and not self._started and step >= self._window[0]:
+        elif step in self._window and not self._started:
             self._started = True
-            left = range(step, self._window[-1] + 1)
-            if left != self._window:
-                what = f"records from there to step {left[-1]}" if left else "records nothing"
-                self._log(f"profile: this run continues with step {step}, and {what}")
-            if left:
-                self._start()
+            self._start()
 
     def finish(self) -> None:
         """Stop recording, if it has started, and log the summary; all ranks must call it."""
@@ -79,7 +73,10 @@ class StepProfiler:
         own = self._stop()
         known = [rank for rank in self._world.ranks.gather(own) if rank is not None]
         if self._world.rank == 0 and known:
-            self._report(Summary(*self._ranges.steps, known))
+            first, last = self._ranges.steps
+            ranks = "1 rank" if len(known) == 1 else f"{len(known)} ranks"
+            what = f"profile of steps {first} to {last} on {ranks}, in {self._directory}"
+            self._log("\n  ".join([what, *summary(known)]))
 
     def __enter__(self) -> StepProfiler:
         return self
@@ -108,10 +105,7 @@ class StepProfiler:
             # Exclude kernels that were launched before these steps.
             torch.cuda.synchronize(self._world.device)
             activities.append(ProfilerActivity.CUDA)
-            if _record_memory is not None:
-                _record_memory(
-                    enabled="all", context="all", stacks="python", max_entries=_MAX_EVENTS
-                )
+            _record_memory(enabled="all", context="all", stacks="python", max_entries=_MAX_EVENTS)
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profile.start()
         current_phase.observer = self._ranges
@@ -134,12 +128,12 @@ class StepProfiler:
             logger.warning("cannot write the profile: %s; training continues without it", error)
             return None
         finally:
-            if self._on_cuda and _record_memory is not None:
+            if self._on_cuda:
                 _record_memory(enabled=None)
 
     def _write(self, recorded: profile) -> RankTimes | None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        if self._on_cuda and _dump_memory is not None:
+        if self._on_cuda:
             _dump_memory(str(self._file("memory", "pickle")))
         trace = self._file("trace", "json")
         recorded.export_chrome_trace(str(trace))
@@ -148,14 +142,6 @@ class StepProfiler:
         self._file("operators", "txt").write_text(operators.table(sort_by=by, row_limit=_OPERATORS))
         times = measured(json.loads(trace.read_bytes())["traceEvents"], on_cuda=self._on_cuda)
         return RankTimes(self._world.rank, socket.gethostname(), *times) if times else None
-
-    def _report(self, summary: Summary) -> None:
-        try:
-            summary.write(self._directory / SUMMARY)
-        except OSError as error:
-            logger.warning("cannot write the profile: %s; training continues without it", error)
-        lines = [f"profile of {summary.title}; in {self._directory}", *summary.notes()]
-        self._log("\n  ".join(lines))
 
     def _file(self, what: str, ending: str) -> Path:
         return self._directory / f"{what}-rank{self._world.rank}.{ending}"

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TextIO
 
 logger = logging.getLogger("distmp")
@@ -137,12 +136,7 @@ class RankLog:
     def __enter__(self) -> RankLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._restore()
         self._close_files()
         if self.terminal is not None:

@@ -12,14 +12,12 @@ import errno
 import json
 import logging
 import math
-import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from distmp.errors import DistmpError
@@ -57,8 +55,7 @@ class StepRecord:
         validation_loss: Validation loss after this step, or None without a validation.
         dropped: Number of microbatches of all ranks that were dropped because of non-finite
             gradients.
-        overflow: The cause of a skipped step, as JSON values. Non-finite floats are read back as
-            strings.
+        overflow: The cause of a skipped step, as JSON values.
         divergence: What was out of bounds in this step (`problem`, `action`), and in the first step
             after a rollback its cause and origin (`rolled_back`).
         unit: What the weight counts, in the singular: "token", "sample" or another word.
@@ -113,9 +110,6 @@ class RecordWriter:
             step has every step once (0 drops all). None keeps every complete record.
         warn: Called with a message when records cannot be written, and when they can again.
 
-    Attributes:
-        missing: Number of steps up to `resume_after_step` of which an existing file has no record.
-
     Raises:
         RecordError: If an existing line is not a step record.
     """
@@ -129,7 +123,6 @@ class RecordWriter:
         self._path = Path(path)
         self._last_kept = math.inf if resume_after_step is None else resume_after_step
         self._warn = warn
-        self.missing = 0
         self._buffered: deque[bytes] = deque(maxlen=MAX_BUFFERED)
         self._file: FileIO | None = None
         self._size = 0  # of the complete records in the file
@@ -179,9 +172,7 @@ class RecordWriter:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
-                kept = _drop_later_records(self._path, self._last_kept)
-                if self._last_kept < math.inf:
-                    self.missing = max(0, int(self._last_kept) - kept)
+                _drop_later_records(self._path, self._last_kept)
                 self._last_kept = math.inf
             self._file = FileIO(self._path, "ab")
             self._size = os.fstat(self._file.fileno()).st_size
@@ -195,17 +186,6 @@ class RecordWriter:
             file.truncate(self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(line)
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _is_gone(file: FileIO, path: Path) -> bool:
@@ -229,8 +209,8 @@ def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
         return [_record(path, number, line) for number, line in _complete_lines(file)]
 
 
-def _drop_later_records(path: Path, last_step: float) -> int:
-    """Keep one record of each step up to the last one; return their number."""
+def _drop_later_records(path: Path, last_step: float) -> None:
+    """Keep one record of each step up to the last one."""
     kept: set[int] = set()
     with path.open("rb") as old, replacing(path) as new:
         for number, line in _complete_lines(old):
@@ -238,7 +218,6 @@ def _drop_later_records(path: Path, last_step: float) -> int:
             if step <= last_step and step not in kept:
                 kept.add(step)
                 new.write(line)
-    return len(kept)
 
 
 def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -246,75 +225,35 @@ def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _line(record: StepRecord) -> bytes:
-    values = {name: _strict(getattr(record, name)) for name in _CONVERTERS}
+    values = _renamed({name: getattr(record, name) for name in _FIELDS}, _name)
     return json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def _strict(value: Any) -> Any:
-    """Replace every NaN and infinity, at any depth, by its name."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    return value
 
 
 def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecord:
     try:
         values = json.loads(line)
-        known = {n: convert(values[n]) for n, convert in _CONVERTERS.items() if n in values}
-        return StepRecord(**known)
+        known = {name: values[name] for name in _FIELDS if name in values}
+        return StepRecord(**_renamed(known, lambda value: _NAMED.get(value, value)))
     except (ValueError, TypeError) as error:
         message = f"{os.fspath(path)}, line {number}: not a step record ({error})"
         raise RecordError(f"{message}; fix or delete that line") from error
 
 
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
+def _renamed(value: Any, rename: Callable[[Any], Any]) -> Any:
+    """Apply a function to every value in mappings and lists, at any depth."""
+    if isinstance(value, dict):
+        return {key: _renamed(item, rename) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_renamed(item, rename) for item in value]
+    return rename(value)
+
+
+def _name(value: Any) -> Any:
+    """Return the name of NaN or an infinity, and every other value unchanged."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
-
-
-def _optional_float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _optional_mapping(value: Any) -> dict[str, Any] | None:
-    if not isinstance(value, (dict, type(None))):
-        raise TypeError(f"{value!r} is not an object")
-    return value
-
-
-def _optional_numbers(value: Any) -> dict[str, float] | None:
-    mapping = _optional_mapping(value)
-    return None if mapping is None else {name: float(item) for name, item in mapping.items()}
-
-
-def _optional_floats(value: Any) -> list[float] | None:
-    if not isinstance(value, (list, type(None))):
-        raise TypeError(f"{value!r} is not a list")
-    return None if value is None else [float(item) for item in value]
-
-
-_CONVERTER_OF_TYPE: dict[str, Callable[[Any], Any]] = {
-    "int": operator.index,
-    "float": float,  # reads "NaN", "Infinity" and "-Infinity" too
-    "bool": _boolean,
-    "str": _text,
-    "str | None": lambda value: None if value is None else _text(value),
-    "float | None": _optional_float,
-    "dict[str, Any] | None": _optional_mapping,
-    "dict[str, float] | None": _optional_numbers,
-    "list[float] | None": _optional_floats,
-}
-_CONVERTERS = {
-    field.name: _CONVERTER_OF_TYPE[str(field.type)] for field in dataclasses.fields(StepRecord)
-}
+_NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_FIELDS = [field.name for field in dataclasses.fields(StepRecord)]

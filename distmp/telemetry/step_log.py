@@ -35,11 +35,6 @@ class StepLog:
         self._console = console
         self._steps = steps
         self._writer = self._opened(after_step)
-        if self._writer is not None and self._writer.missing:
-            console.message(
-                f"warning: {path} lacks the records of {self._writer.missing} of the steps up to "
-                f"step {after_step}"
-            )
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step to all destinations."""

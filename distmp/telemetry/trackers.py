@@ -97,9 +97,8 @@ def start(
         try:
             tracker = tracker_class(project, *folder, **arguments)
             tracker.start()
-            tracker.store_init_configuration(
-                {setting: _plain(value) for setting, value in flat(masked(hyperparameters)).items()}
-            )
+            settings = flat(masked(hyperparameters)).items()
+            tracker.store_init_configuration({name: _plain(value) for name, value in settings})
         except Exception as error:  # trackers raise any error: no account, no network
             raise ConfigError(
                 "log.trackers", name, f"does not start: {_error_text(error)}; fix or remove it"
@@ -141,13 +140,10 @@ def scalars(record: StepRecord) -> dict[str, float]:
     values = dataclasses.asdict(record)
     del values["step"]
     values[f"{record.unit}s_per_second"] = values.pop("weight_per_second")
-    for name, value in (record.validation_metrics or {}).items():
-        values[f"validation_{name}"] = value
-    for name, value in (record.layer_grad_norms or {}).items():
-        values[f"layer_grad_norms/{name}"] = value
+    values |= {f"validation_{n}": value for n, value in (record.validation_metrics or {}).items()}
+    values |= {f"layer_grad_norms/{n}": norm for n, norm in (record.layer_grad_norms or {}).items()}
     for operand, statistics in (record.narrow_operands or {}).items():
-        for name in ("saturated", "underflowed", "largest"):
-            values[f"narrow_operands/{operand}/{name}"] = statistics[name]
+        values |= {f"narrow_operands/{operand}/{n}": value for n, value in statistics.items()}
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in values.items()

@@ -19,7 +19,7 @@ from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
 from distmp.optim import Muon
 from distmp.quantization.description import describe_formats, formats_record
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training import manifest
 from distmp.training.accelerate_launch import overridden_options
 from distmp.training.callbacks import Callback

@@ -25,7 +25,7 @@ from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.errors import TrainingError
 from distmp.faults.watchdog import ending_of
-from distmp.telemetry import RecordError, read_records
+from distmp.telemetry.records import RecordError, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
 

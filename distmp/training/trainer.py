@@ -15,7 +15,8 @@ from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
-from distmp.telemetry import Console, StepTimer
+from distmp.telemetry.console import Console
+from distmp.telemetry.throughput import StepTimer
 from distmp.training import rollback
 from distmp.training.build import build_run
 from distmp.training.callback_state import CallbackStates

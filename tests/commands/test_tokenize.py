@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,15 +43,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_documents_are_neither_cut_nor_filled(tokenizer: Path) -> None:
+def test_documents_are_neither_cut_nor_filled(tokenizer: Path, tmp_path: Path) -> None:
     """A tokenizer may do so, for the model that it was made for."""
     from tokenizers import Tokenizer
 
-    encoder = load_encoder(str(tokenizer), None)
-    backend = Tokenizer.from_str(encoder.definition or "")
+    shutil.copytree(tokenizer, tmp_path / "cutting")
+    backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     backend.enable_truncation(3)
     backend.enable_padding(length=8)
-    cutting = replace(encoder, definition=backend.to_str())
+    backend.save(str(tmp_path / "cutting" / "tokenizer.json"))
+    cutting, encoder = (load_encoder(str(each)) for each in (tmp_path / "cutting", tokenizer))
     assert cutting.encode(TEXTS) == encoder.encode(TEXTS)
 
 
@@ -128,17 +130,15 @@ def test_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Dataset.from_dict({"body": ["b0", "b1"], "other": [0, 1]})
     rows.to_parquet("in/b.parquet")
     rows.to_json("in/c.jsonl")
-    rows.save_to_disk("saved")
     Path("in/a.txt").write_text("a\n\nA")
     Path("in/d.py").write_text("d")
     Path("in/.hidden").write_text("hidden")
-    assert tokenize("in", "saved", "--key=body", "--to=out", "--tokenizer=bytes") == 0
+    assert tokenize("in", "in/c.jsonl", "--key=body", "--to=out", "--tokenizer=bytes") == 0
     documents = bytes(255 if byte == 256 else byte for byte in ids_in(Path("out")))
     assert documents.split(b"\xff")[:-1] == [
         *(b"a\n\nA", b"b0", b"b1", b"b0", b"b1", b"d"),
         *(b"b0", b"b1"),
     ]
-    assert not list(Path("saved").glob("cache*"))
 
 
 def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,8 +157,6 @@ def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[s
         (["none", "--tokenizer=bytes"], "INPUT = 'none': there is no such file or directory"),
         (["in.jsonl", "--tokenizer=none"], "--tokenizer = 'none': has no tokenizer.json"),
         (["in.jsonl", "--tokenizer=odd"], "--tokenizer = 'odd': transformers cannot load it"),
-        (["in.jsonl", "--tokenizer=bytes", "--workers=0"], "--workers = 0: must be from 1"),
-        (["in.jsonl", "--tokenizer=bytes", "--end-of-text=x"], "a document ends with 256"),
         (
             ["in.jsonl", "--tokenizer=bytes", "--key=body"],
             "has no column 'body'; set --key to one of text",
@@ -166,8 +164,9 @@ def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[s
         (["empty", "--tokenizer=bytes"], "no document has a token"),
         (["broken.jsonl", "--tokenizer=bytes"], "INPUT = 'broken.jsonl': cannot be read: "),
         (["numbers.jsonl", "--tokenizer=bytes"], "a document is of type int; use strings"),
+        (["nothing", "--tokenizer=bytes"], "there is no file in this directory"),
         (["latin1.txt", "--tokenizer=bytes"], "can't decode byte"),
-        (["a.json", "--tokenizer=bytes"], "set --format to text or json"),
+        (["a.json", "--tokenizer=bytes"], "rename it to .txt or .jsonl"),
     ],
 )
 def test_errors_are_one_message(
@@ -175,6 +174,7 @@ def test_errors_are_one_message(
 ) -> None:
     Path("odd").mkdir()
     Path("odd/tokenizer.json").write_text("{")
+    Path("nothing").mkdir()
     Path("empty").mkdir()
     Path("empty/a.txt").touch()
     Path("broken.jsonl").write_text('{"text": ')
@@ -201,22 +201,18 @@ def test_another_directory_is_never_replaced(
     assert "'out': exists; name a new directory, or remove this one" in capsys.readouterr().err
 
 
-def test_the_end_of_text_must_be_a_token(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_needs_an_end_of_text(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
-    with pytest.raises(ConfigError, match="the tokenizer has no end-of-sequence token"):
-        load_encoder(str(tmp_path), None)
-    with pytest.raises(ConfigError, match="'</s>': is not a token of"):
-        load_encoder(str(tmp_path), "</s>")
-    assert load_encoder(str(tmp_path), END).end_of_text == 0
+    with pytest.raises(ConfigError, match="has no end-of-sequence token; set eos_token in"):
+        load_encoder(str(tmp_path))
 
 
-def test_a_text_with_the_end_of_text_is_refused(
-    jsonl: str, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_with_the_end_of_text_is_refused(tokenizer: Path) -> None:
     """A token such as "the" is no special token, and occurs in texts."""
-    ordinary = ["--end-of-text=the", "--workers=1", "--to=out"]
-    assert tokenize(jsonl, f"--tokenizer={tokenizer}", *ordinary) == 2
-    assert "a document contains the end-of-text token" in capsys.readouterr().err
+    encoder = load_encoder(str(tokenizer))
+    encoder = replace(encoder, end_of_text=encoder.encode(["the"])[0][0])
+    with pytest.raises(ValueError, match="a document contains the end-of-text token"):
+        encoder.documents(TEXTS)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])

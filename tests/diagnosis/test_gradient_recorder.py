@@ -6,13 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distmp.diagnosis.gradient_recorder import (
-    ACTIVATIONS,
-    PARAMETERS,
-    GradientRecorder,
-    Histograms,
-    group_of,
-)
+from distmp.diagnosis.gradient_recorder import GradientRecorder
+from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.engine import Engine
 from tests.ranks import ranks
 from tests.reference import (
@@ -38,80 +33,47 @@ def exponents_of(gradients: list[Tensor]) -> dict[int, int]:
     return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
 
 
-def exponents(histograms: Histograms) -> dict[str, dict[str, dict[int, int]]]:
-    return {
-        kind: {name: dict(histogram.exponents) for name, histogram in of_kind.items()}
-        for kind, of_kind in histograms.items()
-    }
-
-
-def recorded(engine: Engine, sizes: object = TWO_RANKS, steps: int = 2) -> Histograms:
+def recorded(engine: Engine, sizes: object = TWO_RANKS, steps: int = 2) -> ExponentHistogram:
     with GradientRecorder(engine.module, CPU) as recorder:
         train(engine, steps, sizes)  # type: ignore[arg-type]
-    return recorder.histograms(engine.world.group)
+    return recorder.histogram(engine.world.group)
 
 
-def outputs_of(model: Classifier, x: Tensor) -> dict[str, list[Tensor]]:
-    """Run the model and keep the outputs of its modules."""
-    kept: dict[str, list[Tensor]] = {"first": [model.first(x)]}
-    x = kept["first"][0]
-    for index, block in enumerate(model.blocks):
+def outputs_of(model: Classifier, x: Tensor) -> list[Tensor]:
+    """Run the model and return the outputs of its modules."""
+    kept = [model.first(x)]
+    x = kept[0]
+    for block in model.blocks:
         norm = block.norm(x)
         linear = block.linear(norm)
         x = x + torch.tanh(linear)
-        kept[f"blocks.{index}"] = [norm, linear, x]
-    kept["head"] = [model.head(x)]
-    return kept
+        kept += [norm, linear, x]
+    return [*kept, model.head(x)]
 
 
 def test_counts_are_those_of_autograd_for_each_microbatch() -> None:
     engine = make_engine()
-    histograms = recorded(engine, ONE_RANK, steps=1)
+    histogram = recorded(engine, ONE_RANK, steps=1)
     assert engine.nominal_weight is not None
     model = make_model()
-    found: dict[str, dict[str, list[Tensor]]] = {PARAMETERS: {}, ACTIVATIONS: {}}
+    found: list[Tensor] = []
     for batch in microbatches(0, ONE_RANK[0]):
         outputs = outputs_of(model, batch.inputs)
-        logits = outputs["head"][0]
-        total = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
-        wanted = [
-            *((ACTIVATIONS, group, value) for group, values in outputs.items() for value in values),
-            *((PARAMETERS, group_of(name), value) for name, value in _owners(model)),
-        ]
-        gradients = torch.autograd.grad(
-            total / engine.nominal_weight, [value for _, _, value in wanted]
-        )
-        for (kind, group, _), gradient in zip(wanted, gradients, strict=True):
-            found[kind].setdefault(group, []).append(gradient)
-    expected = {
-        kind: {group: exponents_of(gradients) for group, gradients in groups.items()}
-        for kind, groups in found.items()
-    }
-    assert exponents(histograms) == expected
-
-
-def _owners(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters with the names of their modules."""
-    return [(name.rpartition(".")[0], value) for name, value in model.named_parameters()]
+        total = nn.functional.cross_entropy(outputs[-1], batch.labels, reduction="sum")
+        wanted = [*outputs, *model.parameters()]
+        found += torch.autograd.grad(total / engine.nominal_weight, wanted)
+    assert dict(histogram.exponents) == exponents_of(found)
 
 
 @ranks(2, timeout=110)
 def test_strategies_agree() -> None:
     of_ddp, of_fsdp = (recorded(make_engine(strategy=strategy)) for strategy in ("ddp", "fsdp"))
-    assert exponents(of_ddp) == exponents(of_fsdp)
-    single = recorded(make_engine(strategy="ddp"), steps=1)
-    here = sum(len(batch.labels) > 0 for batch in microbatches(0, TWO_RANKS[0], 0))
-    assert here == 2
-    head = single[PARAMETERS]["head"]
-    # Two ranks with two microbatches each.
-    assert head.values == 4 * make_model().head.weight.numel()
+    assert of_ddp.exponents == of_fsdp.exponents
 
 
 def test_bfloat16_gradients_count_as_often() -> None:
     wide, narrow = (recorded(make_engine(policy=policy), ONE_RANK) for policy in ("fp32", "bf16"))
-    assert wide[PARAMETERS].keys() == narrow[PARAMETERS].keys()
-    for group, histogram in wide[PARAMETERS].items():
-        assert narrow[PARAMETERS][group].values == histogram.values
+    assert wide.values == narrow.values
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
@@ -158,13 +120,8 @@ def test_each_gradient_counts_once() -> None:
     model = _Awkward()
     with GradientRecorder(model, CPU) as recorder:
         model(torch.randn(5, 3)).sum().backward()
-    found = recorder.histograms(None)
-    values = {kind: {g: h.values for g, h in of_kind.items()} for kind, of_kind in found.items()}
-    assert values == {
-        # One gradient of the weight that is used three times.
-        PARAMETERS: {"(model)": 3, "twice": 9},
-        ACTIVATIONS: {"(model)": 15, "twice": 30, "tied": 15, "pair": 15},
-    }
+    # One gradient of the weight that is used three times, and of each output.
+    assert recorder.histogram(None).values == 3 + 9 + 15 * (1 + 2 + 1 + 1)
 
 
 def test_a_larger_loss_moves_the_recommendation() -> None:
@@ -174,27 +131,6 @@ def test_a_larger_loss_moves_the_recommendation() -> None:
         with GradientRecorder(engine.module, CPU) as recorder:
             batches = [batch._replace(factor=factor) for batch in microbatches(0, ONE_RANK[0])]
             engine.step(batches)
-        head = recorder.histograms(None)[PARAMETERS]["blocks.1"]
-        scales.append(2.0 ** (12 - max(head.exponents)))
-        # The smallest gradients of this small model need a lower scale.
-        assert head.recommended_scale() <= scales[-1]  # type: ignore[operator]
+        scales.append(2.0 ** (12 - max(recorder.histogram(None).exponents)))
     assert scales[0] == scales[1] * 2.0**10
     assert loss(make_model(), batches[0])[0] > 1000
-
-
-@pytest.mark.parametrize(
-    ("module", "group"),
-    [
-        ("", "(model)"),
-        ("head", "head"),
-        ("blocks", "blocks"),
-        ("blocks.11", "blocks.11"),
-        ("blocks.11.attention.query", "blocks.11"),
-        ("model.layers.3.mlp.experts.7.up", "model.layers.3"),
-        ("model.embed_tokens", "model.embed_tokens"),
-        ("vision.stem.conv.inner", "vision.stem"),
-        ("0", "0"),
-    ],
-)
-def test_layer_groups(module: str, group: str) -> None:
-    assert group_of(module) == group

@@ -79,7 +79,6 @@ def test_exponents_are_those_of_frexp(values: list[float]) -> None:
     exponents, counts = np.unique(np.frexp(known)[1] - 1, return_counts=True)
     assert found.exponents == dict(zip(exponents.tolist(), counts.tolist(), strict=True))
     assert found.values == array.size
-    assert found.zeros == (array == 0).sum()
     assert found.infinite == np.isinf(array).sum()
     assert found.nan == np.isnan(array).sum()
 
@@ -161,6 +160,5 @@ def test_without_any_value_there_is_no_recommendation(values: list[float]) -> No
 def test_the_range_of_subnormal_fp32_numbers() -> None:
     tiny = torch.tensor([1e-45, 1e-39, -1e-40])
     found = histogram_of(tiny)
-    assert found.zeros == 0
     assert found.exponents == {-127: 3}
     assert found.shares(100) == (1, 0, 0) == shares_by_casting(tiny, 100)

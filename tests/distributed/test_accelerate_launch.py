@@ -8,7 +8,7 @@ from distmp.distributed.accelerate_launch import check_started, wants_cpu
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError
 from distmp.precision import policy
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.accelerate_launch import overridden_options
 from tests.torchrun import TINY, corpus, python, run
 

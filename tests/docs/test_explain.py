@@ -12,6 +12,7 @@ from benchmarks.explain_memory import CASES
 from benchmarks.figures import ROOT, with_figures
 from benchmarks.report import RESULTS
 from distmp.commands.explain import command
+from distmp.commands.explain.explanation import MICROBATCHES_RUN, REPRODUCIBLE_RUN
 
 PAGE = (ROOT / "docs" / "explain.md").read_text()
 
@@ -25,6 +26,8 @@ def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
+    assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN) == (3, 4)
+    assert "runs three of them (four with `reproducible`)" in " ".join(PAGE.split())
     assert command.USUAL_RANKS == 8
     assert "by default 8, or the largest smaller divisor" in " ".join(PAGE.split())
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.figures import ROOT
 from distmp import cli
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.torchrun import SENTENCES
 

@@ -19,7 +19,7 @@ from distmp.distributed.world import World
 from distmp.engine import Engine, rank_consistency
 from distmp.engine.rank_consistency import ROW, ROWS_PER_BLOCK, compare, digests
 from distmp.errors import ConfigError, TrainingError
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.callbacks import Callback, PendingStep
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks

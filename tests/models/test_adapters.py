@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +22,9 @@ from distmp.config import load
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError
-from distmp.export.adapters import AdapterWeights, MergedWeights, updates_of, write_adapter
+from distmp.export.adapters import AdapterWeights, write_adapter
 from distmp.export.sources import EngineWeights
 from distmp.models import adapters
-from distmp.models.adapters import Update
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.training.run_fingerprint import describe_model
 from distmp.training.setup import build_engine, prepare, start_from_weights
@@ -184,36 +182,7 @@ def test_adapters_are_trained_as_by_peft_under_every_strategy(tmp_path: Path) ->
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / case)
         state = {k.removeprefix("base_model.model."): v for k, v in loaded.named_parameters()}
         assert_same_bits({name: state[name].detach() for name in trained}, trained)
-        if policy == "fp32":
-            check_merged(weights, describe(loaded), loaded.merge_and_unload().state_dict())
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "llama-fsdp-bf16")
-
-
-class InMemory:
-    """Weights that are in memory."""
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        self.weights = weights
-        self.specs = {name: tensor.to("meta") for name, tensor in weights.items()}
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self.weights[name] for name in names}
-
-
-def describe(loaded: nn.Module) -> dict[str, Update]:
-    described = adapters.describe(loaded.base_model.model, None)
-    return updates_of(json.loads(json.dumps(described)))
-
-
-def check_merged(
-    weights: dict[str, Tensor], updates: dict[str, Update], expected: dict[str, Tensor]
-) -> None:
-    merged = MergedWeights(InMemory(weights), updates, torch.float32)
-    found = merged.read(merged.specs)
-    assert found.keys() | {"lm_head.weight"} == expected.keys()
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
-    assert any(not torch.equal(v, weights.get(n, v + 1)) for n, v in found.items())
 
 
 def check_bytes(case: str, held: dict[str, int], trained: dict[str, Tensor]) -> None:
@@ -225,7 +194,7 @@ def check_bytes(case: str, held: dict[str, int], trained: dict[str, Tensor]) -> 
     assert held["optimizer"] <= len(trained), case
 
 
-def test_a_run_is_resumed_exported_and_merged(
+def test_a_run_is_resumed_and_exported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -247,35 +216,16 @@ def test_a_run_is_resumed_exported_and_merged(
     )
     assert_same_bits(first, second)
     assert any(bool(value.any()) for name, value in first.items() if "lora_B" in name)
-    ids = tokens(0)
-    # The base as the run held it.
-    base = AUTO.from_pretrained("llama", dtype=torch.bfloat16).float()
-    norms = {n: p for n, p in AUTO.from_pretrained("llama").named_parameters() if "norm" in n}
-    base.load_state_dict(norms, strict=False)
-    with torch.no_grad():
-        plain = base(ids).logits
-        expected = peft.PeftModel.from_pretrained(base, "whole/model")(ids).logits
     assert cli.main(["export", "whole", "--to=adapter"]) == 0
     assert_same_bits(load_file("adapter/adapter_model.safetensors"), first)
-    rounded = (
-        "the run held its frozen weights in bfloat16, so the merged ones are exact to that only"
-    )
-    assert cli.main(["export", "whole", "--to=merged-bf16", "--merge", "--dtype=bf16"]) == 0
-    assert rounded not in caplog.text
-    assert cli.main(["export", "whole", "--to=merged", "--merge"]) == 0
-    assert rounded in caplog.text
-    with torch.no_grad():
-        found = AUTO.from_pretrained("merged")(ids).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert (found - plain).abs().max() > 0.01
-    for path in ("whole/model", "adapter", "merged"):
+    for path in ("whole/model", "adapter"):
         assert transformers.AutoTokenizer.from_pretrained(path).encode("fox dog") == [2, 1]
     assert cli.main(["export", "whole", "--to=other", "--format=transformers"]) == 2
     assert "--format = 'transformers': adapters have names of" in capsys.readouterr().err
     # A checkpoint does not need the folder of the model, except for the tokenizer.
     (tmp_path / "llama").rename(tmp_path / "gone")
-    assert cli.main(["export", "whole", "--to=later", "--merge"]) == 0
-    assert_same_bits(load_file("later/model.safetensors"), load_file("merged/model.safetensors"))
+    assert cli.main(["export", "whole", "--to=later"]) == 0
+    assert_same_bits(load_file("later/adapter_model.safetensors"), first)
     assert "has no files of one any more" in caplog.text
 
 
@@ -285,7 +235,7 @@ def test_explain_predicts_frozen_shards_in_16_bits(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     found = explain(load(settings(tmp_path, "llama", "fsdp", "bf16")), 2)
     assert found.differences == []
-    stored = {group.name: group.stored for group in found.predicted.groups}
+    stored = {group.name: group.stored for group in found.groups}
     assert stored["model.layers.*.mlp.up_proj"] == torch.bfloat16
     assert stored["model.layers.*.mlp.down_proj.lora_A.default"] == torch.float32
 

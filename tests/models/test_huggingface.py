@@ -21,7 +21,7 @@ from distmp.models import huggingface
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss, takes_targets
 from distmp.models.settings import ModelConfig
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.setup import build_engine, prepare, start_from_weights
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml

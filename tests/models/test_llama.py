@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from distmp import cli
 from distmp.checkpoint import store
 from distmp.errors import ConfigError
+from distmp.export.files import write
 from distmp.export.weights import load_weights
 from distmp.models import llama
 from distmp.models.architecture import TRANSFORMER, architecture
@@ -51,8 +54,9 @@ def exported(folder: Path, model: Transformer) -> Path:
     path = store.save(
         folder / "run", 1, tensors, {"model": architecture(model, ModelConfig())}, keep=1
     )
-    options = ["--format=transformers", "--max-shard-size=10KB"]
-    assert cli.main(["export", str(path), f"--to={folder / 'llama'}", *options]) == 0
+    options = [f"--to={folder / 'llama'}", "--format=transformers"]
+    with mock.patch("distmp.export.export.write", partial(write, max_shard_size=10_000)):
+        assert cli.main(["export", str(path), *options]) == 0
     return folder / "llama"
 
 

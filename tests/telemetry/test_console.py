@@ -67,8 +67,8 @@ def test_time_left_ignores_the_first_step_and_old_ones() -> None:
         seconds = 500.0 if step == 1 else 2.0 if step <= 30 else 1.0
         console.step(record(step, step_seconds=seconds), 3700)
     lines = stream.getvalue().splitlines()
-    assert lines[1].endswith(f"{'2:03:16':>8} left")  # 3698 steps of 2 s
-    assert lines[99].endswith(f"{'1:00:00':>8} left")  # 3600 steps of 1 s
+    assert f"{'2:03:16':>8} left" in lines[1]  # 3698 steps of 2 s
+    assert f"{'1:00:00':>8} left" in lines[99]  # 3600 steps of 1 s
 
 
 def test_a_stream_without_unicode() -> None:

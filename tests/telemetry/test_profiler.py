@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.telemetry.exposed_communication import Summary
+from distmp.telemetry.exposed_communication import measured
 from distmp.telemetry.profiler import StepProfiler
 from distmp.telemetry.settings import ProfileConfig
 from tests import reference
@@ -74,6 +74,13 @@ def profiled(folder: Path) -> dict[str, Any]:
     return found
 
 
+def times(trace: Path) -> tuple[float, float]:
+    """Return the time of a step, and its exposed communication."""
+    found = measured(json.loads(trace.read_text())["traceEvents"], on_cuda=False)
+    assert found is not None
+    return found
+
+
 def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path: Path) -> None:
     first, second = run_ranks(profiled, 2, tmp_path, timeout=100)
     # Recording changes no number.
@@ -81,21 +88,19 @@ def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path:
     assert first["fsdp forward"][0] == first["fsdp"]
     assert not (tmp_path / "none").exists()
     for name in ("ddp data", "ddp forward", "fsdp forward"):
-        summary = Summary.read(tmp_path / name / "summary.json")
-        assert (summary.first_step, summary.last_step) == (2, 3)
-        fast, slow = summary.ranks
+        fast, slow = (times(tmp_path / name / f"trace-rank{rank}.json") for rank in range(2))
         # Forward sleeps in every microbatch; data are loaded once per step.
         slept = SLEEP_SECONDS * (2 if "forward" in name else 1)
-        assert slow.own >= slept
-        assert fast.exposed > slept / 2
-        assert fast.exposed > 2 * slow.exposed
+        assert slow[0] - slow[1] >= slept
+        assert fast[1] > slept / 2
+        assert fast[1] > 2 * slow[1]
         (line,) = first[name][1]
         assert line.startswith("profile of steps 2 to 3 on 2 ranks, ")
         assert "rank 1 on " in line
         assert line.endswith("ms a step longer")
         assert second[name][1] == []
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == [
-            *("operators-rank0.txt", "operators-rank1.txt", "summary.json"),
+            *("operators-rank0.txt", "operators-rank1.txt"),
             *("trace-rank0.json", "trace-rank1.json"),
         ]
     # The trace contains the phases of a step in order, inside of the step.
@@ -142,10 +147,10 @@ def test_the_table_of_operators_has_shapes_and_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "first", "last", "expected"),
     [
-        ("2:3", 1, 2, ["profile of step 2 on one rank"]),  # the run ends
-        ("2", 1, 2, ["profile of step 2 on one rank"]),
-        ("2:4", 3, 5, ["continues with step 3, and records from there to step 4", "steps 3 to 4"]),
-        ("2:3", 4, 5, ["continues with step 4, and records nothing"]),
+        ("2:3", 1, 2, ["profile of steps 2 to 2 on 1 rank"]),  # the run ends
+        ("2", 1, 2, ["profile of steps 2 to 2 on 1 rank"]),
+        ("2:4", 3, 5, ["profile of steps 3 to 4"]),
+        ("2:3", 4, 5, ["nothing was recorded, step 2 did not run"]),
         ("4:5", 1, 3, ["nothing was recorded, step 4 did not run"]),
         ("4:5", 6, 5, ["nothing was recorded, step 4 did not run"]),
     ],
@@ -157,7 +162,6 @@ def test_steps_that_do_not_all_run(
     assert len(lines) == len(expected)
     for line, part in zip(lines, expected, strict=True):
         assert part in line
-    assert (tmp_path / "summary.json").exists() == ("a step" in lines[-1])
 
 
 def test_a_run_that_rolls_back_is_recorded_once(tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_a_run_that_rolls_back_is_recorded_once(tmp_path: Path) -> None:
                 current_phase.begin_step(step, first=False)
             profiler.finish()
     (line,) = lines
-    assert line.startswith("profile of step 2 on one rank")
+    assert line.startswith("profile of steps 2 to 2 on 1 rank")
 
 
 def test_a_run_that_fails_writes_its_recording(
@@ -182,7 +186,6 @@ def test_a_run_that_fails_writes_its_recording(
     events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
     assert {"step 2", "step 3"} <= {event["name"] for event in events}
     assert (tmp_path / "operators-rank0.txt").exists()
-    assert not (tmp_path / "summary.json").exists()
     assert f"the recording up to the error is in {tmp_path}" in caplog.text
 
 
@@ -211,9 +214,11 @@ def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
             kept = torch.zeros(1 << 26, dtype=torch.uint8, device="cuda")
             engine.step(microbatches(step, [(4,)]))
             del kept
-    (rank,) = Summary.read(tmp_path / "summary.json").ranks
-    assert rank.step >= 0.9 * SLEEP_SECONDS
-    assert rank.exposed == 0
+    trace = json.loads((tmp_path / "trace-rank0.json").read_text())
+    found = measured(trace["traceEvents"], on_cuda=True)
+    assert found is not None
+    assert found[0] >= 0.9 * SLEEP_SECONDS
+    assert found[1] == 0
     assert "aten::mm" in (tmp_path / "operators-rank0.txt").read_text()
     assert (tmp_path / "memory-rank0.pickle").stat().st_size > 0
     assert "ms a step" in lines[0]

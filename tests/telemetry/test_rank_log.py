@@ -14,7 +14,9 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from distmp.telemetry import Console, LogConfig, RankLog
+from distmp.telemetry.console import Console
+from distmp.telemetry.rank_log import RankLog
+from distmp.telemetry.settings import LogConfig
 from tests.telemetry.samples import record
 from tests.telemetry.terminal import run_on_terminal, screen
 

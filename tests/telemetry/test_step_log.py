@@ -3,9 +3,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
-from distmp.telemetry import Console, LogConfig, StepLog, StepRecord, read_records
+from distmp.telemetry.console import Console
+from distmp.telemetry.records import StepRecord, read_records
+from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.step_log import StepLog
 from distmp.telemetry.trackers import Trackers
 
 RECORD = StepRecord(1, 8, 2.0, 64.0, 1.0, 1e-3, 1.0, False, 0, 1, 100.0, 0.1, 1 << 20)
@@ -36,15 +37,6 @@ def test_a_run_that_continues_drops_later_records(tmp_path: Path) -> None:
     fill(log, 4)
     log.close()
     assert [step for step, _ in written(path)] == [1, 2, 3, 4]
-
-
-def test_missing_records_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = make_log(tmp_path / "steps.jsonl")
-    fill(log, 1, 3)
-    log.close()
-    console = Console(LogConfig())
-    StepLog(tmp_path / "steps.jsonl", 5, Trackers({}, console.message), console, steps=9).close()
-    assert "lacks the records of 3 of the steps up to step 5" in capsys.readouterr().out
 
 
 def test_a_validation_that_comes_later_belongs_to_the_last_step(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from accelerate import PartialState
 from accelerate.tracking import GeneralTracker
 
 from distmp.errors import ConfigError
-from distmp.telemetry import read_records, trackers
+from distmp.telemetry import trackers
+from distmp.telemetry.records import read_records
 from distmp.telemetry.settings import LogConfig
 from tests.elastic import Job, run_jobs
 from tests.telemetry.samples import record

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.torchrun import TINY, corpus
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from distmp import cli
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from examples.image_classifier import classifier, digits, two_best
 from tests.elastic import Job, run_jobs
 
@@ -51,8 +51,8 @@ def test_it_learns_resumes_stops_early_and_exports_its_best_average(
         f"step-{best:06}",
         f"step-{len(records):06}",
     ]
-    weights = tmp_path / "weights"
-    assert cli.main(["export", str(run), "--to", str(weights), "--best", "--ema"]) == 0
+    weights, kept = tmp_path / "weights", run / "checkpoints" / f"step-{best:06}"
+    assert cli.main(["export", str(kept), "--to", str(weights), "--ema"]) == 0
     assert capsys.readouterr().err == ""
     model = classifier()
     model.load_state_dict(load_file(weights / "model.safetensors"))

@@ -13,7 +13,7 @@ import pytest
 
 from distmp.commands import export
 from distmp.export.weights import load_model
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.callbacks import Callback
 from distmp.training.train import end_process, main
 from distmp.training.trainer import Trainer

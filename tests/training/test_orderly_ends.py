@@ -22,7 +22,8 @@ from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import SetupError
-from distmp.telemetry import Console, read_records
+from distmp.telemetry.console import Console
+from distmp.telemetry.records import read_records
 from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.time_budget import TimeBudget
 from distmp.training.train import main

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_attempt
 from distmp.errors import TrainingError
 from distmp.faults.watchdog import Ending, Watchdog
-from distmp.telemetry import RecordError, RecordWriter, read_records
+from distmp.telemetry.records import RecordError, RecordWriter, read_records
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run_directory import RunDirectory, create_run
 from tests import elastic, faulty_runs
@@ -282,7 +283,7 @@ def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
     reached = [5, 5, 3, 6, 6, 2, 6]
     for count, step in enumerate(reached, 1):
         run.records.unlink(missing_ok=True)
-        with RecordWriter(run.records, resume_after_step=0) as records:
+        with closing(RecordWriter(run.records, resume_after_step=0)) as records:
             records.write(record(step))
         if count < len(reached):
             attempt(memory, count).begin(run, None)

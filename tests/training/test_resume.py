@@ -17,7 +17,8 @@ from distmp.config import RunConfig
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import SetupError
-from distmp.telemetry import Console, StepRecord, read_records
+from distmp.telemetry.console import Console
+from distmp.telemetry.records import StepRecord, read_records
 from distmp.training.trainer import Trainer
 from distmp.utils.settings import from_mapping
 from tests.ranks import ranks, run_ranks

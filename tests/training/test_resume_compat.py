@@ -10,7 +10,7 @@ from distmp.config import RunConfig
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.resume_compat import RUN_PROPERTIES, Changes, all_rules, compare
 from distmp.training.trainer import Trainer
 from distmp.utils.resume_rules import HARMLESS, consequential, resume_rules

@@ -17,7 +17,8 @@ from distmp.data.order import sample_indices
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
-from distmp.telemetry import Console, StepRecord, read_records
+from distmp.telemetry.console import Console
+from distmp.telemetry.records import StepRecord, read_records
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.reference import assert_same_bits, gathered, snapshot, trained

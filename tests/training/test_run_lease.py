@@ -21,7 +21,8 @@ from distmp.config import RunConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.telemetry import Console, read_records
+from distmp.telemetry.console import Console
+from distmp.telemetry.records import read_records
 from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.run_directory import RunDirectory
 from distmp.training.run_lease import LostLeaseError, RunDirectoryInUseError, RunLease

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.callbacks import Callback
 from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs

@@ -12,7 +12,7 @@ from accelerate import PartialState
 
 from distmp.config import load
 from distmp.errors import ConfigError
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.run_fingerprint import changes_since
 from distmp.training.train import main
 from tests.telemetry.test_trackers import Recorder

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.setup import prepare
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks

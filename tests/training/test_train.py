@@ -17,7 +17,7 @@ import torch
 
 from distmp.checkpoint import store
 from distmp.config import RunConfig
-from distmp.telemetry import StepRecord, read_records
+from distmp.telemetry.records import StepRecord, read_records
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml
 from tests.checkpoint import listing

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distmp.config import load
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training import failures, manifest
 from distmp.training.train import main
 from distmp.utils.settings import to_mapping

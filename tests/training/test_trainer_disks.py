@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.models.loss import next_token_loss
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.disks import disk, fill, mount, unmount
 from tests.elastic import Job, run_jobs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distmp.data import IGNORED
-from distmp.telemetry import read_records
+from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.elastic import Job, run_jobs
 from tests.torchrun import TINY, corpus

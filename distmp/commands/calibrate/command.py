@@ -23,7 +23,7 @@ load = functools.partial(
     CalibrationConfig,
     prog="distmp calibrate",
     description="Train a few steps under each precision policy and compare: loss, time and memory; "
-    "the loss scale of float16; the errors of matmuls with 8 and 4 bits.",
+    "the loss scale of float16.",
 )
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
     # Imported late: the help and errors in settings do not wait for torch.
-    from distmp.commands.calibrate import comparison, format_report, formats, loss_scale, policies
+    from distmp.commands.calibrate import comparison, loss_scale, policies
     from distmp.distributed.world import join, leave
     from distmp.precision import resolve
 
@@ -48,14 +48,10 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
         gradients = loss_scale.measure(config, world, config.calibrate_steps)
         content["gradients"] = loss_scale.as_json(gradients)
         text += [*loss_scale.report(gradients, config.precision.loss_scale), ""]
-    if config.formats:
-        found = formats.measure(config, world, config.calibrate_steps, config.formats)
-        content["formats"] = format_report.as_json(found, config.max_error)
-        text += [*format_report.report(found, config.max_error), ""]
     compared = policies.compare(config, world)
     if world.rank == 0:
         content |= compared.as_json()
-        text.append(comparison.report(compared))
+        text += comparison.report(compared)
         sys.stdout.write((json.dumps(content, indent=2) if config.json else "\n".join(text)) + "\n")
     leave()
     return 0

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import replace
 
 import torch
 
-from distmp.commands.calibrate.comparison import Comparison, PolicyRefused, PolicyResult
+from distmp.commands.calibrate.comparison import Comparison, PolicyResult
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
-from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
-from distmp.engine import Engine
 from distmp.errors import SetupError
-from distmp.models.metrics import find_metric
 from distmp.precision import resolve
 from distmp.telemetry.memory import begin_peak, peak_since
 from distmp.training.setup import (
     Progress,
-    RunComponents,
     build_engine,
     prepare,
     start_from_weights,
@@ -41,40 +36,14 @@ def compare(config: CalibrationConfig, world: World) -> Comparison:
     for name in config.policies:
         # The first use of each dtype loads libraries and kernels, which stay in memory.
         measure(config, world, name, steps=1)
-    results = {
-        name: measure(config, world, name, steps=config.calibrate_steps) for name in config.policies
-    }
-    return Comparison(
-        config.calibrate_steps,
-        world.world_size,
-        config.tolerance,
-        results,
-        _other_seeds(config, world, results),
-    )
-
-
-def _other_seeds(
-    config: CalibrationConfig, world: World, results: dict[str, PolicyResult | PolicyRefused]
-) -> dict[str, list[PolicyResult]]:
-    """Train each policy that ran again, with other data orders and initial weights."""
-    seeds = range(config.seed + 1, config.seed + 1 + config.seeds)
-    runs = {
-        name: [
-            measure(replace(config, seed=seed), world, name, steps=config.calibrate_steps)
-            for seed in seeds
-        ]
-        for name, one in results.items()
-        if seeds and isinstance(one, PolicyResult)
-    }
-    return {
-        name: [one for one in found if isinstance(one, PolicyResult)]
-        for name, found in runs.items()
-    }
+    steps = config.calibrate_steps
+    results = {name: measure(config, world, name, steps=steps) for name in config.policies}
+    return Comparison(steps, world.world_size, config.tolerance, results)
 
 
 def measure(
     config: CalibrationConfig, world: World, name: str, *, steps: int
-) -> PolicyResult | PolicyRefused:
+) -> PolicyResult | str:
     """Train under one policy; every rank must call it.
 
     Returns:
@@ -87,49 +56,20 @@ def measure(
             lambda: build_engine(config, parts, world, policy=name, attribution=False),
         )
     except SetupError as error:
-        return PolicyRefused(str(error))
+        return str(error)
     start_from_weights(parts, engine)
     losses, seconds, skipped = [], [], 0
     with closing(training_batches(config, parts, world, Progress())) as batches:
         for _ in range(steps):
             microbatches = next(batches)
             torch.manual_seed(config.seed)
-            started = time.perf_counter()
+            begin = time.perf_counter()
             numbers = engine.step(microbatches).numbers
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - begin)
             losses.append(numbers.loss)
             skipped += numbers.skipped
     memory = torch.tensor(peak_since(start, world.device), dtype=torch.float64, device=world.device)
     if world.group is not None:
         torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX, world.group)
     _, reason = resolve(name, world.device)
-    held_out, metrics = _held_out(config, parts, engine) if config.seeds else (None, {})
-    return PolicyResult(
-        reason,
-        tuple(losses),
-        tuple(seconds[WARM_UP:]),
-        int(memory),
-        skipped,
-        held_out,
-        metrics,
-        config.seed,
-    )
-
-
-def _held_out(
-    config: CalibrationConfig, parts: RunComponents, engine: Engine
-) -> tuple[float | None, dict[str, float]]:
-    """Return loss and metrics on held-out samples, the same under every policy and seed."""
-    if parts.datasets.validation is None:
-        return None, {}
-    batches = evaluation_batches(
-        parts.datasets.validation,
-        samples=config.validation.samples,
-        microbatch_size=config.batch.microbatch_size,
-        rank=engine.world.rank,
-        world_size=engine.world.world_size,
-    )
-    found = {name: find_metric(name, path) for name, path in config.compared_metrics.items()}
-    # Perplexity follows from the loss.
-    metrics = {name: metric for name, metric in found.items() if metric is not None}
-    return engine.evaluate_metrics(batches, metrics)
+    return PolicyResult(reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped)

@@ -9,6 +9,7 @@ machine has the same share of that traffic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +112,8 @@ class CollectiveRecorder(TorchDispatchMode):
         self.collectives, self.microbatch, self.updated = [], -1, False
 
 
-class CommVolume(NamedTuple):
+@dataclass(frozen=True)
+class CommVolume:
     """The collectives of one kind in a step.
 
     Attributes:
@@ -130,11 +132,6 @@ class CommVolume(NamedTuple):
     calls: int
     nbytes: int
     between_machines: int
-
-    @property
-    def inside_machine(self) -> int:
-        """Number of bytes that a rank sends to ranks of its machine in a step."""
-        return self.nbytes - self.between_machines
 
 
 def comm_volumes(

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     config = load(sys.argv[1:] if argv is None else argv)
     # Imported late: fake tensors take a second to import, and errors are reported without them.
-    from distmp.commands.explain.explanation import explain
+    from distmp.commands.explain.explanation import explain, plain
     from distmp.commands.explain.report import report
 
     ranks = config.world_size
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = 1 if config.strategy == "single" else default_ranks()[0]
     explanation = explain(config, ranks, _ranks_per_machine(ranks, config.ranks_per_machine))
     text = (
-        json.dumps(explanation.as_json(), indent=2)
+        json.dumps(explanation.as_mapping(), indent=2, default=plain)
         if config.json
         else "\n".join(report(explanation))
     )

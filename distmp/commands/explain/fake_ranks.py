@@ -97,7 +97,6 @@ def simulate_ranks(
         ranks_per_machine: Number of ranks on each machine; None: all of them.
         group: Whether to create a process group for a single rank; several ranks always have one.
     """
-    _check_torch()
     if dist.is_initialized():
         raise SetupError(
             {0: "explain simulates all ranks in one process; do not start it with torchrun"},
@@ -184,18 +183,6 @@ def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = convert(buffer)
     return module
-
-
-def _check_torch() -> None:
-    missing = [name for name in ("FakeProcessGroup", "FakeWork") if not hasattr(c10d, name)]
-    if missing:
-        raise SetupError(
-            {
-                0: f"torch {torch.__version__} has no {' and '.join(missing)}, which distmp needs "
-                "to simulate ranks; use a version of torch that distmp is tested with"
-            },
-            exit_code=2,
-        )
 
 
 def register_backend() -> None:

@@ -1,36 +1,24 @@
-"""Observe the dtypes of a real step, module by module, with a small model on this machine's CPU."""
+"""Observe the dtypes of the traced steps, module by module, and compare them with the policy."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.commands.explain.product_flops import is_transform, watch_products
-from distmp.commands.explain.types import NO_MODULE, ModuleGroup, expected_groups, group_name
-from distmp.config import RunConfig
-from distmp.distributed.world import World
+from distmp.commands.explain.types import NO_MODULE, ModuleGroup, group_name
 from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import NarrowLayers
-from distmp.training.setup import (
-    Progress,
-    build_engine,
-    prepare,
-    round_frozen,
-    start_from_weights,
-    training_batches,
-)
+from distmp.quantization.operands import Operand
+from distmp.quantization.products import Product
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.live_bytes import GRADIENTS
 
 # Operations whose inputs show in which dtype a module computes, by kind.
 OPERATIONS = {
@@ -66,43 +54,49 @@ OPERATIONS = {
     "lookups": {"embedding"},
 }
 _KIND = {name: kind for kind, names in OPERATIONS.items() for name in names}
-
-# A model with more parameters is replaced by a smaller one.
-MAX_PARAMETERS = 8_000_000
-SMALL_TRANSFORMER: dict[str, Any] = {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128}
-SMALL_LENGTH = 32
+# Autograd's name of backward of a layer with narrow products. Its products in FP32 are Hadamard
+# transforms, which kernels compute while they round.
+_NARROW_BACKWARD = "_NarrowLinearBackward"
 
 
-class ObservedDtypes(NamedTuple):
+@dataclass(frozen=True)
+class ObservedDtypes:
     """The dtypes observed in a step.
 
     Attributes:
-        of: Description of the observed step.
         stored: Dtypes of parameters, by group of modules.
         computed: Dtypes of the inputs of operations in forward, by group and kind of operation.
         backward: Dtypes of the matrix products in backward.
         accumulated: Dtypes of the buffers in which gradients were summed.
-        groups: The dtypes that the policy specifies for this step.
         narrow: Formats of the operands of narrow products, by group.
     """
 
-    of: str
     stored: dict[str, set[torch.dtype]]
     computed: dict[str, dict[str, set[torch.dtype]]]
     backward: set[torch.dtype]
     accumulated: set[torch.dtype]
-    groups: list[ModuleGroup]
     narrow: dict[str, set[str]]
+
+    def in_group(self, name: str) -> set[torch.dtype]:
+        """Return the dtypes in which a group of modules was observed to compute."""
+        return {dtype for dtypes in self.computed.get(name, {}).values() for dtype in dtypes}
 
 
 class DtypeRecorder(TorchDispatchMode):
-    """Records the dtypes of the inputs of operations, by the module that runs them."""
+    """Records the dtypes of the inputs of operations, by the module that runs them.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: The model, prepared by a strategy.
+        layers: Its layers with narrow products: their formats are recorded in place of the dtype
+            that emulates them.
+
+    Attributes:
+        observed: What has been observed so far; the caller adds `accumulated`.
+    """
+
+    def __init__(self, model: nn.Module, layers: NarrowLayers | None) -> None:
         super().__init__()
-        self.forward: dict[str, dict[str, set[torch.dtype]]] = {}
-        self.backward: set[torch.dtype] = set()
-        self.narrow: dict[str, set[str]] = {}
+        self.observed = ObservedDtypes(_stored(model), {}, set(), set(), {})
         self._in_narrow_product = False
         self._names = {
             id(part): parameter_name(name).removeprefix("module.")
@@ -110,6 +104,8 @@ class DtypeRecorder(TorchDispatchMode):
         }
         self._running: list[str] = []
         self._hooks: list[Any] = []
+        for name, state in layers.states.items() if layers is not None else ():
+            state.product = self._watched(name, state.product)
 
     def __enter__(self) -> DtypeRecorder:
         """Start recording, and register hooks that track the current module."""
@@ -129,34 +125,38 @@ class DtypeRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KIND.get(func.overloadpacket.__name__)
         if kind is not None and not self._in_narrow_product:
-            inputs = [
-                leaf.dtype
-                for leaf in pytree.tree_leaves(args)
-                if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            ]
-            if torch._C._current_graph_task_id() != -1:
-                if kind == "products" and not is_transform(inputs[0]):
-                    self.backward.update(inputs)
-            else:
-                name = self._running[-1] if self._running else NO_MODULE
-                # A norm may take FP32 statistics besides 16-bit activations: only its first input
-                # counts.
-                relevant = inputs if kind == "products" else inputs[:1]
-                self.forward.setdefault(name, {}).setdefault(kind, set()).update(relevant)
+            self._record(
+                kind,
+                [
+                    leaf.dtype
+                    for leaf in pytree.tree_leaves(args)
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point()
+                ],
+            )
         return func(*args, **(kwargs or {}))
 
-    def watch(self, layers: NarrowLayers | None) -> None:
-        """Record the formats of narrow products, in place of the dtype that emulates them."""
-        watch_products(layers, self._inside)
+    def _record(self, kind: str, inputs: list[torch.dtype]) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            if kind == "products" and not _is_transform(inputs[0]):
+                self.observed.backward.update(inputs)
+            return
+        name = self._running[-1] if self._running else NO_MODULE
+        # A norm may take FP32 statistics besides 16-bit activations: only its first input counts.
+        relevant = inputs if kind == "products" else inputs[:1]
+        self.observed.computed.setdefault(name, {}).setdefault(kind, set()).update(relevant)
 
-    @contextlib.contextmanager
-    def _inside(self, layer: str, a: str, b: str) -> Iterator[None]:
-        self.narrow.setdefault(group_name(layer), set()).update((a, b))
-        self._in_narrow_product = True
-        try:
-            yield
-        finally:
-            self._in_narrow_product = False
+    def _watched(self, layer: str, product: Product) -> Product:
+        formats = self.observed.narrow.setdefault(group_name(layer), set())
+
+        def watched(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+            formats.update((a.number_format.name, b.number_format.name))
+            self._in_narrow_product = True
+            try:
+                return product(a, b, dtype)
+            finally:
+                self._in_narrow_product = False
+
+        return watched
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module), NO_MODULE)
@@ -166,91 +166,25 @@ class DtypeRecorder(TorchDispatchMode):
         self._running.pop()
 
 
-def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> ObservedDtypes:
-    """Run one real step of a small run and return the observed dtypes.
-
-    Args:
-        config: The configuration, as returned by `smaller`; the step uses two microbatches of one
-            sample, or one if the run has no more.
-        policy: The resolved policy.
-        strategy: The resolved strategy; `hsdp` needs several ranks, and is observed as `fsdp`.
-
-    Raises:
-        ConfigError: If the run itself would raise it.
-    """
-    strategy = "fsdp" if strategy == "hsdp" else strategy
-    small = replace(
-        config,
-        strategy=strategy,
-        sharding=replace(config.sharding, shard_size=None, accumulate="auto"),
-        batch=replace(
-            config.batch,
-            global_batch_size=min(config.batch.global_batch_size, 2),
-            microbatch_size=1,
-        ),
-    )
-    accumulated: set[torch.dtype] = set()
-    with _one_rank(needs_group=strategy != "single") as world:
-        parts = prepare(small, world)
-        round_frozen(small, parts, policy)
-        groups = expected_groups(parts.model, policy, strategy, small.sharding.wrap)
-
-        def loss(module: nn.Module, batch: Any) -> Any:
-            # Between microbatches, because FSDP rounds the sums to the dtype of the weights.
-            accumulated.update(tensor.dtype for tensor in engine.tensors_by_use()[GRADIENTS])
-            return parts.loss(module, batch)
-
-        engine = build_engine(
-            small.with_fixed_formats(),
-            parts._replace(loss=loss),
-            world,
-            policy=policy,
-            attribution=False,
-            first_step_checks=False,
-        )
-        start_from_weights(parts, engine)
-        model = engine.model
-        stored: dict[str, set[torch.dtype]] = {}
-        for name, value in model.named_parameters():
-            owner = group_name(parameter_name(name).rpartition(".")[0]) or type(model).__name__
-            stored.setdefault(owner, set()).add(value.dtype)
-        with contextlib.closing(training_batches(small, parts, world, Progress())) as batches:
-            batch = next(batches)
-        with DtypeRecorder(model) as recorder:
-            recorder.watch(engine.narrow_products.layers)
-            engine.step(batch)
-    count = sum(value.numel() for value in model.parameters())
-    description = f"one step with {count:,} parameters as {strategy!r} on one CPU rank"
-    return ObservedDtypes(
-        description,
-        stored,
-        recorder.forward,
-        recorder.backward,
-        accumulated,
-        groups,
-        recorder.narrow,
-    )
+def _stored(model: nn.Module) -> dict[str, set[torch.dtype]]:
+    stored: dict[str, set[torch.dtype]] = {}
+    for name, value in model.named_parameters():
+        owner = group_name(parameter_name(name).rpartition(".")[0]) or type(model).__name__
+        stored.setdefault(owner, set()).add(value.dtype)
+    return stored
 
 
-def smaller(config: RunConfig, parameters: int) -> RunConfig | None:
-    """Return a run of the same kind that takes seconds on this machine, or None.
-
-    Args:
-        config: The configuration of the run.
-        parameters: Number of elements of all parameters of its model.
-    """
-    if config.model.name != "transformer":
-        return config if parameters <= MAX_PARAMETERS else None
-    length = min(config.data.sequence_length, SMALL_LENGTH)
-    data = config.data
-    if not data.is_import_path:
-        data = replace(data, sequence_length=length)
-    if parameters <= MAX_PARAMETERS:
-        return replace(config, data=data)
-    return replace(config, data=data, model=replace(config.model, **SMALL_TRANSFORMER))
+def _is_transform(dtype: torch.dtype) -> bool:
+    """Whether a wide product with this dtype that runs now is the transform of a narrow one."""
+    if dtype != torch.float32:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == _NARROW_BACKWARD
 
 
-def differences(observed: ObservedDtypes, policy: PrecisionPolicy) -> Iterator[str]:
+def differences(
+    observed: ObservedDtypes, groups: Sequence[ModuleGroup], policy: PrecisionPolicy
+) -> Iterator[str]:
     """Yield a line for each observation that differs from the policy."""
 
     def line(what: str, actual: set[torch.dtype], expected: torch.dtype) -> str:
@@ -259,7 +193,7 @@ def differences(observed: ObservedDtypes, policy: PrecisionPolicy) -> Iterator[s
             f"{dtype_name(expected)}"
         )
 
-    for group in observed.groups:
+    for group in groups:
         stored = observed.stored.get(group.name, set())
         if stored - {group.stored}:
             yield line(f"{group.name} is stored", stored, group.stored)
@@ -273,7 +207,7 @@ def differences(observed: ObservedDtypes, policy: PrecisionPolicy) -> Iterator[s
                 f"{group.name} has narrow operands in {found}, but the policy {policy.name} "
                 f"specifies {' and '.join(group.narrow)}"
             )
-    known = {group.name for group in observed.groups}
+    known = {group.name for group in groups}
     for name, kinds in observed.computed.items():
         for kind, actual in kinds.items() if name not in known else ():
             expected = policy.output_dtype if name == NO_MODULE else policy.compute_dtype
@@ -292,21 +226,5 @@ def _differs(actual: set[torch.dtype], expected: torch.dtype, *, exact: bool) ->
     )
 
 
-def types_of(observed: ObservedDtypes, name: str) -> set[torch.dtype]:
-    """Return the dtypes in which a group of modules was observed to compute."""
-    return {dtype for dtypes in observed.computed.get(name, {}).values() for dtype in dtypes}
-
-
 def _names(dtypes: set[torch.dtype]) -> str:
     return " and ".join(sorted(map(dtype_name, dtypes)))
-
-
-@contextlib.contextmanager
-def _one_rank(*, needs_group: bool) -> Iterator[World]:
-    if needs_group:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
-    try:
-        yield World.current(torch.device("cpu"))
-    finally:
-        if needs_group:
-            dist.destroy_process_group()

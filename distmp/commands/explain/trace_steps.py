@@ -1,4 +1,4 @@
-"""Trace memory and collectives of a few steps of a configuration's engine."""
+"""Trace memory, collectives and dtypes of a few steps of a configuration's engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.commands.explain.comm_volume import Collective, CollectiveRecorder
-from distmp.commands.explain.product_flops import FlopRecorder, Products
+from distmp.commands.explain.observe import DtypeRecorder, ObservedDtypes
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
@@ -32,14 +32,17 @@ class StepTrace(NamedTuple):
         peak: Memory at the peak, in bytes by part, see `distmp.utils.live_bytes`.
         start_peak: Memory at the peak while the engine was built, in bytes.
         collectives: The collectives of the step, in order.
-        products: The matrix products of the microbatches that were run.
+        observed: The dtypes of all steps.
+        narrow_layers: Which linear layers have narrow products, and why others do not; empty under
+            policies without any.
     """
 
     strategy_reason: str
     peak: dict[str, int]
     start_peak: int
     collectives: list[Collective]
-    products: Products
+    observed: ObservedDtypes
+    narrow_layers: str
 
 
 def trace_steps(
@@ -67,7 +70,7 @@ def trace_steps(
     Raises:
         ConfigError: If the run itself would raise it.
     """
-    with LiveBytes() as memory, CollectiveRecorder() as recorder, FlopRecorder() as flops:
+    with LiveBytes() as memory, CollectiveRecorder() as recorder:
         tracker = _PhaseTracker(memory, recorder, parts.loss)
         engine = build_engine(
             config.with_fixed_formats(),
@@ -83,7 +86,8 @@ def trace_steps(
         memory.label(average, memory_parts.AVERAGE)
         tracker.engine = engine
         narrow = engine.narrow_products.layers
-        flops.watch(narrow)
+        dtypes = DtypeRecorder(engine.model, narrow)
+        tracker.accumulated = dtypes.observed.accumulated
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
         with closing(training_batches(config, parts, world, Progress())) as batches:
@@ -94,17 +98,23 @@ def trace_steps(
                 memory.phase = memory_parts.REST
                 memory.start()
                 recorder.start()
-                flops.start()
                 tracker.microbatch = 0
-                engine.step(batch)
+                with dtypes:
+                    engine.step(batch)
     peak = dict(memory.peak)
     if microbatches is not None:
         # Memory also holds the microbatches that were not run, and those of earlier steps.
         kept_steps = 1 + (STEPS_KEPT if config.precision.attribution else 0)
         microbatch_bytes = _size(batch) / len(batch)
         peak[memory_parts.BATCHES] = round(microbatch_bytes * kept_steps * parts.microbatches)
-    products = Products(dict(flops.flops), "" if narrow is None else _described(narrow, config))
-    return StepTrace(engine.strategy_reason, peak, start_peak, recorder.collectives, products)
+    return StepTrace(
+        engine.strategy_reason,
+        peak,
+        start_peak,
+        recorder.collectives,
+        dtypes.observed,
+        "" if narrow is None else _described(narrow, config),
+    )
 
 
 def _described(layers: NarrowLayers, config: RunConfig) -> str:
@@ -125,6 +135,8 @@ class _PhaseTracker:
     def __init__(self, memory: LiveBytes, recorder: CollectiveRecorder, loss: Any) -> None:
         self.engine: Engine | None = None
         self.microbatch = 0
+        # Dtypes of the buffers in which gradients are summed.
+        self.accumulated: set[torch.dtype] = set()
         self._memory = memory
         self._recorder = recorder
         self._loss = loss
@@ -133,7 +145,8 @@ class _PhaseTracker:
         """Compute the loss: tensors of forward are activations, backward follows."""
         self._recorder.microbatch = self.microbatch
         self.microbatch += 1
-        self._label_gradients()
+        # Between microbatches, because FSDP rounds the sums to the dtype of the weights.
+        self.accumulated.update(tensor.dtype for tensor in self._label_gradients())
         self._memory.phase = memory_parts.ACTIVATIONS
         try:
             return self._loss(module, batch)
@@ -156,11 +169,12 @@ class _PhaseTracker:
         for use, tensors in self.engine.tensors_by_use().items():
             self._memory.label(tensors, use)
 
-    def _label_gradients(self) -> None:
+    def _label_gradients(self) -> list[Tensor]:
         assert self.engine is not None
         tensors = self.engine.tensors_by_use()
         for use in (memory_parts.PARTIAL_SUMS, memory_parts.GRADIENTS):
             self._memory.label(tensors[use], use)
+        return tensors[memory_parts.GRADIENTS]
 
 
 def _size(batch: Any) -> int:

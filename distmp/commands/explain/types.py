@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ from distmp.quantization.selection import select
 NO_MODULE = "(outside of modules)"
 
 
-class ModuleGroup(NamedTuple):
+@dataclass(frozen=True)
+class ModuleGroup:
     """Modules whose names differ only in numbers.
 
     Attributes:
@@ -78,7 +79,7 @@ def expected_groups(
         key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in narrow)
         group = groups.get(key) or _group(*key, part, policy, strategy)
         count = sum(value.numel() for value in own)
-        groups[key] = group._replace(modules=group.modules + 1, parameters=group.parameters + count)
+        groups[key] = replace(group, modules=group.modules + 1, parameters=group.parameters + count)
     return list(groups.values())
 
 

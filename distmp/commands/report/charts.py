@@ -1,197 +1,152 @@
-"""The data of the report's charts, which `charts.js` draws at the width of the window."""
+"""The charts of the report, which matplotlib draws from the step records."""
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from distmp.commands.report.formats import OPERANDS, changed
 from distmp.commands.report.run import Run
 from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord
-from distmp.telemetry.thinning import smoothed, thinned
 
-Chart = dict[str, Any]
-Value = Callable[[StepRecord], float]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # With at most this many steps, a smoothed line would coincide with the line itself.
 FEW_POINTS = 80
 # Lines of more ranks cannot be distinguished.
 MAX_RANKS = 16
+INCHES = (11.0, 2.4)
+# Bases of logarithmic axes.
+LOGARITHMS = {"Gradient norm before clipping": 10, "Loss scale": 2}
 
 
-def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return the charts from top to bottom.
+class Curve(NamedTuple):
+    """A line, or single points, of a chart.
 
-    Each chart has `title`, `unit`, `logarithm` (the base of the axis, or 0) and `series`; a series
-    has `label`, `run` (0 or 1), `kind` ("line", "smooth", "dots" or "marks") and the points `x`,
-    `y`. Non-finite values are null and leave a gap. Marks have `mark`, what happened in these
-    steps. Lines of several operands or ranks have `number`, which selects their color.
+    Attributes:
+        chart: Title of the chart.
+        label: Name of the curve.
+        steps: Numbers of the steps.
+        values: The values; gaps are NaN.
+        style: Style of matplotlib: "-" for a line, a marker for points.
     """
-    throughput = " or ".join(dict.fromkeys(run.throughput_unit for run in runs))
-    return [
-        _chart("Loss", "", runs, lambda r: r.loss, smooth=True, extra=_validation),
-        *_metrics(runs),
-        _chart("Learning rate", "", runs, lambda r: r.learning_rate),
-        _chart("Gradient norm before clipping", "", runs, _norm, logarithm=10, smooth=True),
-        _chart("Loss scale", "", runs, lambda r: r.loss_scale, logarithm=2, extra=_skipped),
-        _chart("Throughput", throughput, runs, _steady(lambda r: r.weight_per_second)),
-        _chart("Time of a step", "s", runs, _steady(lambda r: r.step_seconds)),
-        *_rank_times(runs),
-        *_narrow_operands(runs),
-        _chart("Peak memory of the first rank", "MiB", runs, lambda r: r.memory_bytes / 2**20),
-    ]
+
+    chart: str
+    label: str
+    steps: list[int]
+    values: list[float]
+    style: str = "-"
 
 
-def _chart(
-    title: str,
-    unit: str,
-    runs: Sequence[Run],
-    value: Value,
-    *,
-    logarithm: int = 0,
-    smooth: bool = False,
-    extra: Callable[[Run], list[Chart]] | None = None,
-) -> Chart:
-    series: list[Chart] = []
-    for index, run in enumerate(runs):
-        lines = [_line("each step", run.records, value), *(extra(run) if extra else [])]
-        if smooth and len(run.records) > FEW_POINTS:
-            lines.append(_line("smoothed", run.records, value, smooth=True))
-        for line in lines:
-            line["run"] = index
-            if len(runs) > 1:
-                line["label"] = f"{run.name}, {line['label']}"
-        series += lines
-    return {"title": title, "unit": unit, "logarithm": logarithm, "series": series}
+def image(runs: Sequence[Run]) -> bytes:
+    """Return the charts of one run or of two as a PNG image."""
+    buffer = io.BytesIO()
+    draw(runs).savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
 
 
-def _validation(run: Run) -> list[Chart]:
+def draw(runs: Sequence[Run]) -> Figure:
+    """Draw the charts of one run or of two."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    charts: dict[str, list[Curve]] = {}
+    for run in runs:
+        for curve in curves(run):
+            label = curve.label if len(runs) == 1 else f"{run.name}, {curve.label}"
+            charts.setdefault(curve.chart, []).append(curve._replace(label=label))
+    # Names of runs may contain what looks like a formula.
+    with rc_context({"text.parse_math": False}):
+        figure = Figure((INCHES[0], INCHES[1] * len(charts)), layout="constrained")
+        rows = figure.subplots(len(charts), sharex=True, squeeze=False)[:, 0]
+        for axes, (title, lines) in zip(rows, charts.items(), strict=True):
+            axes.set_title(title, loc="left")
+            axes.grid(alpha=0.3)
+            if title in LOGARITHMS:
+                axes.set_yscale("log", base=LOGARITHMS[title])
+            for line in lines:
+                axes.plot(line.steps, line.values, line.style, label=line.label, markersize=4)
+            if len(lines) > 1:
+                axes.legend(fontsize="small")
+    return figure
+
+
+def curves(run: Run) -> Iterator[Curve]:
+    """Yield the curves of a run, in the order of the charts."""
+    of_steps = partial(_curve, records=run.records, label="each step")
+    yield from of_steps("Loss", value=lambda r: r.loss)
+    if len(run.records) > FEW_POINTS:
+        (loss,) = of_steps("Loss", value=lambda r: r.loss)
+        yield loss._replace(label="smoothed", values=smoothed(loss.values))
     validated = [record for record in run.records if record.validation_loss is not None]
-    if not validated:
-        return []
-    line = _line("validation", validated, lambda r: r.validation_loss or 0.0)
-    return [line | {"kind": "dots"}]
-
-
-def _metrics(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Yield a chart of each metric on held-out data; that of the average is in the same chart."""
-    found = [name for run in runs for r in run.records for name in r.validation_metrics or {}]
-    for metric in dict.fromkeys(name.removeprefix(EMA_PREFIX) for name in found):
-        series: list[Chart] = []
-        for index, run in enumerate(runs):
-            for name in (metric, f"{EMA_PREFIX}{metric}"):
-                records = [r for r in run.records if name in (r.validation_metrics or {})]
-                if records:
-                    label = name if len(runs) == 1 else f"{run.name}, {name}"
-                    line = _line(label, records, _of_metric(name))
-                    series.append(line | {"kind": "dots", "run": index})
-        title = f"Held-out {metric}"
-        yield {"title": title, "unit": "", "logarithm": 0, "series": series}
-
-
-def _of_metric(name: str) -> Value:
-    return lambda record: (record.validation_metrics or {})[name]
-
-
-def _skipped(run: Run) -> list[Chart]:
-    skipped = [record for record in run.records if record.skipped]
-    if not skipped:
-        return []
-    marks = _line(f"{len(skipped):,} skipped", skipped, lambda r: r.loss_scale)
-    return [marks | {"kind": "marks", "mark": "skipped"}]
-
-
-def _rank_times(runs: Sequence[Run]) -> list[Chart]:
-    """Return the own time of every rank, if ranks were compared."""
-    series: list[Chart] = []
-    for index, run in enumerate(runs):
-        compared = [record for record in run.records if record.rank_seconds]
-        ranks = max((len(record.rank_seconds or []) for record in compared), default=0)
-        for rank in range(min(ranks, MAX_RANKS)):
-            label = f"rank {rank}" if len(runs) == 1 else f"{run.name}, rank {rank}"
-            series.append(_line(label, compared, _of_rank(rank)) | {"run": index, "number": rank})
-    chart = {"title": "Time of each rank without waiting", "unit": "s", "logarithm": 0}
-    return [{**chart, "series": series}] if series else []
-
-
-def _of_rank(rank: int) -> Value:
-    def seconds(record: StepRecord) -> float:
-        times = record.rank_seconds or []
-        return times[rank] if rank < len(times) else math.nan
-
-    return seconds
-
-
-def _narrow_operands(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Yield a chart of each share of the operands of narrow products, if there are any."""
-    for share in ("underflowed", "saturated"):
-        series: list[Chart] = []
-        for index, run in enumerate(runs):
-            measured = [record for record in run.records if record.narrow_operands]
-            found = [name for record in measured for name in record.narrow_operands or {}]
-            for name in dict.fromkeys(found):
-                label = OPERANDS[name] if len(runs) == 1 else f"{run.name}, {OPERANDS[name]}"
-                line = _line(label, measured, _of_operand(name, share))
-                series.append(line | {"run": index, "number": [*OPERANDS].index(name)})
-            if found:
-                series += _changed_formats(run, index, runs)
-        if series:
-            title = f"{share.capitalize()} operands of narrow products"
-            yield {"title": title, "unit": "%", "logarithm": 0, "series": series}
-
-
-def _changed_formats(run: Run, index: int, runs: Sequence[Run]) -> list[Chart]:
-    """Return the marks of steps in which formats changed, if there are any."""
-    records = changed(run.records)
-    if not records:
-        return []
-    label = f"{len(records):,} change{'s' if len(records) > 1 else ''} of formats"
-    marks = _line(label if len(runs) == 1 else f"{run.name}, {label}", records, _nothing)
-    return [marks | {"run": index, "kind": "marks", "mark": "formats changed"}]
-
-
-def _nothing(record: StepRecord) -> float:
-    """Return NaN: a mark is at the axis and has no value."""
-    return math.nan
-
-
-def _of_operand(name: str, share: str) -> Value:
-    def percent(record: StepRecord) -> float:
-        statistics = (record.narrow_operands or {}).get(name)
-        return math.nan if statistics is None else 100 * statistics[share]
-
-    return percent
-
-
-def _steady(value: Value) -> Value:
-    """Exclude the first step, which compiles and allocates, and would flatten the chart."""
-    return lambda record: math.nan if record.step == 1 else value(record)
-
-
-def _norm(record: StepRecord) -> float:
+    yield from _curve("Loss", validated, "validation", lambda r: r.validation_loss, "o")
+    yield from _metrics(run)
+    yield from of_steps("Learning rate", value=lambda r: r.learning_rate)
     # A logarithmic axis cannot show 0.
-    return record.grad_norm or math.nan
+    yield from of_steps("Gradient norm before clipping", value=lambda r: r.grad_norm or None)
+    yield from of_steps("Loss scale", value=lambda r: r.loss_scale)
+    skipped = [record for record in run.records if record.skipped]
+    yield from _curve(
+        "Loss scale", skipped, f"{len(skipped):,} skipped", lambda r: r.loss_scale, "x"
+    )
+    # The first step compiles and allocates, and would flatten the chart.
+    later = [record for record in run.records if record.step > 1]
+    unit = run.throughput_unit
+    yield from _curve(f"Throughput, {unit}", later, "each step", lambda r: r.weight_per_second)
+    yield from _rank_times(run)
+    memory = "Peak memory of the first rank, MiB"
+    yield from of_steps(memory, value=lambda r: r.memory_bytes / 2**20)
 
 
-def _line(
-    label: str,
+def _curve(
+    chart: str,
     records: Sequence[StepRecord],
-    value: Value,
-    *,
-    smooth: bool = False,
-) -> Chart:
-    steps = np.array([record.step for record in records], dtype=np.float64)
-    values = np.array([value(record) for record in records], dtype=np.float64)
-    values[~np.isfinite(values)] = np.nan
-    x, y = (smoothed if smooth else thinned)(steps, values)
-    return {
-        "label": label,
-        "kind": "smooth" if smooth else "line",
-        "x": [int(step) for step in x],
-        # Six digits are enough for a screen, and take a third of the bytes.
-        "y": [None if np.isnan(number) else float(f"{number:.6g}") for number in y],
-    }
+    label: str,
+    value: Callable[[StepRecord], float | None],
+    style: str = "-",
+) -> Iterator[Curve]:
+    """Yield a curve of the records; nothing if there are none."""
+    if records:
+        found = [value(record) for record in records]
+        values = [x if x is not None and math.isfinite(x) else math.nan for x in found]
+        yield Curve(chart, label, [record.step for record in records], values, style)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Average over a centered window of 1/40 of the run, so that the line does not lag."""
+    window = np.ones(2 * (len(values) // 80) + 1)
+    known = np.isfinite(values)
+    sums = np.convolve(np.where(known, values, 0.0), window, "same")
+    counts = np.convolve(known, window, "same")
+    return [float(x) for x in np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)]
+
+
+def _metrics(run: Run) -> Iterator[Curve]:
+    """Yield each metric on held-out data; that of the average is in the same chart."""
+    for name in dict.fromkeys(n for r in run.records for n in r.validation_metrics or {}):
+        measured = [r for r in run.records if name in (r.validation_metrics or {})]
+        chart = f"Held-out {name.removeprefix(EMA_PREFIX)}"
+        yield from _curve(chart, measured, name, partial(_metric, name=name), "o")
+
+
+def _metric(record: StepRecord, name: str) -> float | None:
+    return (record.validation_metrics or {}).get(name)
+
+
+def _rank_times(run: Run) -> Iterator[Curve]:
+    """Yield the own time of every rank, if ranks were compared."""
+    compared = [record for record in run.records if record.rank_seconds]
+    ranks = min((len(record.rank_seconds or ()) for record in compared), default=0)
+    for rank in range(min(ranks, MAX_RANKS)):
+        times = partial(_own_seconds, rank=rank)
+        yield from _curve("Time of each rank without waiting, s", compared, f"rank {rank}", times)
+
+
+def _own_seconds(record: StepRecord, rank: int) -> float | None:
+    return record.rank_seconds[rank] if record.rank_seconds else None

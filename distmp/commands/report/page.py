@@ -1,16 +1,14 @@
-"""Render the report: one HTML file that contains its data, style and script."""
+"""Render the report: one HTML file that contains its charts and style."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import base64
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
 
 from distmp import __version__
-from distmp.commands.report import formats
-from distmp.commands.report.charts import charts
-from distmp.commands.report.elements import table
+from distmp.commands.report.charts import image
 from distmp.commands.report.run import Run, as_text
 from distmp.telemetry.records import StepRecord
 from distmp.utils.units import scale_text
@@ -24,89 +22,85 @@ def page(runs: Sequence[Run]) -> str:
 
     All text from the runs is escaped, so that the report shows it and never executes it.
     """
-    names = " and ".join(run.name for run in runs)
-    body = "\n".join(
-        [
-            f"<header><h1>{escape(names)}</h1></header>",
-            _section("Summary", _summary(runs)),
-            *(
-                f'<figure class="chart" data-chart="{i}"></figure>'
-                for i in range(len(charts(runs)))
-            ),
-            *(_section(_titled("Where the time went", run, runs), _profile(run)) for run in runs),
-            *(_section(_titled("Formats", run, runs), formats.section(run)) for run in runs),
-            *(_section(_titled("Skipped steps", run, runs), _skipped(run)) for run in runs),
-            *(_section(_titled("Out of bounds", run, runs), _divergence(run)) for run in runs),
-            _section("Configuration", _configuration(runs)),
-            *(_section(_titled("Environment", run, runs), _pairs(run.environment)) for run in runs),
-            f"<footer>distmp {escape(__version__)}</footer>",
-        ]
-    )
+    names = escape(" and ".join(run.name for run in runs))
+    style = resources.files("distmp.commands.report").joinpath("report.css").read_text()
+    charts = base64.b64encode(image(runs)).decode()
+    sections = [
+        _section("Summary", _summary(runs)),
+        f'<img alt="charts" src="data:image/png;base64,{charts}">',
+        *(section for run in runs for section in _of_run(run, runs)),
+        _section("Configuration", _configuration(runs)),
+        f"<footer>distmp {escape(__version__)}</footer>",
+    ]
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(names)}</title>\n<style>\n{_asset('report.css')}</style>\n</head>\n<body>\n"
-        f'<main>\n{body}\n</main>\n<script type="application/json" id="charts">'
-        f"{_embedded(charts(runs))}</script>\n<script>\n{_asset('charts.js')}</script>\n"
-        f"</body>\n</html>\n"
+        f"<title>{names}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{names}</h1>\n{''.join(sections)}\n</main>\n</body>\n</html>\n"
     )
 
 
-def _asset(name: str) -> str:
-    return resources.files("distmp.commands.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _embedded(data: object) -> str:
-    """Return JSON that cannot end the script element that contains it."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _titled(title: str, run: Run, runs: Sequence[Run]) -> str:
-    return title if len(runs) == 1 else f"{title} of {run.name}"
+def _of_run(run: Run, runs: Sequence[Run]) -> Iterator[str]:
+    of = "" if len(runs) == 1 else f" of {run.name}"
+    yield _section(f"Narrow products{of}", _paragraphs(run.narrow_products))
+    yield _section(f"Skipped steps{of}", _skipped(run) or "<p>None.</p>")
+    yield _section(f"Out of bounds{of}", _divergence(run))
+    pairs = [(name, as_text(value)) for name, value in run.environment.items()]
+    yield _section(f"Environment{of}", _folded(f"{len(pairs)} values", ["", ""], pairs))
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
+    return f"<section><h2>{escape(title)}</h2>{content}</section>\n" if content else ""
+
+
+def _paragraphs(lines: Iterable[str]) -> str:
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of escaped texts; nothing without rows."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows)
+    return f'<div class="wide"><table>{row(head, "th")}{body}</table></div>' if rows else ""
+
+
+def _folded(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table that is shown on demand; nothing without rows."""
+    table = _table(head, rows)
+    return f"<details><summary>{title}</summary>{table}</details>" if rows else ""
 
 
 def _summary(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        cards = (
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-            for name, value in runs[0].summary().items()
-        )
-        return f'<dl class="cards">{"".join(cards)}</dl>'
     columns = [run.summary() for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = ((name, *(column.get(name, "") for column in columns)) for name in names)
-    return table(["", *(run.name for run in runs)], rows)
-
-
-def _profile(run: Run) -> str:
-    if run.profile is None:
-        return ""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in run.profile.notes())
-    return f"<p>{escape(run.profile.title)}</p><ul>{notes}</ul>"
+    rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+    return _table(["", *(run.name for run in runs)], rows)
 
 
 def _skipped(run: Run) -> str:
     skipped = [record for record in run.records if record.skipped]
-    if not skipped:
-        return "<p>None.</p>"
-    rows = (
+    rows = [
         (f"{record.step:,}", scale_text(record.loss_scale), *_causes(record))
         for record in skipped[:MAX_SKIPPED]
-    )
+    ]
     more = len(skipped) - MAX_SKIPPED
     rest = f"<p>and {more:,} more, in steps.jsonl</p>" if more > 0 else ""
-    listed = table(["step", "loss scale", "why", "what to do"], rows)
-    return f'<div class="skipped">{listed}</div>{rest}'
+    return _table(["step", "loss scale", "why", "what to do"], rows) + rest
+
+
+def _causes(record: StepRecord) -> Iterator[str]:
+    overflow = record.overflow or {}
+    yield str(overflow.get("diagnosis", "no overflow: no gradients to apply"))
+    yield str(overflow.get("advice", ""))
 
 
 def _divergence(run: Run) -> str:
     events = [record for record in run.records if record.divergence]
-    rows = ((f"{record.step:,}", *_event(record)) for record in events[:MAX_SKIPPED])
-    return table(["step", "problem", "action"], rows) if events else ""
+    rows = [(f"{record.step:,}", *_event(record)) for record in events[:MAX_SKIPPED]]
+    return _table(["step", "problem", "action"], rows)
 
 
 def _event(record: StepRecord) -> Iterator[str]:
@@ -120,27 +114,9 @@ def _event(record: StepRecord) -> Iterator[str]:
         yield f"back to step {rollback.get('to_step')}"
 
 
-def _causes(record: StepRecord) -> Iterator[str]:
-    overflow = record.overflow or {}
-    yield str(overflow.get("diagnosis", "no overflow: no gradients to apply"))
-    yield str(overflow.get("advice", ""))
-
-
 def _configuration(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.config)
-    rows = {name: [as_text(run.config.get(name)) for run in runs] for name in names}
+    rows = [(name, *(as_text(run.config.get(name)) for run in runs)) for name in names]
     head = ["", *(run.name for run in runs)]
-    every = table(head, ((name, *values) for name, values in rows.items()))
-    if len(runs) == 1:
-        return f"<details><summary>{len(rows)} settings</summary>{every}</details>" if rows else ""
-    different = [(name, *values) for name, values in rows.items() if len(set(values)) > 1]
-    return (
-        table(head, different) if different else "<p>No differences.</p>"
-    ) + f"<details><summary>all {len(rows)} settings</summary>{every}</details>"
-
-
-def _pairs(values: dict[str, object]) -> str:
-    if not values:
-        return ""
-    every = table(["", ""], ((name, as_text(value)) for name, value in values.items()))
-    return f"<details><summary>{len(values)} values</summary>{every}</details>"
+    different = [row for row in rows if len(set(row[1:])) > 1]
+    return _table(head, different) + _folded(f"all {len(rows)} settings", head, rows)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distmp.errors import ConfigError
-from distmp.telemetry.exposed_communication import SUMMARY, Summary
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
@@ -31,24 +31,21 @@ class Run:
         records: The step records; never empty.
         config: The resolved configuration by dotted name; empty if missing.
         environment: Machine and versions by dotted name; empty if missing.
-        profile: The profile of recorded steps, or None.
-        narrow_products: Which products have fewer than 16 bits, see
-            `distmp.quantization.description.formats_record`; None if none has.
+        narrow_products: Lines on the products that have fewer than 16 bits; empty without any.
     """
 
     name: str
     records: list[StepRecord]
     config: dict[str, object]
     environment: dict[str, object]
-    profile: Summary | None = None
-    narrow_products: dict[str, Any] | None = None
+    narrow_products: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Run:
         """Read the folder of a run, finished or not.
 
         Raises:
-            ConfigError: If it contains no step record, or a profile that cannot be read.
+            ConfigError: If it contains no step record.
         """
         directory = RunDirectory(folder)
         records = read_records(directory.records) if os.path.isfile(directory.records) else []
@@ -62,16 +59,14 @@ class Run:
         if directory.config.is_file():
             config = flat(read_yaml(directory.config))
         environment: dict[str, object] = {}
-        narrow_products = None
+        narrow = None
         if directory.manifest.is_file():
             last = dict(manifest.read(directory.manifest)[-1])
             last.pop("configuration", None)
-            narrow_products = last.pop("narrow_products", None)
+            narrow = last.pop("narrow_products", None)
             environment = flat(last)
-        summary = directory.profile / SUMMARY
-        profile = Summary.read(summary) if summary.is_file() else None
         name = folder.resolve().name
-        return cls(name, records, config, environment, profile, narrow_products)
+        return cls(name, records, config, environment, tuple(_described(narrow)))
 
     @property
     def throughput_unit(self) -> str:
@@ -102,6 +97,17 @@ class Run:
             "time in steps": duration(seconds),
             "peak memory of a rank": bytes_text(max(record.memory_bytes for record in records)),
         }
+
+
+def _described(narrow: dict[str, Any] | None) -> Iterator[str]:
+    """Yield lines from the result of `distmp.quantization.description.formats_record`."""
+    if narrow is not None:
+        total = len(narrow["narrow"]) + len(narrow["wide"])
+        yield (
+            f"{'; '.join(narrow['formats'])}; {len(narrow['narrow'])} of {total} linear layers "
+            f"have narrow products, {narrow['backend']}"
+        )
+        yield from (f"{layer} is wide because of {why}" for layer, why in narrow["wide"].items())
 
 
 def as_text(value: object) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distmp.engine.outcome import advice
-from distmp.telemetry import StepLog, StepRecord, peak_memory_bytes, trackers
+from distmp.telemetry import trackers
+from distmp.telemetry.memory import peak_memory_bytes
 from distmp.telemetry.narrow_operands import summarize
+from distmp.telemetry.records import StepRecord
+from distmp.telemetry.step_log import StepLog
 from distmp.telemetry.trackers import Trackers
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult
 from distmp.training.weight_unit import weight_unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distmp.telemetry import Stragglers
+from distmp.telemetry.stragglers import Stragglers
 from distmp.training.callbacks.callback import Callback, PendingStep, StepResult
 
 if TYPE_CHECKING:

@@ -45,32 +45,6 @@ def test_policies_are_compared_on_the_same_steps(
 
 
 @pytest.mark.nightly
-def test_policies_are_compared_over_seeds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--validation.samples=4"]
-    data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3", "--steps=5"]
-    # They change the formats of the narrow policy only.
-    changing = ["--precision.phases", "{until_tokens: 1, policy: bf16}", "--precision.policy=fp8"]
-    options = ["--policies", "bf16,fp8", "--seeds=2", "--json", "true"]
-    assert calibrate(*size, *data, *changing, *options) == 0
-    found = json.loads(capsys.readouterr().out)["policies"]
-    # A training run with the third seed has the same loss and accuracy.
-    run = [*RUN, *size, *data, "--precision.policy=bf16", "--seed=3", "--run-dir=run"]
-    run.remove("--calibrate-steps=5")
-    run += ["--validation.final-samples=4", "--validation.metrics", "{right: accuracy}"]
-    assert main(["train", *run, "--log.console=plain"]) == 0
-    last = json.loads(Path("run/steps.jsonl").read_text().splitlines()[-1])
-    compared = found["bf16"]["over_seeds"]
-    assert len({*compared["loss"]["values"]}) == 3
-    assert compared["loss"]["values"][2] == pytest.approx(last["validation_loss"], rel=1e-6)
-    accuracy = last["validation_metrics"]["right"]
-    assert compared["accuracy"]["values"][2] == pytest.approx(accuracy, rel=1e-6)
-    assert len(found["fp8"]["over_seeds"]["accuracy"]["values"]) == 3
-
-
-@pytest.mark.nightly
 @ranks(2)
 def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
     options = ["--policies", "fp32", "bf16-autocast", "--sharding.accumulate=sharded"]
@@ -86,19 +60,18 @@ def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
         nightly("--sharding.shard-size=8"),
     ],
 )
-def test_policies_get_a_loss_scale_errors_of_formats_and_a_table(
+def test_policies_get_a_loss_scale_and_a_table(
     strategy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Settings of many ranks are calibrated by one process, too."""
     size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2"]
     data = f"--data.path={corpus(tmp_path / 'corpus')}"
-    assert calibrate(*size, data, strategy, "--policies=bf16,fp16,fp8") == 0
+    assert calibrate(*size, data, strategy, "--policies=bf16,fp16") == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    scales, errors, policies = captured.out.split("5 steps on 1 rank")[1:]
+    scales, policies = captured.out.split("5 steps on 1 rank")[1:]
     assert "recommended: precision.loss_scale.init" in scales
-    assert "error: norm of the difference" in errors
-    assert [line.split()[0] for line in policies.splitlines()[2:5]] == ["bf16", "fp16", "fp8"]
+    assert [line.split()[0] for line in policies.splitlines()[2:4]] == ["bf16", "fp16"]
 
 
 @pytest.mark.parametrize(
@@ -106,9 +79,8 @@ def test_policies_get_a_loss_scale_errors_of_formats_and_a_table(
     [
         (["--policies", "fp32", "bf17"], "did you mean"),
         (["--policies=fp9"], "did you mean 'fp8'"),
-        (["--seeds=1"], "seeds = 1: use 2 or more other seeds"),
         (["--calibrate-steps=3"], "calibrate_steps = 3: use more than 3 steps"),
-        (["--max-error=2"], "max_error = 2.0: use a number between 0 and 1"),
+        (["--tolerance=2"], "tolerance = 2.0: use a number between 0 and 1"),
         (["--calibrate-step=3"], "did you mean 'calibrate_steps'?"),
     ],
 )

@@ -14,12 +14,12 @@ from distmp.commands.calibrate import loss_scale
 from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.loss_scale import Calibration, as_json, report
 from distmp.commands.calibrate.settings import CalibrationConfig
-from distmp.diagnosis.gradient_recorder import KINDS, GradientRecorder, Histograms
+from distmp.diagnosis.gradient_recorder import GradientRecorder
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.scaling import LossScaleConfig
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.torchrun import TINY, corpus, python, run
@@ -39,30 +39,15 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
     return loss_scale.measure(config, world, config.calibrate_steps)
 
 
-def exponents(histograms: Histograms) -> dict[str, dict[str, dict[int, int]]]:
-    return {
-        kind: {name: dict(histogram.exponents) for name, histogram in of_kind.items()}
-        for kind, of_kind in histograms.items()
-    }
+def exponents(found: Calibration) -> dict[int, int]:
+    return dict(found.gradients.exponents)
 
 
 def test_json_has_the_counts(arguments: list[str]) -> None:
     measured = measure(load(arguments), WORLD)
     found = json.loads(json.dumps(as_json(measured)))
-    assert {
-        kind: {
-            name: {int(exponent): count for exponent, count in content["exponents"].items()}
-            for name, content in of_kind.items()
-        }
-        for kind, of_kind in found["groups"].items()
-    } == exponents(measured.histograms)
-    for kind in KINDS:
-        of_groups = [content["values"] for content in found["groups"][kind].values()]
-        assert found[kind]["values"] == sum(of_groups) > 0
-    assert found["total"]["values"] == sum(found[kind]["values"] for kind in KINDS)
-    assert list(found["total"]["float16"]) == [
-        str(2**exponent) for exponent in (0, 3, 8, 12, 16, 20, 24)
-    ]
+    assert {int(e): count for e, count in found["gradients"].items()} == exponents(measured)
+    assert found["recommended_scale"] == measured.gradients.recommended_scale()
 
 
 @pytest.mark.nightly
@@ -74,13 +59,11 @@ def test_ranks_count_together_and_print_once(arguments: list[str]) -> None:
     found = json.loads(done.stdout)["gradients"]
     assert found["world_size"] == 2
     alone = json.loads(json.dumps(as_json(measure(load(arguments), WORLD))))
-    # The same samples in the same microbatches, distributed over ranks.
-    assert found["parameters"]["values"] == alone["parameters"]["values"]
-    assert found["activations"]["values"] == alone["activations"]["values"]
-    # The later steps start from weights that may differ in their last bits.
-    ours, theirs = (content["total"]["exponents"] for content in (found, alone))
+    # The same samples in the same microbatches, distributed over ranks. The later steps start from
+    # weights that may differ in their last bits.
+    ours, theirs = (content["gradients"] for content in (found, alone))
     moved = sum(abs(ours.get(e, 0) - theirs.get(e, 0)) for e in ours.keys() | theirs.keys())
-    assert moved < 1e-3 * found["total"]["values"]
+    assert moved < 1e-3 * sum(ours.values())
 
 
 @ranks(2)
@@ -89,7 +72,7 @@ def test_a_strategy_is_chosen_that_has_the_settings_of_sharding(tmp_path: Path) 
     data = f"--data.path={corpus(tmp_path / str(world.rank))}"
     options = [*TINY, data, "--sharding.accumulate=sharded"]
     found = loss_scale.measure(load(options), world, 1)
-    assert found.total.exponents
+    assert found.gradients.exponents
 
 
 @pytest.mark.parametrize(
@@ -104,7 +87,7 @@ def test_float16_policies_are_measured_in_fp32(
     if measured == "fp32":
         assert f"in place of {policy}" in found.policy
         as_configured = measure(load(arguments), WORLD)
-        assert exponents(found.histograms) == exponents(as_configured.histograms)
+        assert exponents(found) == exponents(as_configured)
 
 
 def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
@@ -124,9 +107,9 @@ def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
         trainer.train()
     resumed = load([*common, "--resume=run/checkpoints/step-000002"])
     found = loss_scale.measure(resumed, WORLD, 1)
-    assert exponents(found.histograms) == exponents(recorder.histograms(None))
+    assert exponents(found) == dict(recorder.histogram(None).exponents)
     fresh = loss_scale.measure(load(common), WORLD, 1)
-    assert exponents(found.histograms) != exponents(fresh.histograms)
+    assert exponents(found) != exponents(fresh)
 
 
 def test_a_training_configuration_is_a_calibration_configuration() -> None:
@@ -137,55 +120,39 @@ def test_a_training_configuration_is_a_calibration_configuration() -> None:
 # The report
 
 
-def histogram(*values: float) -> ExponentHistogram:
-    return ExponentHistogram(count_exponents(torch.tensor(values)))
-
-
-def calibration(
-    parameters: dict[str, ExponentHistogram], activations: dict[str, ExponentHistogram]
-) -> Calibration:
-    return Calibration(3, 2, "fp32 (why)", {"parameters": parameters, "activations": activations})
+def calibration(*gradients: float) -> Calibration:
+    histogram = ExponentHistogram(count_exponents(torch.tensor(gradients)))
+    return Calibration(3, 2, "fp32 (why)", histogram)
 
 
 def lines_of(found: Calibration, **rules: float) -> list[str]:
     return list(report(found, LossScaleConfig(**rules)))
 
 
-def test_the_tables_hold_the_right_numbers() -> None:
-    found = calibration(
-        {"a": histogram(1.0, 2.0**-15, 2.0**-30, 0.0), "b": histogram(0.0)},
-        {"a": histogram(2.0**-26, 2.0**-26, 2.0**-10, 2.0**3)},
-    )
-    lines = lines_of(found)
+def test_the_table_holds_the_right_numbers() -> None:
+    lines = lines_of(calibration(1.0, 2.0**-15, 2.0**-30, 0.0, 2.0**-26, 2.0**-10, 2.0**3, 2.0))
     table = {line.split()[0]: line.split()[1:] for line in lines if line[:1].isdigit()}
-    third = "33.333%"
-    assert table["1"] == [third, third, "0", "50.000%", "0", "0"]
+    assert table["1"] == ["28.571%", "14.286%", "0"]
     # 8 * 2^9 * 8 = 2^15: the recommended scale.
-    assert table["2^9"] == ["0", third, "0", "0", "50.000%", "0", "recommended"]
-    assert table["2^24"] == ["0", "0", third, "0", "0", "25.000%"]
-    rows = [line.split() for line in lines]
-    assert ["a", "2^-30", "2^3", "42.857%", "0", "2^9"] in rows
-    assert ["total", "2^-30", "2^3", "42.857%", "0", "2^9"] in rows
-    assert not any(row[:1] == ["b"] for row in rows)
+    assert table["2^9"] == ["0", "28.571%", "0", "recommended"]
+    assert table["2^24"] == ["0", "0", "42.857%"]
     assert "recommended: precision.loss_scale.init = 512 (2^9)" in lines[-1]
 
 
 def test_limits_that_forbid_the_recommendation_are_named() -> None:
-    small = calibration({"a": histogram(2.0**-30, 2.0**-50)}, {})
+    small = calibration(2.0**-30, 2.0**-50)
     assert "precision.loss_scale.max_scale = 1.67772e+07 does not allow it" in lines_of(small)[-1]
     assert "does not allow" not in lines_of(small, max_scale=2.0**42)[-1]
-    large = calibration({"a": histogram(2.0**20)}, {})
+    large = calibration(2.0**20)
     assert "precision.loss_scale.min_scale = 1 does not allow it" in lines_of(large)[-1]
 
 
 def test_a_range_too_wide_for_float16_is_reported() -> None:
-    assert "use a bf16 policy" in lines_of(calibration({"a": histogram(1.0, 2.0**-60)}, {}))[-1]
-    narrow = calibration({"a": histogram(1.0, 2.0**-20)}, {})
-    assert not any("bf16" in line for line in lines_of(narrow))
+    assert "use a bf16 policy" in lines_of(calibration(1.0, 2.0**-60))[-1]
+    assert not any("bf16" in line for line in lines_of(calibration(1.0, 2.0**-20)))
 
 
 def test_non_finite_gradients_are_reported() -> None:
-    found = calibration({"a": histogram(1.0, math.inf, math.nan, math.nan)}, {})
-    assert any("3 gradients are infinite or NaN already" in line for line in lines_of(found))
-    assert "nothing to recommend" in lines_of(calibration({"a": histogram(0.0)}, {}))[-1]
-    assert "nothing to recommend" in lines_of(calibration({}, {}))[-1]
+    lines = lines_of(calibration(1.0, math.inf, math.nan, math.nan))
+    assert any("3 gradients are infinite or NaN already" in line for line in lines)
+    assert "nothing to recommend" in lines_of(calibration(0.0))[-1]

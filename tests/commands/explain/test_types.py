@@ -76,3 +76,9 @@ def test_equal_modules_of_which_one_is_kept() -> None:
         ("*", False, 1),
         ("*", True, 1),
     ]
+
+
+def test_groups_of_which_some_layers_are_narrow() -> None:
+    sequence = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    groups = expected_groups(sequence, policy("nvfp4,hp=2"), "single")
+    assert [(group.name, group.narrow) for group in groups] == [("*", ("e2m1",)), ("*", ())]

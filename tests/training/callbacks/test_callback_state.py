@@ -23,7 +23,7 @@ from distmp.distributed.world import World
 from distmp.engine.average import local
 from distmp.errors import ConfigError, SetupError
 from distmp.launcher.command import main as launch
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.callbacks import Callback, PendingStep, StepResult
 from distmp.training.callbacks.loading import load_callbacks
 from distmp.training.trainer import Trainer

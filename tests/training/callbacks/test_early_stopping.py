@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from distmp.callback_settings import EarlyStoppingConfig
 from distmp.checkpoint.retention import Retention
@@ -19,13 +18,11 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
-from distmp.export.export import export
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.spikes import SpikeAction
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
-from tests.reference import assert_same_bits
 from tests.training.test_resume import configuration
 
 # Losses of the validations after steps 2, 4, 6, ...
@@ -108,18 +105,8 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
         "finished after step 12: loss has not improved on 1.5 at step 6 for 3 validations "
         "(early_stopping.patience)",
     ]
-    with pytest.raises(ConfigError) as error:
-        export(other.directory.path, tmp_path / "weights", best=True)
-    assert str(error.value) == (
-        f"--best = '{other.directory.checkpoints / 'step-000012'}': its best checkpoint, of "
-        f"step 6, is not in {other.directory.checkpoints}: export {best}"
-    )
-    export(best, tmp_path / "weights")
     resumed = trainer(tmp_path / "run", resume="auto")
     assert messages(resumed)[1].startswith("finished after step 12: ")
-    export(resumed.directory.path, tmp_path / "again", best=True)
-    expected, found = (load_file(tmp_path / name / WEIGHTS) for name in ("weights", "again"))
-    assert_same_bits(found, expected)
 
 
 @ranks(1)

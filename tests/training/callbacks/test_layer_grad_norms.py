@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from distmp.data.order import sample_indices
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.telemetry import Console, read_records
+from distmp.telemetry.console import Console
+from distmp.telemetry.records import read_records
 from distmp.training.callbacks import Callback, PendingStep
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks

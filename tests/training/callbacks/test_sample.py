@@ -15,7 +15,7 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
 from distmp.models.sampling import generate
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits, snapshot

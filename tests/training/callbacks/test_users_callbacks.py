@@ -17,7 +17,7 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine.setup import Setup
 from distmp.errors import ConfigError
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult
 from distmp.training.callbacks.loading import load_callbacks
 from distmp.training.train import main

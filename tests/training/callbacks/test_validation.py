@@ -9,7 +9,7 @@ import pytest
 
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.telemetry import Console
+from distmp.telemetry.console import Console
 from distmp.training.callbacks import validation
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks

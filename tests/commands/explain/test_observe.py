@@ -1,0 +1,59 @@
+"""Observed formats of low-precision matmuls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from distmp.commands.explain.explanation import Explanation, explain
+from distmp.commands.explain.observe import differences
+from distmp.commands.explain.report import report, seen
+from tests.commands.explain.runs import policy, run
+
+
+@pytest.fixture(scope="module")
+def explanation() -> Explanation:
+    wide = {"until_tokens": 1e9, "policy": "bf16"}
+    precision = {**policy("fp8,hp=first1"), "phases": [wide]}
+    config = run(precision=precision, strategy="fsdp")
+    return explain(config, 2, 2)
+
+
+@pytest.mark.nightly
+def test_a_real_step_matches_the_policy(explanation: Explanation) -> None:
+    assert explanation.differences == []
+    groups = {
+        (group.name, bool(group.narrow)): seen(explanation, group) for group in explanation.groups
+    }
+    assert groups["blocks.*.feed_forward.down", True] == "e4m3 e5m2"
+    assert groups["blocks.*.feed_forward.down", False] == "bf16"
+
+
+def test_products_with_other_formats_are_a_mismatch(explanation: Explanation) -> None:
+    observed, groups, fp8 = explanation.observed, explanation.groups, explanation.policy
+    wrong = {**observed.narrow, "blocks.*.feed_forward.down": {"e4m3"}}
+    assert [*differences(replace(observed, narrow=wrong), groups, fp8)] == [
+        f"blocks.*.feed_forward.down has narrow operands in e4m3, but the policy {fp8.name} "
+        "specifies e4m3 and e5m2"
+    ]
+    none = [*differences(replace(observed, narrow={}), groups, fp8)]
+    assert len(none) == 4
+    assert "has narrow operands in none" in none[0]
+
+
+def test_the_report_says_what_is_narrow(explanation: Explanation) -> None:
+    text = " ".join(" ".join(report(explanation)).split())
+    assert "4 of 8 linear layers have narrow products" in text
+    assert "; wide: blocks.0.attention." in text
+    assert "(hp=first1); the formats are those after the last of precision.phases" in text
+
+
+def test_gathers_in_8_bits_are_parameters(explanation: Explanation) -> None:
+    rows = {(entry.purpose, entry.dtype): entry.nbytes for entry in explanation.communication}
+    by_purpose = {f"{purpose} {dtype}" for purpose, dtype in rows}
+    assert {
+        "parameters torch.uint8",
+        "parameters torch.bfloat16",
+        "scales torch.float32",
+    } <= by_purpose
