@@ -45,7 +45,7 @@ from distmp.optim.state import check_state
 from distmp.parallel import Strategy
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.precision import PrecisionPolicy
-from distmp.scaling import LossScale
+from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.host_memory import return_freed_memory
 

@@ -11,7 +11,7 @@ from distmp.distributed.world import World
 from distmp.engine.precision_phases import PhaseSchedule
 from distmp.errors import ConfigError
 from distmp.quantization import NarrowLayers, ProductFormats
-from distmp.scaling import StepDecision
+from distmp.scaling.step_decision import StepDecision
 from distmp.utils.host_copy import HostCopy
 
 

@@ -26,7 +26,7 @@ from distmp.precision.notation import policy as policy_of
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import NarrowLayers, ProductFormats
 from distmp.quantization.layers import product_formats
-from distmp.scaling import StepDecision
+from distmp.scaling.step_decision import StepDecision
 from distmp.utils.host_copy import HostCopy
 
 logger = logging.getLogger("distmp")

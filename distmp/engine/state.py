@@ -29,7 +29,8 @@ from distmp.optim.state import (
     rates_by_group,
     rates_by_parameter,
 )
-from distmp.scaling import LossScale, loss_scale_rules
+from distmp.scaling.loss_scale import LossScale
+from distmp.scaling.settings import loss_scale_rules
 from distmp.utils.flat_shard import global_shape
 
 logger = logging.getLogger("distmp")

@@ -26,7 +26,7 @@ from distmp.engine.step_sums import sum_over_ranks
 from distmp.parallel import Strategy
 from distmp.precision.builders import autocast_of_dtypes
 from distmp.precision.switches import product_switches
-from distmp.scaling import StepDecision, decide_step
+from distmp.scaling.step_decision import StepDecision, decide_step
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.host_copy import to_device
 

@@ -13,7 +13,8 @@ from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.world import World
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.parallel import Strategy
-from distmp.scaling import SUMS, all_reduce_stats, local_stats, ordered_total, pack
+from distmp.scaling.ordered import ordered_total
+from distmp.scaling.step_decision import SUMS, all_reduce_stats, local_stats, pack
 
 
 def sum_over_ranks(
