@@ -32,14 +32,11 @@ from distmp.engine.step_checks import (
     check_evaluated,
     check_gradients_enabled,
     check_loss_function,
-    check_metric,
     check_not_inference,
-    check_outcome,
-    check_stop,
     count_microbatches,
 )
 from distmp.engine.step_settings import StepSettings
-from distmp.errors import ConfigError, TrainingError, attribute
+from distmp.errors import ConfigError, TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel import Strategy
@@ -59,24 +56,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What to use in place of attributes that users expect.
-_INSTEAD_OF = {
-    "backward": "leave it out: engine.step runs the backward pass of the loss function's result",
-    "zero_grad": "leave it out: engine.step clears the gradients",
-    "clip_grad_norm_": "use Engine(..., max_norm=1.0), or assign engine.max_norm",
-    "parameters": "use engine.model.parameters(), or engine.weights() for the FP32 weights",
-    "named_parameters": "use engine.model.named_parameters(), or engine.weights()",
-    "train": "use engine.model.train(); engine.evaluate sets and restores the mode itself",
-    "eval": "use engine.model.eval(); engine.evaluate sets and restores the mode itself",
-    "training": "use engine.model.training",
-    "forward": "use engine.module(...)",
-    "to": "use Engine(..., device=...)",
-    "save_checkpoint": "use engine.save(folder)",
-    "load_checkpoint": "use engine.load(folder)",
-    "save_pretrained": "use engine.export(folder)",
-    "lr": "use engine.optimizer.param_groups[0]['lr']",
-    "global_step": "use int(engine.step_counts[:2].sum()), or the `step` that engine.load returns",
-}
+_ATTRIBUTES = ("optimizer", "loads", "holds_average")
 
 
 class Engine:
@@ -284,7 +264,6 @@ class Engine:
         """
         with self._calls.call("step", waits=False):
             source = self._source(microbatches, count)
-            check_stop(stop)
             observers = [observer for observer in self._observers if not observer.is_done]
             for observer in observers:
                 observer.before(source)
@@ -342,7 +321,6 @@ class Engine:
             The same report on every rank, also stored in `outcome.overflow_report`. None for a step
             without overflow, for an older step, and without `attribution`.
         """
-        check_outcome(outcome)
         return self._replays.explain(outcome)
 
     def check(self, outcome: StepOutcome) -> None:
@@ -353,7 +331,6 @@ class Engine:
             TrainingError: On all ranks, with the result of `explain`, if the loss scale cannot be
                 lowered further, or after `max_consecutive_skips` skipped steps in a row.
         """
-        check_outcome(outcome)
         self._completed.is_checked = True
         self._completed.check_ranks_agree(outcome)
         numbers = outcome.numbers
@@ -389,7 +366,7 @@ class Engine:
             ConfigError: If `schedule` follows no metric, or the metric differs between ranks.
         """
         with self._calls.call("schedule_step"):
-            value = check_metric(metric)
+            value = float(metric)
             check_same(self.world.group, self.device, {"metric": repr(value)})
             return self._setup.updates.learning_rates.follow(value)
 
@@ -690,16 +667,14 @@ class Engine:
             "FP32 gradients": strategy.gradient_memory(),
         }
 
-    if not TYPE_CHECKING:  # mypy would accept any name
-
-        def __getattr__(self, name):
-            """Name the replacement of what models and optimizers of other libraries have."""
-            attribute(self, name, _INSTEAD_OF)
+    if not TYPE_CHECKING:  # mypy would not check assignments
 
         def __setattr__(self, name, value):
             """Refuse to assign what would have no effect, such as `engine.lr`."""
-            if name in _INSTEAD_OF:
-                attribute(self, name, _INSTEAD_OF)
+            if not (name.startswith("_") or hasattr(type(self), name) or name in _ATTRIBUTES):
+                raise AttributeError(
+                    f"Engine has no attribute {name!r}, so setting it does nothing"
+                )
             super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:

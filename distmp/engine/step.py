@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
-from distmp.engine.batch_errors import explain_batch_errors
 from distmp.engine.microbatches import MicrobatchSource, MicrobatchStats, moved
 from distmp.engine.nominal_weight import agree_on_nominal_weight
 from distmp.engine.observers import StepObserver
@@ -179,7 +178,7 @@ def forward(
     strategy = setup.strategy
     with (
         autocast_of_dtypes(setup.policy, setup.device, sharded=setup.is_sharded),
-        explain_batch_errors(batch, strategy.module),
+        explain_graph_errors(),
     ):
         strategy.computing_loss(computing=True)
         try:
