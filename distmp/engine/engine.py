@@ -133,7 +133,7 @@ class Engine:
         self._completed = CompletedSteps(setup, self._step_settings, modes, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
         if config.first_step_checks:
-            self._observers.append(FirstStep(setup.world, self.module))
+            self._observers.append(FirstStep(setup.world))
             setup.strategy.watch_copies()
         self._saves: Saves | None = None
         self.loads = 0
@@ -483,8 +483,8 @@ class Engine:
             stored: Shape and dtype of every stored tensor, by its name in `state_dict`.
 
         Returns:
-            The live tensors to load before `finish_loading`: all of `state_dict`, except what
-            states of older versions lack and the state of parameters that no rank has used.
+            The live tensors to load before `finish_loading`: all of `state_dict`, except the state
+            of parameters that no rank has used.
         """
         self._calls.count("prepare_to_load")
         if self._saves is not None:

@@ -18,7 +18,7 @@ from distmp.distributed.world import World, world_of_process
 from distmp.engine.config import EngineConfig
 from distmp.engine.model import build_model, return_logits
 from distmp.engine.narrow_products import NarrowProducts
-from distmp.engine.precision_phases import build_schedule, phase_formats
+from distmp.engine.precision_phases import PhaseSchedule, phase_formats
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.updates import Updates
 from distmp.optim import OptimizerFactory, ScheduleFactory
@@ -131,13 +131,9 @@ def set_up(
     if config.strategy not in SHARDED_STRATEGIES and world.rank == 0:
         warn_about_copies(strategy.module, policy)
     layers = strategy.narrow_layers
-    formats = build_schedule(
-        layers,
-        policy,
-        config.precision_phases,
-        compiled=bool(config.parallel and config.parallel.compile != "none"),
-        quiet=world.rank != 0,
-    )
+    phases = None
+    if layers is not None and config.precision_phases:
+        phases = PhaseSchedule(layers, policy, config.precision_phases, quiet=world.rank != 0)
     if layers is not None and world.rank == 0:
         log_formats(layers, policy, world.device)
     return Setup(
@@ -149,7 +145,7 @@ def set_up(
         strategy,
         ModuleBuffers(strategy.model, world.group, reproducible=config.reproducible),
         Updates(optimizer, schedule, strategy, policy, world.device),
-        NarrowProducts(layers, world, formats),
+        NarrowProducts(layers, world, phases),
         StepClock(world.device),
         seed,
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distmp.engine.nominal_weight import round_up_to_power_of_two
+from distmp.engine.settings import PHASES
 from distmp.engine.setup import Setup
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
@@ -41,11 +42,8 @@ UNUSED = "unused/"
 # Prefix of the names of what a schedule needs besides the number of updates.
 SCHEDULE = "schedule/"
 
-# Prefix of the name of the number of tokens that `precision.phases` needs.
-NARROW = "narrow/"
-
-# Prefixes of names that states of older versions lack; their initial values are kept.
-ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/", "engine/seed")
+# Name of the number of tokens that `precision.phases` needs.
+TOKENS = "narrow/tokens"
 
 # Shape and dtype of a stored tensor.
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -108,8 +106,7 @@ class EngineState:
                 value = rates_by_parameter(self._updates.optimizer, self._updates.names, value)
             state[f"{SCHEDULE}{name}"] = value
         if self._products.schedule is not None:
-            for name, value in self._products.schedule.state_dict().items():
-                state[f"{NARROW}{name}"] = value
+            state[TOKENS] = self._products.schedule.tokens
         for name in self._strategy.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self.counts
@@ -146,8 +143,11 @@ class EngineState:
             stored: Shape and dtype of every stored tensor.
 
         Returns:
-            The live tensors to fill: all of `tensors`, except those that states of older versions
-            lack and the state of parameters that no rank has used.
+            The live tensors to fill: all of `tensors`, except the state of parameters that no rank
+            has used.
+
+        Raises:
+            CheckpointError: If there are phases, and the state has no number of tokens.
         """
         prefix = "optimizer/"
         optimizer_state = {
@@ -180,18 +180,13 @@ class EngineState:
         temporary, replaced = self._to_convert(optimizer_state)
         live = self.tensors()
         live = {name: tensor for name, tensor in live.items() if name not in replaced} | temporary
-        lacking = [name for name in live if name not in stored]
-        kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
-        if older := sorted(name for name in kept if not name.startswith(unused)):
-            self._warn(
-                "the state is from an older version: %s starts from its initial value", older
+        if TOKENS in live.keys() - stored.keys():
+            raise CheckpointError(
+                f"{PHASES}: the checkpoint lacks the number of tokens, which only runs with phases "
+                "count; remove the phases, or use them from the start of the run"
             )
+        kept = {name for name in live if name not in stored and name.startswith(unused)}
         kept |= self._rates_to_keep(live, stored)
-        if self._products.schedule is not None:
-            names = {name for name in lacking if name.startswith(NARROW)}
-            if names:
-                self._products.schedule.reset()
-            kept |= names
         return {name: tensor for name, tensor in live.items() if name not in kept}
 
     def _to_convert(self, stored: Mapping[str, TensorSpec]) -> tuple[dict[str, Tensor], set[str]]:
@@ -270,16 +265,14 @@ class EngineState:
             {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},
             quiet=self._is_quiet,
         )
-        if any(name.startswith("divergence/") for name in live):
-            self.divergence.load_state_dict(
-                {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
-            )
+        self.divergence.load_state_dict(
+            {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
+        )
         self._load_learning_rates(
             {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
         )
         self._strategy.copy_master_to_model()
-        if "engine/seed" in live:
-            self.seed = int(live["engine/seed"])
+        self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._updates.max_applied = int(self.counts[0])
         self._products.continue_from(self.steps)

@@ -23,9 +23,6 @@ from distmp.errors import ConfigError
 from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.utils.dtypes import dtype_name
 
-# The target that torch's losses ignore.
-IGNORED = -100
-
 LIST_ADVICE = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
 LOSS_CONTRACT = (
     "return (loss_sum, weight): the loss summed over samples or tokens, and their number"
