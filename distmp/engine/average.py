@@ -32,11 +32,16 @@ class WeightAverage:
         values: The average by parameter name, FP32, with the sharding of `engine.weights()`.
 
     Raises:
-        ConfigError: If `engine` is not an engine, or `config` has no decay.
+        ConfigError: If `config` has no decay.
     """
 
     def __init__(self, engine: Engine, config: EmaConfig) -> None:
-        _check_arguments(engine, config)
+        if config.decay == 0:
+            raise ConfigError(
+                "config.decay",
+                config.decay,
+                "the average would always be the weights; use a number below 1, such as 0.999",
+            )
         self._engine = engine
         self._config = config
         self.values: dict[str, Tensor] = {}
@@ -182,25 +187,6 @@ class WeightAverage:
             else:
                 kept[name] = before
         self._engine.publish_weights()
-
-
-def _check_arguments(engine: object, config: object) -> None:
-    """Refuse what a caller may pass in place of an engine and an `EmaConfig`.
-
-    Raises:
-        ConfigError: With the value received.
-    """
-    if not isinstance(engine, Engine):
-        raise ConfigError("engine", type(engine).__name__, "pass a distmp.Engine")
-    if not isinstance(config, EmaConfig):
-        value = config if isinstance(config, int | float) else type(config).__name__
-        raise ConfigError("config", value, "pass EmaConfig(decay=0.999)")
-    if config.decay == 0:
-        raise ConfigError(
-            "config.decay",
-            config.decay,
-            "the average would always be the weights; use a number below 1, such as 0.999",
-        )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -132,13 +132,12 @@ def described_optimizer(engine: SavedEngine) -> dict[str, list[str]]:
 def check_optimizer(engine: SavedEngine, checkpoint: store.StoredCheckpoint) -> None:
     """Refuse the state of an optimizer of another class, which would be kept and have no effect.
 
-    Checkpoints of older versions do not name their optimizer.
-
     Raises:
         ConfigError: If the classes have no base class in common.
     """
-    own, stored = described_optimizer(engine)[OPTIMIZER], checkpoint.numbers.get(OPTIMIZER)
-    if not isinstance(stored, list) or not stored or set(map(str, stored)) & set(own):
+    own = described_optimizer(engine)[OPTIMIZER]
+    stored = checkpoint.numbers.get(OPTIMIZER, own)
+    if {*stored} & {*own}:
         return
     raise ConfigError(
         "folder",
@@ -222,14 +221,11 @@ class Saves:
         self._writer.release()
 
     def _check(self) -> None:
-        problem = None
-        try:
-            self._writer.check()
-        except CheckpointError as error:
-            problem = str(error)
-        problems = [found for found in self._world.ranks.gather(problem) if found is not None]
-        if problems:
-            raise CheckpointError(problems[0])
+        self._world.ranks.all_or_none(
+            self._writer.check,
+            catch=CheckpointError,
+            error=lambda failures, _: CheckpointError(failures[min(failures)].message),
+        )
 
     def _open(self, engine: SavedEngine) -> None:
         """Prepare saves in the background."""
@@ -293,16 +289,12 @@ def _on_all_ranks(work: Callable[[], T], world: World) -> T:
         ConfigError: What `work` raised on this rank.
         SetupError: If it raised on another rank only.
     """
-    error: ConfigError | None = None
     try:
-        result = work()
-    except ConfigError as caught:
-        error = caught
-    messages = enumerate(world.ranks.gather(str(error) if error else None))
-    failed = {rank: message for rank, message in messages if message is not None}
-    if failed:
-        raise error or SetupError(failed, ConfigError.exit_code)
-    return result
+        return world.ranks.all_or_none(work, catch=ConfigError)
+    except SetupError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise
 
 
 def _checked_numbers(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -311,8 +303,6 @@ def _checked_numbers(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         ConfigError: If they would not load as they are.
     """
-    if numbers is not None and not isinstance(numbers, Mapping):
-        raise ConfigError("numbers", type(numbers).__name__, "pass a dict of values by name")
     own = dict(numbers or {})
     for name, value in own.items():
         setting = f"numbers[{name!r}]"
