@@ -18,7 +18,6 @@ from distmp.engine.calls import EngineCalls
 from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
-from distmp.engine.microbatches import MicrobatchSource
 from distmp.engine.narrow_products import NarrowProducts
 from distmp.engine.observers import AnyGradient, EvaluationMode, FirstStep, StepObserver
 from distmp.engine.outcome import StepOutcome, advice
@@ -28,15 +27,14 @@ from distmp.engine.spike_check import DivergenceGuard
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step import take_step
 from distmp.engine.step_checks import (
-    IS_EMPTY,
     check_evaluated,
     check_gradients_enabled,
     check_loss_function,
     check_not_inference,
-    count_microbatches,
+    listed_microbatches,
 )
 from distmp.engine.step_settings import StepSettings
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel import Strategy
@@ -248,8 +246,7 @@ class Engine:
         Args:
             microbatches: Batches (tensors, or nested containers of tensors) for `loss`; at least
                 one, and with a sharded strategy the same number on every rank. A list, or an
-                iterable that gives these microbatches and then ends. Without `attribution`, the
-                engine holds one microbatch of an iterable at a time.
+                iterable that gives these microbatches and then ends.
             count: Number of microbatches; needed for an iterable without a length.
             stop: Whether this rank requests to stop; the outcome reports it on every rank.
 
@@ -263,15 +260,15 @@ class Engine:
             LostPeerError: If another rank has ended.
         """
         with self._calls.call("step", waits=False):
-            source = self._source(microbatches, count)
+            batches = self._checked(microbatches, count)
             observers = [observer for observer in self._observers if not observer.is_done]
             for observer in observers:
-                observer.before(source)
+                observer.before(batches[0])
             self._calls.counts["engine.step"] += 1
             outcome, stats = take_step(
-                self._setup, self._state, source, self._step_settings, observers, stop=bool(stop)
+                self._setup, self._state, batches, self._step_settings, observers, stop=bool(stop)
             )
-            self._replays.keep(outcome, source, stats)
+            self._replays.keep(outcome, batches, stats)
             warned = [warning for observer in observers for warning in observer.after()]
         warned += self._completed.warnings(outcome)
         if self.world.rank == 0:
@@ -279,25 +276,22 @@ class Engine:
                 warnings.warn(warning, RuntimeWarning, stacklevel=2)
         return outcome
 
-    def _source(self, microbatches: Iterable[Any], count: int | None) -> MicrobatchSource:
+    def _checked(self, microbatches: Iterable[Any], count: int | None) -> list[Any]:
         """Check what a step would train and on what; return its microbatches."""
         check_gradients_enabled()
-        number = count_microbatches(microbatches, count)
+        batches = listed_microbatches(microbatches, count)
         if self.holds_average:
             raise TrainingError(
                 "engine.step inside of average.as_weights() would train the average; call it "
                 "outside, and after an error inside only after engine.load"
             )
         if self.config.reproducible:
-            check_power_of_two(number)
+            check_power_of_two(len(batches))
         self._setup.updates.check(self.optimizer)
         self._strategy.check_model()
         self.narrow_products.check_unchanged()
         self._train_unfrozen()
-        source = MicrobatchSource(microbatches, number, keep=self.config.attribution)
-        if not (source.is_sequence or source.advance()):
-            raise ConfigError("microbatches", [], IS_EMPTY)
-        return source
+        return batches
 
     def _train_unfrozen(self) -> None:
         if unfrozen := self._strategy.unfrozen():

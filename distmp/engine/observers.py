@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.distributed.world import World
-from distmp.engine.microbatches import MicrobatchSource, MicrobatchStats
+from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.setup import Setup
 from distmp.engine.step_checks import check_weight
 from distmp.errors import ConfigError, listed
@@ -30,8 +30,8 @@ class StepObserver:
 
     is_done = False
 
-    def before(self, source: MicrobatchSource) -> None:
-        """Look at the microbatches of a step; all ranks call it."""
+    def before(self, batch: Any) -> None:
+        """Look at the first microbatch of a step; all ranks call it."""
 
     def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
         """Look at a microbatch and what the loss function returned for it."""
@@ -55,9 +55,9 @@ class FirstStep(StepObserver):
         self._world = world
         self._warnings: dict[str, None] = {}
 
-    def before(self, source: MicrobatchSource) -> None:
+    def before(self, batch: Any) -> None:
         """Compare the microbatches of ranks."""
-        if self._world.world_size > 1 and self._has_same_batch(source.next):
+        if self._world.world_size > 1 and self._has_same_batch(batch):
             self._warnings[
                 f"all {self._world.world_size} ranks were given the same first microbatch, so "
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "

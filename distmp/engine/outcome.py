@@ -85,8 +85,6 @@ class StepOutcome:
 
     Attributes:
         overflow_report: Why the step overflowed; None until `Engine.explain` has replayed the step.
-        microbatch_problem: How the iterable of microbatches of this rank differed from the
-            announced number; None if it did not.
         narrow_statistics: Statistics of narrow products; None under policies without any.
         formats: The policy of `precision.phases` in this step; None without phases.
 
@@ -97,7 +95,6 @@ class StepOutcome:
     """
 
     overflow_report: OverflowReport | None = None
-    microbatch_problem: str | None = None
     narrow_statistics: NarrowStatistics | None = None
     formats: str | None = None
 

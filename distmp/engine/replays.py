@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
 from distmp.diagnosis.replay import StepInputs, StepReplay
 from distmp.engine.calls import EngineCalls
-from distmp.engine.microbatches import MicrobatchSource, MicrobatchStats
+from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState
@@ -38,17 +39,19 @@ class Replays:
         self._calls = calls
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
-    def keep(self, outcome: StepOutcome, source: MicrobatchSource, stats: MicrobatchStats) -> None:
+    def keep(
+        self, outcome: StepOutcome, microbatches: Sequence[Any], stats: MicrobatchStats
+    ) -> None:
         """Keep references to the inputs of a step, with `attribution`."""
         if not self._setup.config.attribution:
             return
         products = self._setup.narrow_products
         inputs = StepInputs(
-            tuple(source.kept),
+            tuple(microbatches),
             stats.streams,
             stats.losses,
             stats.weights,
-            position=(products.step - 1, self._setup.world.rank * source.count),
+            position=(products.step - 1, self._setup.world.rank * len(microbatches)),
             formats=products.layer_formats,
         )
         self._recent.append((outcome, inputs))

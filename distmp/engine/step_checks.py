@@ -6,6 +6,7 @@ comparisons on the host run only in the first step (`distmp.engine.observers.Fir
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set, Sized
 from contextlib import contextmanager
@@ -31,19 +32,22 @@ LOADER_ADVICE = (
     "iterate over a distmp.DataLoader, which yields lists of microbatches, or pass n batches of "
     "one iterator: engine.step(itertools.islice(iterator, n), count=n)"
 )
-IS_EMPTY = "is empty; a step needs at least one microbatch on every rank"
+COUNT_ADVICE = (
+    "pass an iterable of the microbatches of one step and their number: "
+    "engine.step(itertools.islice(iterator, n), count=n)"
+)
 ITERABLE_ADVICE = "pass an iterable of microbatches: engine.evaluate([batch, batch])"
 LOSS_ADVICE = (
     "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
 )
 
 
-def count_microbatches(microbatches: Any, count: object) -> int:
-    """Return the number of microbatches of a step; refuse what they cannot be drawn from.
+def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
+    """Return the microbatches of a step; refuse what they cannot be drawn from.
 
     Args:
         microbatches: A list of microbatches, or an iterable of them.
-        count: Number of microbatches; None takes `len(microbatches)`.
+        count: Number of microbatches; needed for an iterable without a length.
 
     Raises:
         ConfigError: With the value received.
@@ -56,21 +60,23 @@ def count_microbatches(microbatches: Any, count: object) -> int:
             _describe(microbatches),
             f"gives all batches of an epoch, not the microbatches of one step; {LOADER_ADVICE}",
         )
-    length = len(microbatches) if isinstance(microbatches, Sized) else None
-    total = length if count is None else count
     is_usable = isinstance(microbatches, Iterable) and not isinstance(microbatches, str | Set)
-    if not is_usable or total is None:
+    if not is_usable or not (count or isinstance(microbatches, Sized)):
         raise ConfigError(
             "microbatches",
             _describe(microbatches),
             "has no length; pass a list, or the number of microbatches: "
             "engine.step(itertools.islice(iterator, n), count=n)",
         )
-    if isinstance(total, bool) or not isinstance(total, int) or length not in (None, total):
-        raise ConfigError("count", count, "use the number of microbatches, 1 or more, or None")
-    if total < 1:
-        raise ConfigError("microbatches", [], IS_EMPTY)
-    return total
+    listed = [*itertools.islice(microbatches, count and count + 1)]
+    if count not in (None, len(listed)):
+        found = "more" if len(listed) > count else len(listed)
+        raise ConfigError("count", count, f"there are {found} microbatches; {COUNT_ADVICE}")
+    if not listed:
+        raise ConfigError(
+            "microbatches", [], "is empty; a step needs at least one microbatch on every rank"
+        )
+    return listed
 
 
 def check_evaluated(microbatches: Any) -> None:

@@ -10,12 +10,10 @@ from distmp.distributed.compare_ranks import (
 )
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.engine.calls import EngineCalls
-from distmp.engine.microbatches import WRONG_COUNT
 from distmp.engine.observers import EvaluationMode
 from distmp.engine.outcome import StepOutcome
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState
-from distmp.errors import ConfigError, rank_names, ranks_by_value
 
 
 class StepSettings:
@@ -36,16 +34,10 @@ class StepSettings:
         self._calls = calls
         self._modes = modes
 
-    def of_step(self, problem: str | None) -> object:
-        """Return the settings, without values of the device; () on a single rank.
-
-        Args:
-            problem: How the microbatches of this rank differ from their announced number.
-        """
-        world, updates = self._setup.world, self._setup.updates
-        if problem is not None:
-            return world.rank, problem  # unlike on any other rank
-        if world.world_size == 1:
+    def of_step(self) -> object:
+        """Return the settings, without values of the device; () on a single rank."""
+        updates = self._setup.updates
+        if self._setup.world.world_size == 1:
             return ()
         return (
             self._calls.number,
@@ -62,24 +54,12 @@ class StepSettings:
         """Raise if ranks took a step with different settings; every rank has to call it.
 
         Raises:
-            ConfigError: On all ranks, naming a setting or numbers of microbatches.
+            ConfigError: On all ranks, naming a setting.
         """
         if outcome.ranks_differ:
             world = self._setup.world
             with explain_lost_peers(world.group):
-                self._check_microbatches(outcome)
                 raise_difference(world.group, self._described())
-
-    def _check_microbatches(self, outcome: StepOutcome) -> None:
-        """Raise if an iterable has another number of microbatches than `count` on any rank."""
-        ranks = self._setup.world.ranks
-        problems = dict(enumerate(ranks.gather(outcome.microbatch_problem)))
-        if any(problems.values()):
-            by_rank = "; ".join(
-                f"{problem or 'is complete'} on {rank_names(which)}"
-                for problem, which in ranks_by_value(problems).items()
-            )
-            raise ConfigError("microbatches", by_rank, WRONG_COUNT)
 
     def _described(self) -> dict[str, str]:
         """Return the settings as text by name, for a comparison between ranks."""
