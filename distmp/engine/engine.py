@@ -594,25 +594,13 @@ class Engine:
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import (
-            check_optimizer,
-            find_checkpoint,
-            load_checkpoint,
-            loaded_numbers,
-        )
+        from distmp.engine.saving import load
 
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
-            described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
-            check_same(self.world.group, self.device, described)
-            checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
-            if checkpoint is None:
-                return {"step": self._state.steps}
-            if optimizer:
-                check_optimizer(self, checkpoint)
-            load_checkpoint(self, checkpoint, optimizer=optimizer)
-            return loaded_numbers(checkpoint)
+            numbers = load(self, folder, missing_ok=missing_ok, optimizer=optimizer)
+            return {"step": self._state.steps} if numbers is None else numbers
 
     def export(
         self,

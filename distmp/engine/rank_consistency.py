@@ -72,7 +72,7 @@ def check(engine: Engine, average: Mapping[str, Tensor] | None = None) -> None:
         if (local := _local(value)) is not None:
             tensors[f"ema/{name}"] = local
     described = {
-        _describe(name): f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
+        name: f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
         for (name, tensor), digest in zip(
             tensors.items(), digests(tensors, world.device).tolist(), strict=True
         )
@@ -158,17 +158,3 @@ def _local(tensor: Tensor) -> Tensor | None:
     if is_dtensor(tensor) and all(part.is_replicate() for part in tensor.placements):
         return tensor.to_local()
     return None if is_traceable_wrapper_subclass(tensor) else tensor
-
-
-def _describe(name: str) -> str:
-    section, _, rest = name.partition("/")
-    if section == "loss_scale":
-        return "the loss scale" if rest == "value" else f"the loss scale's {rest}"
-    titles = {
-        "model": "parameter",
-        "module": "16-bit parameter",
-        "optimizer": "optimizer state",
-        "engine": "the engine's",
-        "ema": "the average (EMA) of",
-    }
-    return f"{titles[section]} {rest!r}" if section in titles else repr(name)

@@ -31,6 +31,7 @@ from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
 from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed
+from distmp.export.running import RunningEngine
 from distmp.utils.files import check_folder_name
 
 logger = logging.getLogger("distmp")
@@ -50,21 +51,11 @@ _loaded: weakref.WeakKeyDictionary[SavedEngine, set[str]] = weakref.WeakKeyDicti
 _writing: set[CheckpointWriter] = set()
 
 
-class SavedEngine(Protocol):
+class SavedEngine(RunningEngine, Protocol):
     """The part of `distmp.Engine` that a checkpoint reads and writes."""
 
     optimizer: torch.optim.Optimizer
     holds_average: bool
-
-    @property
-    def world(self) -> World:
-        """The ranks."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the live tensors by name."""
-
-    def updated_by_optimizer(self) -> set[str]:
-        """Return the names of the tensors that only an update of the optimizer changes."""
 
     def prepare_to_load(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Return the live tensors to load."""
@@ -305,17 +296,15 @@ def _checked_numbers(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     own = dict(numbers or {})
     for name, value in own.items():
-        setting = f"numbers[{name!r}]"
         try:
-            loaded = json.loads(json.dumps({name: value}))
-        except (TypeError, ValueError) as error:
-            problem = f"{error}; pass numbers, strings, and lists and dicts of them"
-            raise ConfigError(setting, type(value).__name__, problem) from error
-        if repr(loaded) != repr({name: value}):
+            is_kept = repr(json.loads(json.dumps({name: value}))) == repr({name: value})
+        except (TypeError, ValueError):
+            is_kept = False
+        if not is_kept:
             raise ConfigError(
-                setting,
+                f"numbers[{name!r}]",
                 value,
-                f"would load as {loaded!r}; pass numbers, strings, lists, and dicts whose keys are "
+                "would not load as it is; pass numbers, strings, lists, and dicts whose keys are "
                 "strings",
             )
     return own
@@ -327,22 +316,18 @@ def _data_position(own: Mapping[str, Any]) -> dict[str, int]:
     return {"samples": samples} if type(samples) is int and samples >= 0 else {}
 
 
-def find_checkpoint(folder: str | Path, *, missing_ok: bool) -> store.StoredCheckpoint | None:
-    """Return the checkpoint that `Engine.load` loads, verified. Collective over all ranks.
-
-    Args:
-        folder: A checkpoint, or a folder of checkpoints, whose newest healthy one is used.
-        missing_ok: Return None if there is no checkpoint.
-
-    Raises:
-        ConfigError: If there is no checkpoint.
-        CheckpointError: If it is damaged, or all of those in the folder are damaged or unhealthy.
-    """
-    return store.resolve(str(folder), Path(), setting="folder", missing_ok=missing_ok)
-
-
-def loaded_numbers(checkpoint: store.StoredCheckpoint) -> dict[str, Any]:
-    """Return the numbers that `Engine.load` returns; those of a run if a run wrote them."""
+def load(
+    engine: SavedEngine, folder: str | Path, *, missing_ok: bool, optimizer: bool
+) -> dict[str, Any] | None:
+    """Load a checkpoint, see `Engine.load`; None if there is none. Collective over all ranks."""
+    described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
+    check_same(engine.world.group, engine.world.device, described)
+    checkpoint = store.resolve(str(folder), Path(), setting="folder", missing_ok=missing_ok)
+    if checkpoint is None:
+        return None
+    if optimizer:
+        check_optimizer(engine, checkpoint)
+    load_checkpoint(engine, checkpoint, optimizer=optimizer)
     numbers = checkpoint.numbers
     return {"step": checkpoint.state.step, **numbers.get(OWN_NUMBERS, numbers)}
 

@@ -189,19 +189,12 @@ def _outcome(
     counts += torch.stack([1 - skipped, skipped, skipped])
     counts[2] *= skipped
     return StepOutcome(
-        {
-            "loss": decision.loss,
-            "weight": decision.weight,
-            "grad_norm": decision.grad_norm,
+        decision._asdict()
+        | spike_check._asdict()
+        | {
             "learning_rate": rate,
             "loss_scale": scale,
-            "overflow": decision.overflow,
-            "dropped": decision.dropped,
             "skipped": skipped,
-            "spike": spike_check.spike,
-            "loss_limit": spike_check.loss_limit,
-            "norm_limit": spike_check.norm_limit,
-            "stop": decision.stop,
             "applied_total": counts[0],
             "skipped_total": counts[1],
             "skipped_in_a_row": counts[2],

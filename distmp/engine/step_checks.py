@@ -86,13 +86,6 @@ def check_evaluated(microbatches: Any) -> None:
         ConfigError: With the value received.
     """
     _refuse_one_batch(microbatches, ITERABLE_ADVICE)
-    if isinstance(microbatches, DataLoader):
-        raise ConfigError(
-            "microbatches",
-            _describe(microbatches),
-            "gives lists of microbatches, and repeats samples at the end of an epoch; pass "
-            "loader.once()",
-        )
     if not isinstance(microbatches, Iterable) or isinstance(microbatches, str | bytes):
         raise ConfigError(
             "microbatches", _describe(microbatches), f"is not an iterable; {ITERABLE_ADVICE}"

@@ -41,12 +41,7 @@ from distmp.scaling.reduced_flags import (
     versions_of,
 )
 from distmp.scaling.settings import LossScaleConfig
-from distmp.scaling.step_decision import (
-    PRESCALE,
-    clip_coefficient,
-    divisor_fits,
-    divisor_overflows,
-)
+from distmp.scaling.step_decision import clip_coefficient, divisor_overflows
 from distmp.utils.host_copy import HostCopy
 
 if TYPE_CHECKING:
@@ -162,7 +157,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
         # What the host has not read yet of the last iteration.
         self._unread: HostCopy | None = None
         self._calls = CallLog()
-        self._unchecked: list[_Unchecked] = []
+        # Decisions of which the host does not know yet whether all ranks made the same calls, with
+        # the reduction, and whether ranks differ.
+        self._unchecked: list[tuple[Decision, PendingDecision | None, HostCopy]] = []
         # From now on, other ranks can query the latest call of this one.
         self._monitor: RankMonitor | None = rank_monitor.current()
         self._begin_iteration()
@@ -285,10 +282,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
         total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
         coefficient = clip_coefficient(norm, max_norm)
-        if not divisor_fits(scale, coefficient):
-            for member in members:
-                self._inspected[id(member)].multiply(PRESCALE)
-            coefficient = coefficient / PRESCALE
         coefficient = coefficient.to(torch.float32)
         for member in members:
             found_inf = self._inspected[id(member)].global_found_inf()
@@ -457,9 +450,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         )
         if self._ranks.world_size == 1:
             return total
-        self._unchecked.append(
-            _Unchecked(decision, self._ranks.latest_decision, HostCopy(total.calls_differ))
-        )
+        differ = HostCopy(total.calls_differ)
+        self._unchecked.append((decision, self._ranks.latest_decision, differ))
         is_allowed = self._check_decisions(self._calls.iteration if decision.new else 0)
         return total if is_allowed else total.skipping(total.calls_differ)
 
@@ -502,12 +494,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._calls.iteration += 1
         norm = total.square_sum.sqrt()
         coefficient = torch.where(norm.isfinite(), clip_coefficient(norm, max_norm), 1.0)
-        factors = [coefficient]
-        if not divisor_fits(scale, coefficient):
-            factors = [torch.full_like(norm, PRESCALE), coefficient / PRESCALE]
         for gradient in gradients:
-            for factor in factors:
-                gradient.tensor.mul_(factor.to(gradient.tensor.device))
+            gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
         return norm
 
     def _apply_decision(self, members: Sequence[CheckedOptimizer], total: ReducedFlags) -> None:
@@ -705,13 +693,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
 
     def _report_differences(self, state_dict: Mapping[str, Any]) -> None:
-        current = {
-            "scale": self._init_scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-        }
-        for name, value in current.items():
+        for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
+            value = self._init_scale if name == "scale" else getattr(self._rules, name)
             if state_dict.get(name, value) != value:
                 logger.warning(
                     "the loaded scaler had %s = %s; this one keeps %s, as configured",
@@ -750,20 +733,6 @@ class _Counts(NamedTuple):
     overflows_in_a_row: int
     consecutive_skips: int
     total_skips: int
-
-
-class _Unchecked(NamedTuple):
-    """A decision of which the host does not know yet whether all ranks made the same calls.
-
-    Attributes:
-        decision: The decision of this rank.
-        place: Identifies the reduction in queries to other ranks.
-        differ: Whether ranks differ, in an asynchronous copy to the host.
-    """
-
-    decision: Decision
-    place: PendingDecision | None
-    differ: HostCopy
 
 
 def _distinct(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
