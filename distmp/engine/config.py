@@ -7,14 +7,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
 from distmp.engine.settings import DivergenceConfig, PrecisionPhase, check_order
-from distmp.errors import ConfigError, check_argument_names
+from distmp.errors import ConfigError
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
 from distmp.precision import PolicyLike
 from distmp.scaling.settings import LossScaleConfig
 from distmp.utils.annotations import check_types
-
-# Arguments of `Engine` that are no fields of `EngineConfig`.
-_OTHER_ARGUMENTS = ("model", "loss", "optimizer", "config", "schedule", "device", "initialize")
 
 
 @dataclass(frozen=True)
@@ -128,11 +125,8 @@ def with_settings(config: EngineConfig | None, settings: EngineSettings) -> Engi
     """Return a configuration with some settings replaced.
 
     Raises:
-        ConfigError: For an unknown name, or a value of the wrong type or out of range.
+        ConfigError: For a value of the wrong type or out of range.
     """
-    known = [field.name for field in fields(EngineConfig)]
-    unknown = {name: value for name, value in settings.items() if name not in known}
-    check_argument_names(unknown, [*_OTHER_ARGUMENTS, *known], {})
     if config is not None and not isinstance(config, EngineConfig):
         raise ConfigError("config", type(config).__name__, "must be an EngineConfig, or None")
     return replace(config or EngineConfig(), **settings)

@@ -27,11 +27,11 @@ from distmp.engine.spike_check import DivergenceGuard
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step import take_step
 from distmp.engine.step_checks import (
-    check_evaluated,
     check_gradients_enabled,
     check_loss_function,
     check_not_inference,
     listed_microbatches,
+    refuse_one_batch,
 )
 from distmp.engine.step_settings import StepSettings
 from distmp.errors import TrainingError
@@ -401,7 +401,7 @@ class Engine:
         """
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
-            check_evaluated(microbatches)
+            refuse_one_batch(microbatches)
             return evaluate(self._setup, self._state, microbatches, metrics)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:

@@ -158,12 +158,14 @@ class EvaluationMode:
 
     def _trained_in_evaluation(self) -> list[str]:
         """Return the outermost modules that are trained in evaluation mode."""
-        found: list[str] = []
-        for name, part in self._modules.items():
-            if part.training or any(not outer or name.startswith(f"{outer}.") for outer in found):
-                continue
-            if (not name or any(True for _ in part.children())) and _is_trained(part):
-                found.append(name)
+        found = [
+            name
+            for name, part in self._modules.items()
+            if not part.training
+            and (not name or self._modules[name.rpartition(".")[0]].training)
+            and (not name or any(True for _ in part.children()))
+            and _is_trained(part)
+        ]
         return [
             f"{name!r} ({type(self._modules[name]).__name__})" if name else "the model"
             for name in found
@@ -175,29 +177,14 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _loss_warnings(loss: Tensor, weight: float) -> Iterator[str]:
-    if dtype := _sixteen_bit_dtype(loss):
+    if loss.dtype.itemsize < 4:
         yield (
-            f"the loss is computed in {dtype_name(dtype)}, too coarse for a sum over "
+            f"the loss is computed in {dtype_name(loss.dtype)}, too coarse for a sum over "
             "many samples; compute it outside of the model from FP32 logits (logits.float()), or "
-            f"use the policy {dtype_word(dtype)}-autocast"
+            f"use the policy {dtype_word(loss.dtype)}-autocast"
         )
     if weight > 1 and is_mean(loss, weight, host_waits=True):
         yield (
             f"the loss looks like a mean, and its weight is {weight:g}, so the gradient is divided "
             "by the weight twice; return the sum (reduction='sum', or loss * weight)"
         )
-
-
-def _sixteen_bit_dtype(loss: Tensor) -> torch.dtype | None:
-    """Return the 16-bit dtype of a loss, or of the scalar that it was cast or scaled from."""
-    if loss.dtype.itemsize < 4:
-        return loss.dtype
-    node = loss.grad_fn
-    while node is not None:
-        (output, *others) = node._input_metadata
-        if others or len(output.shape):
-            return None
-        if output.dtype.itemsize < 4:
-            return output.dtype
-        node = node.next_functions[0][0] if node.next_functions else None
-    return None

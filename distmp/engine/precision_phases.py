@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -86,16 +85,6 @@ class PhaseSchedule:
         # The number of tokens after the last step.
         self._copy = HostCopy(self.tokens[1:].clone())
         self._set_formats(self.tokens[0].item())
-
-    def unreached(self) -> str | None:
-        """Return which policy the run did not reach, as text; None if there is none."""
-        for phase in self._phases[max(self._last, 0) :]:
-            if math.isfinite(phase.until_tokens):
-                return (
-                    f"{PHASES}: the run ended before {phase.until_tokens:g} tokens, with policy "
-                    f"{phase.policy}"
-                )
-        return None
 
     def _set_formats(self, tokens: float) -> None:
         self._phase = sum(phase.until_tokens <= tokens for phase in self._phases)

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
@@ -77,11 +76,7 @@ class Replays:
         )
         replay = StepReplay(self._setup.strategy, self._microbatch, inputs, world.rank)
         evidence = replay.evidence(context.scale, context.lowest, context.compute_dtype)
-        all_evidence: list[Any] = [evidence]
-        if world.group is not None:
-            all_evidence = [None] * world.world_size
-            dist.all_gather_object(all_evidence, evidence, group=world.group)
-        return diagnose(all_evidence, context)
+        return diagnose(world.ranks.gather(evidence), context)
 
     def _microbatch(self, batch: Any, scale: Tensor) -> Tensor:
         with product_switches(self._setup.policy):

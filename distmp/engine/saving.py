@@ -44,9 +44,8 @@ TIMEOUT_SECONDS = 1800.0
 OWN_NUMBERS = "own_loop"
 # Key of the class of the optimizer and its base classes, by name.
 OPTIMIZER = "optimizer"
-# The engine that saves to a folder, by the folder, and the folders that an engine has loaded from.
+# The engine that saves to a folder, by the folder.
 _owners: weakref.WeakValueDictionary[str, SavedEngine] = weakref.WeakValueDictionary()
-_loaded: weakref.WeakKeyDictionary[SavedEngine, set[str]] = weakref.WeakKeyDictionary()
 # Writers with a save in the background, which the end of the process waits for.
 _writing: set[CheckpointWriter] = set()
 
@@ -243,7 +242,7 @@ def _finish_all() -> None:
 
 
 def _own_folder(folder: str | Path, engine: SavedEngine) -> Location:
-    """Return the folder, unless another engine saves to it. An engine may continue what it loaded.
+    """Return the folder, unless another engine saves to it.
 
     Raises:
         ConfigError: If it is named like a file, or checkpoints of both would replace each other.
@@ -251,8 +250,6 @@ def _own_folder(folder: str | Path, engine: SavedEngine) -> Location:
     check_folder_name("folder", folder)
     directory = locate("folder", str(folder))
     key = str(directory.absolute())
-    if key in _loaded.get(engine, ()):
-        return directory
     if _owners.get(key, engine) is not engine:
         gc.collect()  # the other engine may have been deleted
     if _owners.get(key, engine) is not engine:
@@ -364,7 +361,6 @@ def load_checkpoint(
             f"{checkpoint} cannot be used: its tensors are of step {taken}, not {step}"
         )
     engine.finish_loading(live)
-    _loaded.setdefault(engine, set()).add(str(checkpoint.path.parent.absolute()))
 
 
 def _check_weights(state: Mapping[str, Tensor], checkpoint: store.StoredCheckpoint) -> None:

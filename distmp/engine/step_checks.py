@@ -52,7 +52,7 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
     Raises:
         ConfigError: With the value received.
     """
-    _refuse_one_batch(microbatches, LIST_ADVICE)
+    refuse_one_batch(microbatches, LIST_ADVICE)
     # The iterator of torch's loader has a length, too: that of the loader.
     if isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader):
         raise ConfigError(
@@ -79,20 +79,12 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
     return listed
 
 
-def check_evaluated(microbatches: Any) -> None:
-    """Refuse a single batch, or a value that is not an iterable, in place of microbatches.
+def refuse_one_batch(microbatches: Any, advice: str = ITERABLE_ADVICE) -> None:
+    """Refuse a single batch in place of microbatches.
 
     Raises:
         ConfigError: With the value received.
     """
-    _refuse_one_batch(microbatches, ITERABLE_ADVICE)
-    if not isinstance(microbatches, Iterable) or isinstance(microbatches, str | bytes):
-        raise ConfigError(
-            "microbatches", _describe(microbatches), f"is not an iterable; {ITERABLE_ADVICE}"
-        )
-
-
-def _refuse_one_batch(microbatches: Any, advice: str) -> None:
     if isinstance(microbatches, Tensor | np.ndarray | Mapping) or hasattr(microbatches, "_fields"):
         raise ConfigError("microbatches", _describe(microbatches), f"is one batch; {advice}")
     if not isinstance(microbatches, list | tuple):

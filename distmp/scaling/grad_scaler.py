@@ -33,7 +33,7 @@ from distmp.scaling.local_gradients import (
     unscale,
 )
 from distmp.scaling.loss_scale import LossScale
-from distmp.scaling.rank_group import RankGroup, current_device
+from distmp.scaling.rank_group import RankGroup
 from distmp.scaling.reduced_flags import (
     CheckedOptimizer,
     ReducedFlags,
@@ -175,13 +175,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
     # One iteration
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each tensor of an iterable, by the scale.
-
-        Raises:
-            ValueError: For a string, and for an item of the iterable that is not a tensor.
-        """
-        if isinstance(outputs, str):  # torch would iterate over its characters
-            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        """Multiply a tensor, or each tensor of an iterable, by the scale."""
         self._has_scaled = True
         return super().scale(outputs)
 
@@ -536,7 +530,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None and self._ranks.world_size > 1:
             # A rank without data has no loss to scale, but takes part in the decision.
-            self._make_scale(current_device(self._device))
+            self._make_scale(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

@@ -198,10 +198,3 @@ def _raise_if_ranks_missing(
         raise TrainingError(
             f"{monitor.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
         ) from error
-
-
-def current_device(device_type: str) -> torch.device:
-    """Return the device of a type ("cpu", "cuda") that this rank uses."""
-    if device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device_type)

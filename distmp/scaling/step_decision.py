@@ -51,7 +51,6 @@ class StepDecision(NamedTuple):
         empty: bool, whether the global weight N is 0 without dropped microbatches.
         found_inf: FP32, 1 if the optimizer has to skip (overflow, empty, or a condition added by
             `skipping`), else 0.
-        divisor: FP64, divisor of the gradients.
         grad_scale: FP32, divisor of the gradients in the optimizer.
         grad_norm: FP64, norm of the gradient of the global mean loss, before clipping.
         weight: FP64, the global weight N.
@@ -63,7 +62,6 @@ class StepDecision(NamedTuple):
     dropped: Tensor
     empty: Tensor
     found_inf: Tensor
-    divisor: Tensor
     grad_scale: Tensor
     grad_norm: Tensor
     weight: Tensor
@@ -182,7 +180,6 @@ def decide_step(
         dropped=dropped,
         empty=empty,
         found_inf=(overflow | empty).to(torch.float32),
-        divisor=divisor,
         grad_scale=divisor.to(torch.float32),
         grad_norm=grad_norm,
         weight=weight,
