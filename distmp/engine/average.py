@@ -75,7 +75,7 @@ class WeightAverage:
         self._check_not_exchanged("average.load()")
         for name in self.values.keys() & values.keys():
             local(self.values[name]).copy_(local(values[name]))
-        self._begin()
+        self._loads = self._engine.loads
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -90,9 +90,6 @@ class WeightAverage:
                 local(self.values[name]).copy_(local(weights))
             else:
                 self.values[name] = _copy(weights)
-        self._begin()
-
-    def _begin(self) -> None:
         self._loads = self._engine.loads
 
     @contextmanager

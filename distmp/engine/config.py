@@ -127,8 +127,6 @@ def with_settings(config: EngineConfig | None, settings: EngineSettings) -> Engi
     Raises:
         ConfigError: For a value of the wrong type or out of range.
     """
-    if config is not None and not isinstance(config, EngineConfig):
-        raise ConfigError("config", type(config).__name__, "must be an EngineConfig, or None")
     return replace(config or EngineConfig(), **settings)
 
 

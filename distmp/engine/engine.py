@@ -29,12 +29,11 @@ from distmp.engine.step import take_step
 from distmp.engine.step_checks import (
     check_gradients_enabled,
     check_loss_function,
-    check_not_inference,
     listed_microbatches,
     refuse_one_batch,
 )
 from distmp.engine.step_settings import StepSettings
-from distmp.errors import TrainingError
+from distmp.errors import ConfigError, TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel import Strategy
@@ -116,7 +115,9 @@ class Engine:
         initialize: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        check_not_inference("building an engine")
+        if torch.is_inference_mode_enabled():
+            problem = "building an engine needs gradients; leave the context first"
+            raise ConfigError("torch.inference_mode()", True, problem)
         check_loss_function(loss)
         config = with_settings(config, settings)
         self._setup = setup = set_up(

@@ -123,19 +123,12 @@ class EvaluationMode:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {parameter_name(name): part for name, part in model.named_modules()}
-        self._checked: list[int] = []
+        self._checked: list[str] = []
         self._is_done = False
 
-    def evaluating(self) -> list[int]:
-        """Return the indices of the modules in evaluation mode, which ranks have to share."""
-        return [index for index, part in enumerate(self._modules.values()) if not part.training]
-
-    def described(self) -> dict[str, str]:
-        """Return the mode of each module as text by name, for a comparison between ranks."""
-        return {
-            f"model.{name}.training".replace("..", "."): str(part.training)
-            for name, part in self._modules.items()
-        }
+    def evaluating(self) -> list[str]:
+        """Return the names of the modules in evaluation mode, which ranks have to share."""
+        return [name for name, part in self._modules.items() if not part.training]
 
     def warning(self) -> str:
         """Return a warning about the latest step, once; "" if there is none.

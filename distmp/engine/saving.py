@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import logging
 import sys
 import weakref
@@ -169,10 +168,10 @@ class Saves:
         wait: bool,
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
-        directory, retention, own = _on_all_ranks(
-            lambda: (_own_folder(folder, engine), _retention(keep), _checked_numbers(numbers)),
-            self._world,
+        directory, retention = _on_all_ranks(
+            lambda: (_own_folder(folder, engine), _retention(keep)), self._world
         )
+        own = dict(numbers or {})
         _owners[str(directory.absolute())] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
@@ -283,28 +282,6 @@ def _on_all_ranks(work: Callable[[], T], world: World) -> T:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
-
-
-def _checked_numbers(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the caller's numbers.
-
-    Raises:
-        ConfigError: If they would not load as they are.
-    """
-    own = dict(numbers or {})
-    for name, value in own.items():
-        try:
-            is_kept = repr(json.loads(json.dumps({name: value}))) == repr({name: value})
-        except (TypeError, ValueError):
-            is_kept = False
-        if not is_kept:
-            raise ConfigError(
-                f"numbers[{name!r}]",
-                value,
-                "would not load as it is; pass numbers, strings, lists, and dicts whose keys are "
-                "strings",
-            )
-    return own
 
 
 def _data_position(own: Mapping[str, Any]) -> dict[str, int]:

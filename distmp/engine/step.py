@@ -93,11 +93,8 @@ def _accumulate(
     observers: Sequence[StepObserver],
 ) -> MicrobatchStats:
     """Run forward and backward of the microbatches, and reduce the gradients."""
-    strategy, products, reproducible = (
-        setup.strategy,
-        setup.narrow_products,
-        setup.config.reproducible,
-    )
+    strategy, products = setup.strategy, setup.narrow_products
+    reproducible = setup.config.reproducible
     count = len(microbatches)
     strategy.compare_microbatches(count)
     strategy.begin_step()
@@ -112,8 +109,7 @@ def _accumulate(
             if reproducible:
                 setup.buffers.begin_microbatch(index)
             strategy.begin_microbatch(last=index == count - 1)
-            if products.layers is not None:
-                products.begin_microbatch(index, count)
+            products.begin_microbatch(index, count)
             stats.streams.append(f"{stream} {first + index}")
             current_phase.enter("forward of microbatch", index + 1)
             seed_generators(stats.streams[-1], setup.device)

@@ -179,25 +179,12 @@ def explain_graph_errors() -> Iterator[None]:
         ) from error
 
 
-def check_not_inference(operation: str) -> None:
-    """Refuse to create tensors in inference mode, which autograd could not use later.
-
-    Raises:
-        ConfigError: Inside of `torch.inference_mode`.
-    """
-    if torch.is_inference_mode_enabled():
-        raise ConfigError(
-            "torch.inference_mode()", True, f"{operation} needs gradients; leave the context first"
-        )
-
-
 def check_gradients_enabled() -> None:
     """Refuse a step without gradients.
 
     Raises:
         ConfigError: Inside of `torch.no_grad` or `torch.inference_mode`.
     """
-    check_not_inference("a step")
     if not torch.is_grad_enabled():
         raise ConfigError(
             "torch.no_grad()", True, "a step needs gradients; leave the context first"

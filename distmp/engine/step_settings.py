@@ -70,7 +70,7 @@ class StepSettings:
             "nominal_weight": repr(self.state.nominal_weight),
             **describe_param_groups(updates.optimizer),
             "schedule": repr(updates.learning_rates.planned(updates.max_applied)),
-            **self.modes.described(),
+            "modules in evaluation mode": ", ".join(self.modes.evaluating()),
             **describe_model(self.setup.strategy.model),
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
         }

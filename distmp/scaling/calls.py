@@ -111,7 +111,7 @@ class CallLog:
             "".join(_optimizers({self._numbers[optimizer] for optimizer in group}))
             for group in (called_with, members, unscaled)
         )
-        norm = [] if max_norm is None or _is_on_device(max_norm) else [f"{float(max_norm)!r}"]
+        norm = [f"{float(max_norm)!r}"] if isinstance(max_norm, int | float) else []
         call = f"{method}({', '.join(filter(None, [named, *norm]))})"
         if decided != named:
             call += f" for {decided}"
@@ -201,10 +201,6 @@ def _by_rank(calls: Mapping[int, str]) -> str:
         f"{format_ranks(ranks)} {call.replace('calls', 'call', len(ranks) - 1)}"
         for call, ranks in ranks_by_value(calls).items()
     )
-
-
-def _is_on_device(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _optimizers(numbers: Iterable[int]) -> list[str]:

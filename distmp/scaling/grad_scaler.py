@@ -148,7 +148,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._max_consecutive_skips = max_consecutive_skips
         self._ranks = RankGroup(group)
         self._registered: list[torch.optim.Optimizer] = []
-        self._warned_of_partial_update = False
         self._has_scaled = False
         self._init_counts = _Counts(0, 0, 0)
         # Number of consecutive and of total skips, int64 of shape (2,) on the device of the scale.
@@ -557,14 +556,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """Update the counts, and the scale if `dynamic`, after an iteration.
 
         Returns:
-            What `_report` reads: whether optimizers differ, the scale is exhausted, scales differ
-            and `scale` was never called, and the number of skipped iterations in a row.
+            What `_report` reads: whether the scale is exhausted, scales differ and `scale` was
+            never called, and the number of skipped iterations in a row.
         """
         assert self._loss_scale is not None
         assert self._skips is not None
-        flags = torch.stack([total.found_inf for total in self._totals])
         empty = torch.stack([total.empty for total in self._totals]).all()
-        skipped = flags.amax() > 0
+        skipped = torch.stack([total.found_inf for total in self._totals]).amax() > 0
         exhausted = torch.zeros_like(skipped)
         if dynamic:
             exhausted = self._loss_scale.update(skipped, empty)
@@ -572,10 +570,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._growth_tracker = self._loss_scale.clean_steps
         consecutive = torch.where(empty, self._skips[0], (self._skips[0] + 1) * skipped)
         self._skips = torch.stack([consecutive, self._skips[1] + skipped])
-        partial = skipped & (flags.amin() == 0)
         differ = torch.stack([total.scales_differ for total in self._totals]).any()
         unscaled = torch.stack([total.scale_never_called for total in self._totals]).any()
-        return HostCopy(torch.stack([partial, exhausted, differ, unscaled, consecutive]))
+        return HostCopy(torch.stack([exhausted, differ, unscaled, consecutive]))
 
     def _report(self, flags: HostCopy, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Warn or raise because of the last iteration; on CUDA because of the one before."""
@@ -583,14 +580,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             flags, self._unread = self._unread, flags  # type: ignore[assignment]
             if flags is None:
                 return
-        partial, exhausted, scales_differ, never_scaled, consecutive_skips = flags.read()
-        if partial and not self._warned_of_partial_update:
-            self._warned_of_partial_update = True
-            logger.warning(
-                "one optimizer stepped and another one skipped in the same iteration; if they "
-                "train one model, make them decide together: "
-                "DistributedGradScaler(optimizers=[...])"
-            )
+        exhausted, scales_differ, never_scaled, consecutive_skips = flags.read()
         if scales_differ:
             raise TrainingError(
                 "the loss scale differs between ranks; use the same arguments, the same state and "

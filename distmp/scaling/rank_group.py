@@ -101,17 +101,16 @@ class RankGroup:
     def exchange(self, decision: PendingDecision | None, value: Any) -> dict[int, Any]:
         """Gather a value from every rank of a decision; return the values by rank.
 
+        Without a store that all ranks reach, it returns only that of this rank.
+
         Args:
             decision: `latest_decision` after the reduction.
             value: Value of this rank: anything that JSON can represent.
         """
         monitor = rank_monitor.current()
-        if monitor is not None and decision is not None:
-            return monitor.exchange(decision, "calls", value)
-        ranks = dist.get_process_group_ranks(self._members())
-        values: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(values, value, self._group)
-        return dict(zip(ranks, values, strict=True))
+        if monitor is None or decision is None:
+            return {dist.get_rank(): value}
+        return monitor.exchange(decision, "calls", value)
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
