@@ -18,7 +18,7 @@ from distmp.engine.calls import EngineCalls
 from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
-from distmp.engine.narrow_products import NarrowProducts
+from distmp.engine.narrow_products import LowPrecisionMatmuls
 from distmp.engine.observers import AnyGradient, EvaluationMode, FirstStep, StepObserver
 from distmp.engine.outcome import StepOutcome, advice
 from distmp.engine.replays import Replays
@@ -187,8 +187,8 @@ class Engine:
         return self._setup.clock
 
     @property
-    def narrow_products(self) -> NarrowProducts:
-        """The linear layers with narrow products, and their statistics."""
+    def narrow_products(self) -> LowPrecisionMatmuls:
+        """The linear layers with low-precision matmuls, and their statistics."""
         return self._setup.narrow_products
 
     @property

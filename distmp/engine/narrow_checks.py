@@ -1,23 +1,23 @@
-"""Warns about layers whose products are not narrow, although the policy makes them narrow."""
+"""Warns about layers without low-precision matmuls, although the policy asks for them."""
 
 from __future__ import annotations
 
-from distmp.engine.narrow_products import NarrowStatistics
+from distmp.engine.narrow_products import MatmulStatistics
 from distmp.errors import listed
 from distmp.quantization import NarrowLayers
 
 
 class CallCheck:
-    """Finds, once, the narrow layers that no rank called in the first step.
+    """Finds, once, the low-precision layers that no rank called in the first step.
 
     Args:
-        layers: The layers with narrow products; None: there are none.
+        layers: The layers with low-precision matmuls; None: there are none.
     """
 
     def __init__(self, layers: NarrowLayers | None) -> None:
         self._layers = layers
 
-    def warning(self, statistics: NarrowStatistics | None) -> str | None:
+    def warning(self, statistics: MatmulStatistics | None) -> str | None:
         """Return the warning about a completed step; None if there is none, or after the first.
 
         Args:

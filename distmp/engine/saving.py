@@ -40,7 +40,7 @@ T = TypeVar("T")
 # Timeout of a collective of a save in the background.
 TIMEOUT_SECONDS = 1800.0
 # Key of the caller's numbers in a checkpoint. All other numbers are those of a run.
-OWN_NUMBERS = "own_loop"
+OWN_NUMBERS = "custom_loop"
 # Key of the class of the optimizer and its base classes, by name.
 OPTIMIZER = "optimizer"
 # The engine that saves to a folder, by the folder.

@@ -33,7 +33,7 @@ def sum_over_ranks(
         strategy: Holds the gradients of the step.
         stats: Losses and weights of the microbatches of this rank.
         fingerprint: The settings of the step on this rank.
-        of_products: See `NarrowProducts.terms`.
+        of_products: See `LowPrecisionMatmuls.terms`.
         world: The ranks, all of which have to call this.
         stop: Whether this rank requests to stop.
         reproducible: Whether the sums must not depend on the number of ranks.

@@ -1,4 +1,4 @@
-"""The optimizer of an engine and its learning rates: built once, and stepped by decision."""
+"""The optimizer of an engine and its learning rates: built once, and updated by decision."""
 
 from __future__ import annotations
 
