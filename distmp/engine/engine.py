@@ -33,7 +33,7 @@ from distmp.engine.step_checks import (
     refuse_one_batch,
 )
 from distmp.engine.step_settings import StepSettings
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel import Strategy
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from distmp.engine.saving import Saves
 
 T = TypeVar("T")
-
-_ATTRIBUTES = ("optimizer", "loads", "holds_average")
 
 
 class Engine:
@@ -115,9 +113,6 @@ class Engine:
         initialize: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        if torch.is_inference_mode_enabled():
-            problem = "building an engine needs gradients; leave the context first"
-            raise ConfigError("torch.inference_mode()", True, problem)
         check_loss_function(loss)
         config = with_settings(config, settings)
         self._setup = setup = set_up(
@@ -649,16 +644,6 @@ class Engine:
             "partial sums of microbatches": strategy.partial_sums(),
             "FP32 gradients": strategy.gradient_memory(),
         }
-
-    if not TYPE_CHECKING:  # mypy would not check assignments
-
-        def __setattr__(self, name, value):
-            """Refuse to assign what would have no effect, such as `engine.lr`."""
-            if not (name.startswith("_") or hasattr(type(self), name) or name in _ATTRIBUTES):
-                raise AttributeError(
-                    f"Engine has no attribute {name!r}, so setting it does nothing"
-                )
-            super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks and process groups stay with the original.

@@ -50,7 +50,7 @@ def _problem(tensors: list[Any], *, has_samples: bool) -> tuple[str, str, str] |
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             return "values", kind, "is not a tensor; gather tensors with a row for each sample"
-    if has_samples and (tensors[-1].dim() != 1 or not _is_integer(tensors[-1])):
+    if has_samples and (tensors[-1].dim() != 1 or tensors[-1].is_floating_point()):
         text = f"{tuple(tensors[-1].shape)} and {dtype_name(tensors[-1].dtype)}"
         return "samples", text, "must be integers of shape (rows,), the indices of the samples"
     counts = sorted({len(torch.atleast_1d(tensor)) for tensor in tensors})
@@ -58,10 +58,6 @@ def _problem(tensors: list[Any], *, has_samples: bool) -> tuple[str, str, str] |
         problem = "must be the same in all tensors, which have a row for each sample"
         return "number of rows", " and ".join(map(str, counts)), problem
     return None
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _described(tensor: Tensor) -> str:

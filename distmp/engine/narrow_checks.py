@@ -34,7 +34,13 @@ class CallCheck:
             for name, count in zip(statistics.layers, elements, strict=True)
             if count == 0 and _counts_calls(layers, name)
         ]
-        return _message(names) if names else None
+        if not names:
+            return None
+        return (
+            f"no rank called the linear layers {listed(names)} in the first step; if the model "
+            "uses their weights without calling them, their products have the compute dtype, and "
+            "not the formats of the policy: call the layers, or list them in precision.policy.hp"
+        )
 
 
 def _counts_calls(layers: NarrowLayers, name: str) -> bool:
@@ -44,11 +50,3 @@ def _counts_calls(layers: NarrowLayers, name: str) -> bool:
     """
     formats = layers.states[name].formats
     return bool(formats.forward or (formats.wgrad and layers.modules[name].weight.requires_grad))
-
-
-def _message(names: list[str]) -> str:
-    return (
-        f"no rank called the linear layers {listed(names)} in the first step; if the model uses "
-        "their weights without calling them, their products have the compute dtype, and not the "
-        "formats of the policy: call the layers, or list them in precision.policy.hp"
-    )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.distributed.compare_ranks import check_same
@@ -67,10 +68,8 @@ def check(engine: Engine, average: Mapping[str, Tensor] | None = None) -> None:
     world = engine.world
     if world.group is None:
         return
-    tensors = _replicated_tensors(engine.module, engine.state_dict())
-    for name, value in (average or {}).items():
-        if (local := _local(value)) is not None:
-            tensors[f"ema/{name}"] = local
+    state = engine.state_dict() | {f"ema/{name}": value for name, value in (average or {}).items()}
+    tensors = _replicated_tensors(engine.module, state)
     described = {
         name: f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
         for (name, tensor), digest in zip(
@@ -103,15 +102,10 @@ def _row_sums(tensor: Tensor) -> Tensor:
     words = tensor.reshape(-1).view(WORDS.get(tensor.element_size(), torch.int32))
     weights = _weights(tensor.device)
     max_rows = ROWS_PER_BLOCK.get(tensor.device.type, DEFAULT_ROWS_PER_BLOCK)
-    buffer = torch.empty(
-        min(max_rows, -(-len(words) // ROW)) * ROW, dtype=torch.int64, device=tensor.device
-    )
     sums = []
-    for chunk in words.split(max(1, len(buffer))):
-        block = buffer[: -(-len(chunk) // ROW) * ROW]
-        block[: len(chunk)].copy_(chunk)
-        block[len(chunk) :].zero_()
-        sums.append(block.view(-1, ROW).mul_(weights).sum(1))
+    for chunk in words.split(max_rows * ROW):
+        padded = functional.pad(chunk.to(torch.int64), (0, -len(chunk) % ROW))
+        sums.append(padded.unflatten(0, (len(padded) // ROW, ROW)).mul(weights).sum(1))
     return torch.cat(sums)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from distmp.distributed.compare_ranks import (
     describe_model,
@@ -13,7 +14,6 @@ from distmp.distributed.compare_ranks import (
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.engine.calls import EngineCalls
 from distmp.engine.observers import EvaluationMode
-from distmp.engine.outcome import StepOutcome
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState
 
@@ -50,16 +50,14 @@ class StepSettings:
             self.modes.evaluating(),
         )
 
-    def check(self, outcome: StepOutcome) -> None:
-        """Raise if ranks took a step with different settings; every rank has to call it.
+    def raise_difference(self) -> NoReturn:
+        """Raise because ranks took a step with different settings; every rank has to call it.
 
         Raises:
             ConfigError: On all ranks, naming a setting.
         """
-        if outcome.ranks_differ:
-            world = self.setup.world
-            with explain_lost_peers(world.group):
-                raise_difference(world.group, self._described())
+        with explain_lost_peers(self.setup.world.group):
+            raise_difference(self.setup.world.group, self._described())
 
     def _described(self) -> dict[str, str]:
         """Return the settings as text by name, for a comparison between ranks."""

@@ -12,7 +12,7 @@ from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import Strategy
 from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.precision import PrecisionPolicy
-from distmp.scaling.step_decision import StepDecision
+from distmp.scaling.step_decision import PRESCALE, StepDecision, divisor_fits
 
 
 class Updates:
@@ -92,6 +92,7 @@ class Updates:
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
+        decision = self._fit_divisor(decision)
         if self.skips_on_device:
             self.max_applied += 1
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
@@ -108,3 +109,11 @@ class Updates:
             self._strategy.prepare_optimizer_grads()
             self._stepped.step_in_place()
         self._strategy.copy_master_to_model()
+
+    def _fit_divisor(self, decision: StepDecision) -> StepDecision:
+        """Multiply gradients by a power of two first if FP32 does not represent their divisor."""
+        if divisor_fits(decision.divisor):
+            return decision
+        for part in self._strategy.gradients():
+            torch._foreach_mul_(part.tensors, PRESCALE)
+        return decision._replace(grad_scale=(decision.divisor * PRESCALE).to(torch.float32))

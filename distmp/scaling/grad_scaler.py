@@ -41,7 +41,12 @@ from distmp.scaling.reduced_flags import (
     versions_of,
 )
 from distmp.scaling.settings import LossScaleConfig
-from distmp.scaling.step_decision import clip_coefficient, divisor_overflows
+from distmp.scaling.step_decision import (
+    PRESCALE,
+    clip_coefficient,
+    divisor_fits,
+    divisor_overflows,
+)
 from distmp.utils.host_copy import HostCopy
 
 if TYPE_CHECKING:
@@ -275,6 +280,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
         total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
         coefficient = clip_coefficient(norm, max_norm)
+        if not divisor_fits(scale, coefficient):
+            for member in members:
+                self._inspected[id(member)].multiply(PRESCALE)
+            coefficient = coefficient / PRESCALE
         coefficient = coefficient.to(torch.float32)
         for member in members:
             found_inf = self._inspected[id(member)].global_found_inf()
@@ -422,6 +431,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
         Raises:
             TrainingError: If the calls differ and the host knows it without waiting.
         """
+        if self._ranks.world_size == 1:  # without an identity of optimizers, which waits
+            alone = Fingerprint(0, world_size=1)
+            return reduce_flags(waiting, square, scale, self._ranks, alone, has_scaled=True)
         decision = self._calls.decide(
             method,
             named,
@@ -441,8 +453,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
             Fingerprint(decision.fingerprint, self._ranks.world_size),
             has_scaled=self._has_scaled or not self._enabled,
         )
-        if self._ranks.world_size == 1:
-            return total
         differ = HostCopy(total.calls_differ)
         self._unchecked.append((decision, self._ranks.latest_decision, differ))
         is_allowed = self._check_decisions(self._calls.iteration if decision.new else 0)
@@ -487,8 +497,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._calls.iteration += 1
         norm = total.square_sum.sqrt()
         coefficient = torch.where(norm.isfinite(), clip_coefficient(norm, max_norm), 1.0)
+        factors = [coefficient]
+        if not divisor_fits(scale, coefficient):
+            factors = [torch.full_like(norm, PRESCALE), coefficient / PRESCALE]
         for gradient in gradients:
-            gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
+            for factor in factors:
+                gradient.tensor.mul_(factor.to(gradient.tensor.device))
         return norm
 
     def _apply_decision(self, members: Sequence[CheckedOptimizer], total: ReducedFlags) -> None:

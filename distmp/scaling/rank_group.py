@@ -70,11 +70,6 @@ class RankGroup:
             "processes that train independently",
         )
 
-    def _members(self) -> dist.ProcessGroup:
-        group = self._group or dist.group.WORLD
-        assert group is not None
-        return group
-
     def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over the ranks; no communication for a single process.
 
@@ -83,7 +78,8 @@ class RankGroup:
         """
         if self.world_size == 1:
             return values
-        group, monitor = self._members(), rank_monitor.current()
+        group, monitor = self._group or dist.group.WORLD, rank_monitor.current()
+        assert group is not None
         if monitor is None:
             return _all_reduce(values, group)
         self.latest_decision = monitor.begin(group)

@@ -67,6 +67,14 @@ class CheckedOptimizer:
         """Return the reduced flag in the form that torch's scaler stores."""
         return {self.global_found_inf().device: self.global_found_inf()}
 
+    @torch.no_grad()
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients, which will be unscaled later."""
+        gradients = local_gradients(self.optimizer)
+        for gradient in gradients:
+            gradient.tensor.mul_(factor)
+        self.versions = versions_of(gradients)
+
     def check_unchanged(self) -> None:
         """Refuse gradients that changed after the check.
 

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.scaling.norms import chunk_norms
+from distmp.utils.host_copy import cpu_number
 
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
 CLIP_EPSILON = 1e-6
-# Brings numbers near the upper limit of FP32 into the range whose squares it represents.
+_FP32 = torch.finfo(torch.float32)
+# Gradients are multiplied by this first if FP32 does not represent their divisor.
 PRESCALE = 2.0**-64
 # Number of sums over ranks that a decision needs.
 SUMS = 6
@@ -45,12 +47,13 @@ class StepDecision(NamedTuple):
 
     Attributes:
         overflow: bool, whether a gradient or the weight of any rank was not finite, the global
-            weight is negative, all microbatches with a weight were dropped, or, if clipped, the
+            weight is negative, all microbatches with a weight were dropped, or, on a GPU, the
             divisor is beyond FP32.
         dropped: FP64, number of microbatches of all ranks that were dropped as non-finite.
         empty: bool, whether the global weight N is 0 without dropped microbatches.
         found_inf: FP32, 1 if the optimizer has to skip (overflow, empty, or a condition added by
             `skipping`), else 0.
+        divisor: FP64, divisor of the gradients.
         grad_scale: FP32, divisor of the gradients in the optimizer.
         grad_norm: FP64, norm of the gradient of the global mean loss, before clipping.
         weight: FP64, the global weight N.
@@ -62,6 +65,7 @@ class StepDecision(NamedTuple):
     dropped: Tensor
     empty: Tensor
     found_inf: Tensor
+    divisor: Tensor
     grad_scale: Tensor
     grad_norm: Tensor
     weight: Tensor
@@ -145,9 +149,22 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
 
 
+def divisor_fits(divisor: Tensor, coefficient: Tensor | float = 1.0) -> bool:
+    """Return whether FP32 represents `divisor / coefficient`; True on a GPU, without waiting."""
+    if divisor.device.type != "cpu":
+        return True
+    return not 1 / _FP32.tiny < cpu_number(divisor / coefficient) < math.inf
+
+
 def divisor_overflows(divisor: Tensor) -> Tensor:
-    """Return whether the step has to be skipped because FP32 does not represent the divisor."""
-    return divisor > torch.finfo(torch.float32).max
+    """Return whether the step has to be skipped because FP32 does not represent the divisor.
+
+    On the CPU it is False, because gradients are multiplied by `PRESCALE` first. On a GPU this
+    would take another pass over the gradients in every step, or a host-device synchronization.
+    """
+    if divisor.device.type == "cpu":
+        return torch.zeros_like(divisor, dtype=torch.bool)
+    return divisor > _FP32.max
 
 
 def decide_step(
@@ -180,6 +197,7 @@ def decide_step(
         dropped=dropped,
         empty=empty,
         found_inf=(overflow | empty).to(torch.float32),
+        divisor=divisor,
         grad_scale=divisor.to(torch.float32),
         grad_norm=grad_norm,
         weight=weight,

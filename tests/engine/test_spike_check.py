@@ -29,6 +29,7 @@ def decision(
         dropped=number(0),
         empty=torch.tensor(empty),
         found_inf=torch.tensor(float(overflow or empty)),
+        divisor=number(1),
         grad_scale=torch.tensor(1.0),
         grad_norm=number(norm),
         weight=number(0 if empty else 1),
