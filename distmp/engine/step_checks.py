@@ -32,10 +32,6 @@ LOADER_ADVICE = (
     "iterate over a distmp.DataLoader, which yields lists of microbatches, or pass n batches of "
     "one iterator: engine.step(itertools.islice(iterator, n), count=n)"
 )
-COUNT_ADVICE = (
-    "pass an iterable of the microbatches of one step and their number: "
-    "engine.step(itertools.islice(iterator, n), count=n)"
-)
 ITERABLE_ADVICE = "pass an iterable of microbatches: engine.evaluate([batch, batch])"
 LOSS_ADVICE = (
     "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
@@ -71,7 +67,7 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
     listed = [*itertools.islice(microbatches, count and count + 1)]
     if count not in (None, len(listed)):
         found = "more" if len(listed) > count else len(listed)
-        raise ConfigError("count", count, f"there are {found} microbatches; {COUNT_ADVICE}")
+        raise ConfigError("count", count, f"there are {found} microbatches; {LOADER_ADVICE}")
     if not listed:
         raise ConfigError(
             "microbatches", [], "is empty; a step needs at least one microbatch on every rank"

@@ -64,7 +64,7 @@ def test_iterators_train_like_lists(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "count", "message"),
     [
-        (lambda: iter(batches(2)), 3, "count = 3: there are 2 microbatches; pass an iterable"),
+        (lambda: iter(batches(2)), 3, "count = 3: there are 2 microbatches; iterate"),
         (lambda: iter(batches(4)), 3, "count = 3: there are more microbatches"),
         (lambda: iter(()), 3, "count = 3: there are 0 microbatches"),
         (lambda: batches(2), 3, "count = 3: there are 2 microbatches"),
