@@ -65,7 +65,7 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
             "engine.step(itertools.islice(iterator, n), count=n)",
         )
     listed = [*itertools.islice(microbatches, count and count + 1)]
-    if count not in (None, len(listed)):
+    if count is not None and count != len(listed):
         found = "more" if len(listed) > count else len(listed)
         raise ConfigError("count", count, f"there are {found} microbatches; {LOADER_ADVICE}")
     if not listed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 from distmp.distributed.compare_ranks import (
     describe_model,
@@ -50,7 +49,7 @@ class StepSettings:
             self.modes.evaluating(),
         )
 
-    def raise_difference(self) -> NoReturn:
+    def raise_difference(self) -> None:
         """Raise because ranks took a step with different settings; every rank has to call it.
 
         Raises:
