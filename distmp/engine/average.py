@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,8 +13,6 @@ from distmp.engine.settings import EmaConfig
 from distmp.errors import ConfigError, TrainingError
 from distmp.utils.dtensor import local_values
 from distmp.utils.flat_shard import FlatShard
-
-logger = logging.getLogger("distmp")
 
 
 class WeightAverage:
@@ -32,11 +29,16 @@ class WeightAverage:
         values: The average by parameter name, FP32, with the sharding of `engine.weights()`.
 
     Raises:
-        ConfigError: If `engine` is not an engine, or `config` has no decay.
+        ConfigError: If `config` has no decay.
     """
 
     def __init__(self, engine: Engine, config: EmaConfig) -> None:
-        _check_arguments(engine, config)
+        if config.decay == 0:
+            raise ConfigError(
+                "config.decay",
+                config.decay,
+                "the average would always be the weights; use a number below 1, such as 0.999",
+            )
         self._engine = engine
         self._config = config
         self.values: dict[str, Tensor] = {}
@@ -54,7 +56,6 @@ class WeightAverage:
         """
         self._check_not_replaced()
         self._check_not_exchanged("average.update()")
-        self._is_updated = True
         share = self._share()
         for name, weights in self._engine.weights().items():
             average = local(self.values[name])
@@ -71,9 +72,8 @@ class WeightAverage:
         """
         self._check_not_exchanged("average.load()")
         for name in self.values.keys() & values.keys():
-            if values[name] is not self.values[name]:
-                local(self.values[name]).copy_(local(values[name]))
-        self._begin()
+            local(self.values[name]).copy_(local(values[name]))
+        self._loads = self._engine.loads
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -88,11 +88,7 @@ class WeightAverage:
                 local(self.values[name]).copy_(local(weights))
             else:
                 self.values[name] = _copy(weights)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._loads, self._is_updated = self._engine.loads, False
-        self._first_counts = self._engine.step_counts.clone()
+        self._loads = self._engine.loads
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
@@ -107,7 +103,6 @@ class WeightAverage:
         """
         self._check_not_replaced()
         self._check_not_exchanged("average.as_weights()")
-        self._warn_if_never_updated()
         kept: dict[str, Tensor] = {}
         self._exchange(kept)
         self._engine.holds_average = True
@@ -141,16 +136,6 @@ class WeightAverage:
                 "average.as_weights() has ended, and after an error in it only after engine.load"
             )
 
-    def _warn_if_never_updated(self) -> None:
-        applied = self._engine.step_counts[0] != self._first_counts[0]
-        if self._is_updated or self._engine.world.rank != 0 or not applied:
-            return
-        self._is_updated = True  # warns once
-        logger.warning(
-            "the average lacks the last steps, because average.update() was never called since it "
-            "began or was loaded; call it after each engine.step"
-        )
-
     def _share(self) -> Tensor:
         """Return the share of the weights in this update, FP32 0-dim; 0 after a skipped step."""
         applied, _, skipped_in_a_row = self._engine.step_counts.to(torch.float64).unbind()
@@ -178,25 +163,6 @@ class WeightAverage:
             else:
                 kept[name] = before
         self._engine.publish_weights()
-
-
-def _check_arguments(engine: object, config: object) -> None:
-    """Refuse what a caller may pass in place of an engine and an `EmaConfig`.
-
-    Raises:
-        ConfigError: With the value received.
-    """
-    if not isinstance(engine, Engine):
-        raise ConfigError("engine", type(engine).__name__, "pass a distmp.Engine")
-    if not isinstance(config, EmaConfig):
-        value = config if isinstance(config, int | float) else type(config).__name__
-        raise ConfigError("config", value, "pass EmaConfig(decay=0.999)")
-    if config.decay == 0:
-        raise ConfigError(
-            "config.decay",
-            config.decay,
-            "the average would always be the weights; use a number below 1, such as 0.999",
-        )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch import nn
 
@@ -40,7 +41,7 @@ class EngineCalls:
         self._current = ""
         self._failures = 0
         self._failure: BaseException | None = None
-        model.register_load_state_dict_post_hook(_counter(self.counts))
+        model.register_load_state_dict_post_hook(partial(_count, self.counts))
 
     @contextmanager
     def call(self, name: str, *, waits: bool = True) -> Iterator[None]:
@@ -86,10 +87,6 @@ class EngineCalls:
         self._roll_call.count(f"engine.{name}(){self._of_which}")
 
 
-def _counter(counts: dict[str, int]) -> Callable[[nn.Module, object], None]:
-    """Return a hook that counts states loaded into a model; holds no reference to the engine."""
-
-    def count(module: nn.Module, keys: object) -> None:
-        counts["model.load_state_dict"] += 1
-
-    return count
+def _count(counts: dict[str, int], module: nn.Module, keys: object) -> None:
+    """Count a state loaded into a model; the hook holds no reference to the engine."""
+    counts["model.load_state_dict"] += 1

@@ -70,4 +70,4 @@ class CompletedSteps:
         """Raise if ranks took a step with different settings; every rank has to call it."""
         if outcome.ranks_differ:
             self._previous = None  # reported
-            self._settings.check(outcome)
+            self._settings.raise_difference()

@@ -7,57 +7,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
 from distmp.engine.settings import DivergenceConfig, PrecisionPhase, check_order
-from distmp.errors import ConfigError, check_argument_names
+from distmp.errors import ConfigError
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
 from distmp.precision import PolicyLike
 from distmp.scaling.settings import LossScaleConfig
 from distmp.utils.annotations import check_types
-
-# Arguments of `Engine` that are no fields of `EngineConfig`.
-_OTHER_ARGUMENTS = ("model", "loss", "optimizer", "config", "schedule", "device", "initialize")
-_SCHEDULE = "use schedule, a function that builds the scheduler: schedule=lambda optimizer: ..."
-_MAX_NORM = "use max_norm, the largest norm of the global gradient"
-_POLICY = "use policy, such as 'bf16'"
-_ACCUMULATION = "leave it out: pass that many microbatches to each engine.step"
-_SCALER = "leave it out: policies with float16 scale the loss, and loss_scale sets the rules"
-_AVERAGE = "build distmp.engine.average.WeightAverage(engine, EmaConfig(decay=0.999))"
-_BATCH_SIZE = "use distmp.DataLoader(dataset, batch_size=..., microbatch_size=...)"
-_SHARDING = "use shard_optimizer=True for ZeRO stage 1, and strategy='fsdp' for stages 2 and 3"
-_LOSS = "use loss, a function loss(module, batch) that returns (loss_sum, weight)"
-# What to do about arguments of other libraries.
-_INSTEAD_OF = {
-    "scheduler": _SCHEDULE,
-    "lr_scheduler": _SCHEDULE,
-    "lr": "set the learning rate in the function optimizer that builds the optimizer",
-    "clip_grad": _MAX_NORM,
-    "clip_grad_norm": _MAX_NORM,
-    "grad_clip": _MAX_NORM,
-    "grad_norm": _MAX_NORM,
-    "gradient_clip_val": _MAX_NORM,
-    "gradient_clipping": _MAX_NORM,
-    "max_grad_norm": _MAX_NORM,
-    "amp": _POLICY,
-    "bf16": "use policy='bf16'",
-    "dtype": _POLICY,
-    "fp16": "use policy='fp16'",
-    "mixed_precision": _POLICY,
-    "precision": _POLICY,
-    "scaler": _SCALER,
-    "grad_scaler": _SCALER,
-    "accumulate_grad_batches": _ACCUMULATION,
-    "accumulation_steps": _ACCUMULATION,
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "batch_size": _BATCH_SIZE,
-    "micro_batch_size": _BATCH_SIZE,
-    "microbatch_size": _BATCH_SIZE,
-    "ema": _AVERAGE,
-    "ema_decay": _AVERAGE,
-    "zero_stage": _SHARDING,
-    "zero": _SHARDING,
-    "loss_fn": _LOSS,
-    "criterion": _LOSS,
-    "seed": "use distmp.init(seed=...) before the model is built",
-}
 
 
 @dataclass(frozen=True)
@@ -171,13 +125,8 @@ def with_settings(config: EngineConfig | None, settings: EngineSettings) -> Engi
     """Return a configuration with some settings replaced.
 
     Raises:
-        ConfigError: For an unknown name, or a value of the wrong type or out of range.
+        ConfigError: For a value of the wrong type or out of range.
     """
-    known = [field.name for field in fields(EngineConfig)]
-    unknown = {name: value for name, value in settings.items() if name not in known}
-    check_argument_names(unknown, [*_OTHER_ARGUMENTS, *known], _INSTEAD_OF)
-    if config is not None and not isinstance(config, EngineConfig):
-        raise ConfigError("config", type(config).__name__, "must be an EngineConfig, or None")
     return replace(config or EngineConfig(), **settings)
 
 

@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.own_time import StepClock
 from distmp.distributed.world import World
 from distmp.engine.calls import EngineCalls
 from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
-from distmp.engine.microbatches import MicrobatchSource
-from distmp.engine.narrow_products import NarrowProducts
+from distmp.engine.narrow_products import LowPrecisionMatmuls
 from distmp.engine.observers import AnyGradient, EvaluationMode, FirstStep, StepObserver
 from distmp.engine.outcome import StepOutcome, advice
 from distmp.engine.replays import Replays
@@ -28,23 +26,19 @@ from distmp.engine.spike_check import DivergenceGuard
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step import take_step
 from distmp.engine.step_checks import (
-    IS_EMPTY,
-    check_evaluated,
     check_gradients_enabled,
     check_loss_function,
-    check_not_inference,
-    check_outcome,
-    check_stop,
-    count_microbatches,
+    listed_microbatches,
+    refuse_one_batch,
 )
 from distmp.engine.step_settings import StepSettings
-from distmp.errors import ConfigError, TrainingError, attribute
+from distmp.errors import TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel import Strategy
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.precision import PrecisionPolicy
-from distmp.scaling import LossScale
+from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.host_memory import return_freed_memory
 
@@ -57,25 +51,6 @@ if TYPE_CHECKING:
     from distmp.engine.saving import Saves
 
 T = TypeVar("T")
-
-# What to use in place of attributes that users expect.
-_INSTEAD_OF = {
-    "backward": "leave it out: engine.step runs the backward pass of the loss function's result",
-    "zero_grad": "leave it out: engine.step clears the gradients",
-    "clip_grad_norm_": "use Engine(..., max_norm=1.0), or assign engine.max_norm",
-    "parameters": "use engine.model.parameters(), or engine.weights() for the FP32 weights",
-    "named_parameters": "use engine.model.named_parameters(), or engine.weights()",
-    "train": "use engine.model.train(); engine.evaluate sets and restores the mode itself",
-    "eval": "use engine.model.eval(); engine.evaluate sets and restores the mode itself",
-    "training": "use engine.model.training",
-    "forward": "use engine.module(...)",
-    "to": "use Engine(..., device=...)",
-    "save_checkpoint": "use engine.save(folder)",
-    "load_checkpoint": "use engine.load(folder)",
-    "save_pretrained": "use engine.export(folder)",
-    "lr": "use engine.optimizer.param_groups[0]['lr']",
-    "global_step": "use int(engine.step_counts[:2].sum()), or the `step` that engine.load returns",
-}
 
 
 class Engine:
@@ -137,7 +112,6 @@ class Engine:
         initialize: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        check_not_inference("building an engine")
         check_loss_function(loss)
         config = with_settings(config, settings)
         self._setup = setup = set_up(
@@ -152,7 +126,7 @@ class Engine:
         self._completed = CompletedSteps(setup, self._step_settings, modes, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
         if config.first_step_checks:
-            self._observers.append(FirstStep(setup.world, self.module))
+            self._observers.append(FirstStep(setup.world))
             setup.strategy.watch_copies()
         self._saves: Saves | None = None
         self.loads = 0
@@ -207,8 +181,8 @@ class Engine:
         return self._setup.clock
 
     @property
-    def narrow_products(self) -> NarrowProducts:
-        """The linear layers with narrow products, and their statistics."""
+    def narrow_products(self) -> LowPrecisionMatmuls:
+        """The linear layers with low-precision matmuls, and their statistics."""
         return self._setup.narrow_products
 
     @property
@@ -267,8 +241,7 @@ class Engine:
         Args:
             microbatches: Batches (tensors, or nested containers of tensors) for `loss`; at least
                 one, and with a sharded strategy the same number on every rank. A list, or an
-                iterable that gives these microbatches and then ends. Without `attribution`, the
-                engine holds one microbatch of an iterable at a time.
+                iterable that gives these microbatches and then ends.
             count: Number of microbatches; needed for an iterable without a length.
             stop: Whether this rank requests to stop; the outcome reports it on every rank.
 
@@ -282,16 +255,15 @@ class Engine:
             LostPeerError: If another rank has ended.
         """
         with self._calls.call("step", waits=False):
-            source = self._source(microbatches, count)
-            check_stop(stop)
+            batches = self._checked(microbatches, count)
             observers = [observer for observer in self._observers if not observer.is_done]
             for observer in observers:
-                observer.before(source)
+                observer.before(batches[0])
             self._calls.counts["engine.step"] += 1
             outcome, stats = take_step(
-                self._setup, self._state, source, self._step_settings, observers, stop=bool(stop)
+                self._setup, self._state, batches, self._step_settings, observers, stop=bool(stop)
             )
-            self._replays.keep(outcome, source, stats)
+            self._replays.keep(outcome, batches, stats)
             warned = [warning for observer in observers for warning in observer.after()]
         warned += self._completed.warnings(outcome)
         if self.world.rank == 0:
@@ -299,24 +271,21 @@ class Engine:
                 warnings.warn(warning, RuntimeWarning, stacklevel=2)
         return outcome
 
-    def _source(self, microbatches: Iterable[Any], count: int | None) -> MicrobatchSource:
+    def _checked(self, microbatches: Iterable[Any], count: int | None) -> list[Any]:
         """Check what a step would train and on what; return its microbatches."""
         check_gradients_enabled()
-        number = count_microbatches(microbatches, count)
+        batches = listed_microbatches(microbatches, count)
         if self.holds_average:
             raise TrainingError(
                 "engine.step inside of average.as_weights() would train the average; call it "
                 "outside, and after an error inside only after engine.load"
             )
         if self.config.reproducible:
-            check_power_of_two(number)
+            check_power_of_two(len(batches))
         self._setup.updates.check(self.optimizer)
         self._strategy.check_model()
         self.narrow_products.check_unchanged()
-        source = MicrobatchSource(microbatches, number, keep=self.config.attribution)
-        if not (source.is_sequence or source.advance()):
-            raise ConfigError("microbatches", [], IS_EMPTY)
-        return source
+        return batches
 
     # After the step
 
@@ -335,7 +304,6 @@ class Engine:
             The same report on every rank, also stored in `outcome.overflow_report`. None for a step
             without overflow, for an older step, and without `attribution`.
         """
-        check_outcome(outcome)
         return self._replays.explain(outcome)
 
     def check(self, outcome: StepOutcome) -> None:
@@ -346,7 +314,6 @@ class Engine:
             TrainingError: On all ranks, with the result of `explain`, if the loss scale cannot be
                 lowered further, or after `max_consecutive_skips` skipped steps in a row.
         """
-        check_outcome(outcome)
         self._completed.is_checked = True
         self._completed.check_ranks_agree(outcome)
         numbers = outcome.numbers
@@ -402,7 +369,7 @@ class Engine:
         """
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
-            check_evaluated(microbatches)
+            refuse_one_batch(microbatches)
             return evaluate(self._setup, self._state, microbatches, metrics)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:
@@ -478,8 +445,8 @@ class Engine:
             stored: Shape and dtype of every stored tensor, by its name in `state_dict`.
 
         Returns:
-            The live tensors to load before `finish_loading`: all of `state_dict`, except what
-            states of older versions lack and the state of parameters that no rank has used.
+            The live tensors to load before `finish_loading`: all of `state_dict`, except the state
+            of parameters that no rank has used.
         """
         self._calls.count("prepare_to_load")
         if self._saves is not None:
@@ -593,25 +560,13 @@ class Engine:
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import (
-            check_optimizer,
-            find_checkpoint,
-            load_checkpoint,
-            loaded_numbers,
-        )
+        from distmp.engine.saving import load
 
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
-            described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
-            check_same(self.world.group, self.device, described)
-            checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
-            if checkpoint is None:
-                return {"step": self._state.steps}
-            if optimizer:
-                check_optimizer(self, checkpoint)
-            load_checkpoint(self, checkpoint, optimizer=optimizer)
-            return loaded_numbers(checkpoint)
+            numbers = load(self, folder, missing_ok=missing_ok, optimizer=optimizer)
+            return {"step": self._state.steps} if numbers is None else numbers
 
     def export(
         self,
@@ -659,18 +614,6 @@ class Engine:
             "partial sums of microbatches": strategy.partial_sums(),
             "FP32 gradients": strategy.gradient_memory(),
         }
-
-    if not TYPE_CHECKING:  # mypy would accept any name
-
-        def __getattr__(self, name):
-            """Name the replacement of what models and optimizers of other libraries have."""
-            attribute(self, name, _INSTEAD_OF)
-
-        def __setattr__(self, name, value):
-            """Refuse to assign what would have no effect, such as `engine.lr`."""
-            if name in _INSTEAD_OF:
-                attribute(self, name, _INSTEAD_OF)
-            super().__setattr__(name, value)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: hooks and process groups stay with the original.

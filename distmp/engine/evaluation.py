@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -94,16 +93,16 @@ class MetricSums:
 
     def _row(self, name: str, result: Any) -> Tensor:
         """Return the sum and the weight of a metric as FP64 [2]."""
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        if is_pair and all(_is_number(value) for value in result):
-            values = [torch.as_tensor(value).detach().to(self._total) for value in result]
-            return torch.stack([value.reshape(()) for value in values])
-        raise ConfigError(
-            f"validation.metrics.{name}",
-            type(result).__name__,
-            "return a tuple of a sum over the microbatch and its weight, each a number or a tensor "
-            "with one element",
-        )
+        try:
+            total, weight = (torch.as_tensor(value).detach().reshape(()) for value in result)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"validation.metrics.{name}",
+                type(result).__name__,
+                "return a tuple of a sum over the microbatch and its weight, each a number or a "
+                "tensor with one element",
+            ) from error
+        return torch.stack([total.to(self._total), weight.to(self._total)])
 
 
 def evaluate(
@@ -189,12 +188,6 @@ def _output(outputs: list[Any]) -> Any:
             "metrics have no output; call model(...)",
         )
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real)  # numbers of numpy, too
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Narrow matrix products during a step: random numbers, and statistics over all ranks."""
+"""Low-precision matmuls during a step: random numbers, and statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from distmp.distributed.world import World
 from distmp.engine.precision_phases import PhaseSchedule
 from distmp.errors import ConfigError
 from distmp.quantization import NarrowLayers, ProductFormats
-from distmp.scaling import StepDecision
+from distmp.scaling.step_decision import StepDecision
 from distmp.utils.host_copy import HostCopy
 
 
-class NarrowStatistics:
-    """Statistics of the operands of narrow products in a step, summed over ranks.
+class MatmulStatistics:
+    """Statistics of the operands of low-precision matmuls in a step, summed over ranks.
 
     They are copied to the host in the background.
 
@@ -41,19 +41,19 @@ class NarrowStatistics:
         return torch.tensor(self._copy.read(), dtype=torch.float64).view(self._shape)
 
 
-class NarrowProducts:
-    """Runs narrow products in the steps of an engine; does nothing under wide policies.
+class LowPrecisionMatmuls:
+    """Runs low-precision matmuls in the steps of an engine; without layers it does nothing.
 
     Args:
-        layers: The layers with narrow products; None under wide policies.
+        layers: The layers with low-precision matmuls; None: there are none.
         world: The ranks.
-        schedule: Sets the formats of each step; None under wide policies.
+        schedule: Sets the formats of each step; None without phases.
 
     Attributes:
-        layers: The layers with narrow products; None under wide policies.
+        layers: The layers with low-precision matmuls; None: there are none.
         step: Number of steps taken since the start of training.
-        statistics: Those of the last step; None before, and without narrow products.
-        schedule: Sets the formats of each step; None under wide policies.
+        statistics: Those of the last step; None before, and without layers.
+        schedule: Sets the formats of each step; None without phases.
         formats: The policy of `precision.phases` in the last step; None without phases.
         layer_formats: The formats of each layer in the last step, by name.
     """
@@ -63,7 +63,7 @@ class NarrowProducts:
     ) -> None:
         self.layers = layers
         self.step = 0
-        self.statistics: NarrowStatistics | None = None
+        self.statistics: MatmulStatistics | None = None
         self.formats: str | None = None
         self.layer_formats: dict[str, ProductFormats] = {}
         self._world = world
@@ -106,7 +106,7 @@ class NarrowProducts:
             self.layers.begin_microbatch(self.step, self._world.rank * count + index)
 
     def terms(self) -> Tensor | None:
-        """Return the numbers to sum over ranks, FP64 1-dim; None without narrow products."""
+        """Return the numbers to sum over ranks, FP64 1-dim; None without layers."""
         return None if self.layers is None else self.layers.counts[..., 1:].flatten()
 
     def end_step(self, sums: Tensor, decision: StepDecision) -> None:
@@ -120,7 +120,7 @@ class NarrowProducts:
         if self.layers is not None:
             counts = self.layers.counts
             sums = sums.view_as(counts[..., 1:])
-            self.statistics = NarrowStatistics([*self.layers.modules], sums, counts[..., 0])
+            self.statistics = MatmulStatistics([*self.layers.modules], sums, counts[..., 0])
         if self.schedule is not None:
             self.schedule.end_step(decision)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.distributed.world import World
-from distmp.engine.microbatches import MicrobatchSource, MicrobatchStats
+from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.setup import Setup
-from distmp.engine.step_checks import IGNORED, check_weight
+from distmp.engine.step_checks import check_weight
 from distmp.errors import ConfigError, listed
 from distmp.parallel.global_mean import is_mean
 from distmp.parallel.strategy import parameter_name
@@ -31,8 +30,8 @@ class StepObserver:
 
     is_done = False
 
-    def before(self, source: MicrobatchSource) -> None:
-        """Look at the microbatches of a step; all ranks call it."""
+    def before(self, batch: Any) -> None:
+        """Look at the first microbatch of a step; all ranks call it."""
 
     def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
         """Look at a microbatch and what the loss function returned for it."""
@@ -50,52 +49,38 @@ class FirstStep(StepObserver):
 
     Args:
         world: The ranks; all of them make the same calls.
-        model: The model, whose embeddings are checked.
     """
 
-    def __init__(self, world: World, model: nn.Module) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._model = model
         self._warnings: dict[str, None] = {}
-        self._hooks = ExitStack()
 
-    def before(self, source: MicrobatchSource) -> None:
-        """Compare the microbatches of ranks; refuse ids above the vocabulary of an embedding.
-
-        A kernel would read out of bounds.
-        """
-        self._hooks.close()
-        self._compare_batches(source.next)
-        for name, module in self._model.named_modules():
-            if isinstance(module, nn.Embedding):
-                hook = _id_hook(name, module.num_embeddings)
-                self._hooks.callback(module.register_forward_pre_hook(hook).remove)
-
-    def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
-        """Refuse a negative weight, and look for mistakes in what the loss function returned."""
-        weight = float(weight)
-        check_weight(weight)
-        self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
-
-    def after(self) -> list[str]:
-        """Return warnings about likely mistakes."""
-        self._hooks.close()
-        self.is_done = True
-        return [*self._warnings]
-
-    def _compare_batches(self, batch: Any) -> None:
-        if self._world.group is None:
-            return
-        digest = float(checksum(batch))
-        numbers = torch.tensor([digest, -digest], dtype=torch.float64, device=self._world.device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
-        largest, smallest = numbers.tolist()
-        if self._world.world_size > 1 and largest == -smallest:
+    def before(self, batch: Any) -> None:
+        """Compare the microbatches of ranks."""
+        if self._world.world_size > 1 and self._has_same_batch(batch):
             self._warnings[
                 f"all {self._world.world_size} ranks were given the same first microbatch, so "
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "
                 "a seed that depends on the rank)"
             ] = None
+
+    def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
+        """Refuse a negative weight, and look for mistakes in what the loss function returned."""
+        weight = float(weight)
+        check_weight(weight)
+        self._warnings |= dict.fromkeys(_loss_warnings(loss, weight))
+
+    def after(self) -> list[str]:
+        """Return warnings about likely mistakes."""
+        self.is_done = True
+        return [*self._warnings]
+
+    def _has_same_batch(self, batch: Any) -> bool:
+        digest = float(checksum(batch))
+        numbers = torch.tensor([digest, -digest], dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
+        largest, smallest = numbers.tolist()
+        return bool(largest == -smallest)
 
 
 class AnyGradient(StepObserver):
@@ -138,25 +123,17 @@ class EvaluationMode:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {parameter_name(name): part for name, part in model.named_modules()}
-        self._checked: list[int] = []
+        self._checked: list[str] = []
         self._is_done = False
 
-    def evaluating(self) -> list[int]:
-        """Return the indices of the modules in evaluation mode, which ranks have to share."""
-        return [index for index, part in enumerate(self._modules.values()) if not part.training]
-
-    def described(self) -> dict[str, str]:
-        """Return the mode of each module as text by name, for a comparison between ranks."""
-        return {
-            f"model.{name}.training".replace("..", "."): str(part.training)
-            for name, part in self._modules.items()
-        }
+    def evaluating(self) -> list[str]:
+        """Return the names of the modules in evaluation mode, which ranks have to share."""
+        return [name for name, part in self._modules.items() if not part.training]
 
     def warning(self) -> str:
         """Return a warning about the latest step, once; "" if there is none.
 
-        A module without submodules, such as a frozen BatchNorm, may be in evaluation mode, unless
-        it drops values.
+        A module without submodules, such as a frozen BatchNorm, may be in evaluation mode.
         """
         if self._is_done:
             return ""
@@ -174,89 +151,33 @@ class EvaluationMode:
 
     def _trained_in_evaluation(self) -> list[str]:
         """Return the outermost modules that are trained in evaluation mode."""
-        found: list[str] = []
-        for name, part in self._modules.items():
-            if part.training or any(not outer or name.startswith(f"{outer}.") for outer in found):
-                continue
-            parent = self._modules[name.rpartition(".")[0]]
-            holds_parts = not name or any(True for _ in part.children())
-            drops = parent.training and _drops_nothing(part) and _is_trained(parent)
-            if drops or (holds_parts and _is_trained(part)):
-                found.append(name)
+        found = [
+            name
+            for name, part in self._modules.items()
+            if not part.training
+            and (not name or self._modules[name.rpartition(".")[0]].training)
+            and (not name or any(True for _ in part.children()))
+            and _is_trained(part)
+        ]
         return [
             f"{name!r} ({type(self._modules[name]).__name__})" if name else "the model"
             for name in found
         ]
 
 
-def _drops_nothing(module: nn.Module) -> bool:
-    """Return whether a module would drop values, but for its evaluation mode."""
-    if module.training:
-        return False
-    if isinstance(module, nn.RNNBase):
-        return module.dropout > 0 and _is_trained(module)
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-
-
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _loss_warnings(batch: Any, loss: Tensor, weight: float) -> Iterator[str]:
-    if dtype := _narrow_loss_dtype(loss):
+def _loss_warnings(loss: Tensor, weight: float) -> Iterator[str]:
+    if loss.dtype.itemsize < 4:
         yield (
-            f"the loss is computed in {dtype_name(dtype)}, too coarse for a sum over "
+            f"the loss is computed in {dtype_name(loss.dtype)}, too coarse for a sum over "
             "many samples; compute it outside of the model from FP32 logits (logits.float()), or "
-            f"use the policy {dtype_word(dtype)}-autocast"
+            f"use the policy {dtype_word(loss.dtype)}-autocast"
         )
-    if _reads_two_rows(batch, weight):
-        yield (
-            f"the weight of a microbatch, a tensor of shape {tuple(batch.shape)}, is that of one "
-            "row, as if its first two rows were inputs and targets; if the list given to "
-            "engine.step is one batch, such as [inputs, targets], pass engine.step([batch])"
-        )
-    elif weight > 1 and is_mean(loss, weight, host_waits=True):
+    if weight > 1 and is_mean(loss, weight, host_waits=True):
         yield (
             f"the loss looks like a mean, and its weight is {weight:g}, so the gradient is divided "
             "by the weight twice; return the sum (reduction='sum', or loss * weight)"
         )
-
-
-def _narrow_loss_dtype(loss: Tensor) -> torch.dtype | None:
-    """Return the 16-bit dtype of a loss, or of the scalar that it was cast or scaled from."""
-    if loss.dtype.itemsize < 4:
-        return loss.dtype
-    node = loss.grad_fn
-    while node is not None:
-        (output, *others) = node._input_metadata
-        if others or len(output.shape):
-            return None
-        if output.dtype.itemsize < 4:
-            return output.dtype
-        node = node.next_functions[0][0] if node.next_functions else None
-    return None
-
-
-def _reads_two_rows(batch: Any, weight: float) -> bool:
-    """Return whether the weight is the number of targets in the second row of three or more."""
-    if not isinstance(batch, Tensor) or batch.dim() < 2 or len(batch) < 3 or weight == len(batch):
-        return False
-    targets = batch[1]
-    return targets.numel() > 1 and weight == int((targets != IGNORED).sum())
-
-
-def _id_hook(name: str, rows: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
-        ids = args[0] if args else None
-        if not isinstance(ids, Tensor) or not ids.numel():
-            return
-        smallest, largest = (int(value) for value in torch.aminmax(ids))
-        if smallest < 0 or largest >= rows:
-            raise ConfigError(
-                "batch",
-                f"ids from {smallest} to {largest}",
-                f"the embedding {name!r} has {rows} rows, for ids from 0 to {rows - 1}; enlarge "
-                "the vocabulary of the model, or use the tokenizer of the model",
-            )
-
-    return check

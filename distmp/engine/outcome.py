@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, get_type_hints
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine.narrow_products import NarrowStatistics
-from distmp.errors import attribute
+from distmp.engine.narrow_products import MatmulStatistics
 from distmp.utils.host_copy import HostCopy
 
 # The engine warns after this many skipped steps in a row if the caller never calls `check`, and a
@@ -76,14 +75,6 @@ class StepNumbers(NamedTuple):
 _TYPES = tuple(get_type_hints(StepNumbers).values())
 
 
-# What to use in place of attributes that users expect.
-_INSTEAD_OF = {name: f"use outcome.numbers.{name}" for name in StepNumbers._fields} | {
-    "backward": "leave it out: engine.step has run the backward pass",
-    "item": "use outcome.numbers.loss",
-    "lr": "use outcome.numbers.learning_rate",
-}
-
-
 class StepOutcome:
     """The numbers of a step that may still be running on the device.
 
@@ -94,9 +85,7 @@ class StepOutcome:
 
     Attributes:
         overflow_report: Why the step overflowed; None until `Engine.explain` has replayed the step.
-        microbatch_problem: How the iterable of microbatches of this rank differed from the
-            announced number; None if it did not.
-        narrow_statistics: Statistics of narrow products; None under policies without any.
+        narrow_statistics: Statistics of low-precision matmuls; None without any.
         formats: The policy of `precision.phases` in this step; None without phases.
 
     Example:
@@ -106,23 +95,8 @@ class StepOutcome:
     """
 
     overflow_report: OverflowReport | None = None
-    microbatch_problem: str | None = None
-    narrow_statistics: NarrowStatistics | None = None
+    narrow_statistics: MatmulStatistics | None = None
     formats: str | None = None
-
-    if not TYPE_CHECKING:  # mypy would accept any name
-
-        def __getattr__(self, name):
-            """Name the replacement of what losses of other libraries have."""
-            attribute(self, name, _INSTEAD_OF)
-
-    def __float__(self) -> NoReturn:
-        """Refuse to be a number: it has several.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError("a StepOutcome is not a number; use outcome.numbers.loss")
 
     def __init__(self, numbers: Mapping[str, Tensor], ranks_differ: Tensor | None = None) -> None:
         values = [numbers[name] for name in StepNumbers._fields]

@@ -13,27 +13,21 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from distmp.engine.settings import PHASES, PrecisionPhase
-from distmp.errors import CheckpointError, ConfigError
+from distmp.errors import ConfigError
 from distmp.precision.notation import policy as policy_of
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import NarrowLayers, ProductFormats
 from distmp.quantization.layers import product_formats
-from distmp.scaling import StepDecision
+from distmp.scaling.step_decision import StepDecision
 from distmp.utils.host_copy import HostCopy
 
 logger = logging.getLogger("distmp")
-
-# Versions of a compiled block that torch may compile. By default, a block that needs a ninth
-# version runs uncompiled, and rounds differently.
-RECOMPILE_LIMIT = 128
 
 
 class PhaseSchedule:
@@ -42,8 +36,11 @@ class PhaseSchedule:
     Args:
         layers: The layers with low-precision matmuls.
         policy: The policy after the last phase.
-        phases: The phases; without any, tokens are counted for a run that resumes with phases.
+        phases: The phases.
         quiet: Do not log changes; True on all ranks but rank 0.
+
+    Attributes:
+        tokens: Tokens of all steps but the last one, and of all steps: FP64 [2].
     """
 
     def __init__(
@@ -58,84 +55,40 @@ class PhaseSchedule:
         self._phases = phases
         self._names = [*(phase.policy for phase in phases), policy.name]
         self._formats = [*phase_formats(policy, phases), product_formats(policy)]
-        # Tokens of all steps but the last one, and of all steps.
-        self._tokens = torch.zeros(2, dtype=torch.float64, device=layers.counts.device)
+        self.tokens = torch.zeros(2, dtype=torch.float64, device=layers.counts.device)
         self._quiet = quiet
-        self._phase = 0
         # Phase of the last step; -1 before the first one.
         self._last = -1
-        # The number of tokens after the last step.
-        self._copy: HostCopy | None = None
         self.continue_from_state()
 
-    def begin_step(self, step: int) -> str | None:
-        """Return the policy whose formats a step has, and log a change; None without phases.
+    def begin_step(self, step: int) -> str:
+        """Return the policy whose formats a step has, and log a change.
 
         Args:
             step: Number of steps before this one.
         """
-        if self._phases and self._phase != self._last and not self._quiet:
+        if self._phase != self._last and not self._quiet:
             message = "%s: policy %s from step %d on"
             logger.warning(message, PHASES, self._names[self._phase], step + 1)
         self._last = self._phase
-        return self._names[self._phase] if self._phases else None
+        return self._names[self._phase]
 
     def end_step(self, decision: StepDecision) -> None:
         """Count the tokens of a step, and set the formats of the next one."""
-        self._tokens[0] = self._tokens[1]
-        self._tokens[1] += decision.weight.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
-        if self._copy is not None:
-            before, self._copy = self._copy, HostCopy(self._tokens[1:].clone())
-            self._set_formats(before.read()[0])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the live state."""
-        return {"tokens": self._tokens}
-
-    def reset(self) -> None:
-        """Continue from a state without a number of tokens.
-
-        Raises:
-            CheckpointError: If there are phases.
-        """
-        if self._phases:
-            self._refuse_state()
-        # A later state must not pass for a complete count.
-        self._tokens.fill_(math.nan)
+        self.tokens[0] = self.tokens[1]
+        self.tokens[1] += decision.weight.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
+        before, self._copy = self._copy, HostCopy(self.tokens[1:].clone())
+        self._set_formats(before.read()[0])
 
     def continue_from_state(self) -> None:
-        """Set the formats of the next step, from the live state.
-
-        Raises:
-            CheckpointError: If there are phases, and tokens were not counted from the start.
-        """
-        if not self._phases:
-            return
-        before, tokens = self._tokens.tolist()
-        if math.isnan(tokens):
-            self._refuse_state()
-        self._copy = HostCopy(self._tokens[1:].clone())
-        self._set_formats(before)
-
-    def unreached(self) -> str | None:
-        """Return which policy the run did not reach, as text; None if there is none."""
-        for phase in self._phases[max(self._last, 0) :]:
-            if math.isfinite(phase.until_tokens):
-                return (
-                    f"{PHASES}: the run ended before {phase.until_tokens:g} tokens, with policy "
-                    f"{phase.policy}"
-                )
-        return None
+        """Set the formats of the next step, from the live state."""
+        # The number of tokens after the last step.
+        self._copy = HostCopy(self.tokens[1:].clone())
+        self._set_formats(self.tokens[0].item())
 
     def _set_formats(self, tokens: float) -> None:
         self._phase = sum(phase.until_tokens <= tokens for phase in self._phases)
         self._layers.set_formats(dict.fromkeys(self._layers.modules, self._formats[self._phase]))
-
-    def _refuse_state(self) -> None:
-        raise CheckpointError(
-            f"{PHASES}: the checkpoint lacks the number of tokens, which only policies with "
-            "low-precision matmuls count; remove the phases, or use them from the start of the run"
-        )
 
 
 def phase_formats(
@@ -177,23 +130,3 @@ def _formats_of(phase: PrecisionPhase, policy: PrecisionPolicy) -> ProductFormat
             "of the policy",
         )
     return replace(product_formats(found), scaling=policy.scaling)
-
-
-def build_schedule(
-    layers: NarrowLayers | None,
-    policy: PrecisionPolicy,
-    phases: Sequence[PrecisionPhase],
-    *,
-    compiled: bool,
-    quiet: bool,
-) -> PhaseSchedule | None:
-    """Return the schedule of an engine; None without low-precision matmuls."""
-    if layers is None:
-        return None
-    if phases and compiled:
-        # Importing it takes a second, which only compiled models have to pay.
-        import torch._dynamo
-
-        config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-    return PhaseSchedule(layers, policy, phases, quiet=quiet)

@@ -2,8 +2,8 @@
 
 Replicas stay equal by induction: equal weights, equal reduced gradients, equal updates. Faulty
 memory, a nondeterministic library or code that only one rank runs break this silently. A digest is
-computed of every tensor on its device, and one digest of all of these. One collective of two
-integers shows whether the ranks agree; only if they do not, the digests are exchanged.
+computed of every tensor on its device. One collective of two integers shows whether the ranks agree
+on all of them; only if they do not, the digests are exchanged.
 
 A digest covers every bit: one flipped bit always changes it, any other change with a probability of
 at least 1 - 2^-31. It does not depend on the type of the device, on strides or on the number of
@@ -13,24 +13,28 @@ threads.
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.errors import TrainingError, rank_names
+from distmp.distributed.compare_ranks import check_same
+from distmp.errors import ConfigError, TrainingError
 from distmp.utils.dtensor import is_dtensor
+from distmp.utils.dtypes import dtype_name
 from distmp.utils.flat_shard import FlatShard
 from distmp.utils.host_copy import to_device
 
 if TYPE_CHECKING:
     from distmp.engine.engine import Engine
+
+ADVICE = (
+    "continue from a checkpoint with --resume, and check the hardware of that machine if it "
+    "happens again"
+)
 
 # Words per row sum. Part of the definition of a digest, so the same on every device.
 ROW = 16384
@@ -44,42 +48,10 @@ WORDS = {1: torch.uint8, 2: torch.int16}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 SHIFTS = (30, 27, 31)
-
-logger = logging.getLogger("distmp")
-
-
-class Difference(NamedTuple):
-    """A difference between ranks.
-
-    Attributes:
-        name: Name of the first tensor that differs.
-        deviating: Ranks whose values are not those of most ranks (without a majority, not those of
-            rank 0).
-        others: The other ranks.
-        differing: Number of tensors that differ between any ranks.
-        compared: Number of tensors that were compared.
-        repairable: Whether tensors differ only in their values, not in name, shape or dtype.
-    """
-
-    name: str
-    deviating: tuple[int, ...]
-    others: tuple[int, ...]
-    differing: int
-    compared: int
-    repairable: bool
-
-    def __str__(self) -> str:
-        return (
-            f"{_describe(self.name)} of {rank_names(self.deviating)} differs from that of "
-            f"{rank_names(self.others)} ({self.differing} of {self.compared} tensors differ)"
-        )
+MASK = 2**64 - 1
 
 
-def check(
-    engine: Engine,
-    on_difference: Literal["stop", "repair"] = "stop",
-    average: Mapping[str, Tensor] | None = None,
-) -> Difference | None:
+def check(engine: Engine, average: Mapping[str, Tensor] | None = None) -> None:
     """Compare the replicated tensors of an engine between ranks; every rank has to call it.
 
     Compares weights, 16-bit parameters, optimizer state, loss scale and step counts. Shards and
@@ -88,89 +60,26 @@ def check(
 
     Args:
         engine: An engine, between two steps.
-        on_difference: "stop" raises; "repair" copies rank 0's values to all ranks and logs it.
-        average: The `values` of a `WeightAverage`, to compare and repair them, too.
-
-    Returns:
-        The difference that was repaired, or None.
+        average: The `values` of a `WeightAverage`, to compare them, too.
 
     Raises:
-        TrainingError: On every rank, for a difference with "stop", or one that cannot be repaired.
+        TrainingError: On every rank, with the first tensor that differs, and its digests by rank.
     """
     world = engine.world
     if world.group is None:
-        return None
-    state = engine.state_dict()
+        return
+    state = engine.state_dict() | {f"ema/{name}": value for name, value in (average or {}).items()}
     tensors = _replicated_tensors(engine.module, state)
-    for name, value in (average or {}).items():
-        if (local := _local(value)) is not None:
-            tensors[f"ema/{name}"] = local
-    difference = compare(tensors, world.group, world.device)
-    if difference is None:
-        return None
-    if on_difference == "stop" or not difference.repairable:
-        raise TrainingError(_advice(difference))
-    broadcast(tensors, world.group, world.device)
-    # Also updates what the engine derives from its state, such as 16-bit parameters. An average of
-    # the weights remains valid: it has been repaired, too.
-    loads = engine.loads
-    engine.load_state_dict(state)
-    engine.loads = loads
-    if world.rank == 0:
-        logger.error("ranks differed: %s; all ranks continue with the values of rank 0", difference)
-    return difference
-
-
-def compare(
-    tensors: Mapping[str, Tensor], group: dist.ProcessGroup, device: torch.device
-) -> Difference | None:
-    """Return the first difference between the ranks of a group, or None.
-
-    Every rank of the group has to call it.
-
-    Args:
-        tensors: Tensors by name that should have the same bits on every rank. Names, shapes and
-            dtypes are compared too, so they may differ between ranks.
-        group: The ranks.
-        device: Device of the group's collectives.
-    """
-    own_digests = digests(tensors, device)
-    specs = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
-    keys = torch.tensor([_hash_text(spec) for spec in specs], dtype=torch.int64, device=device)
-    total = _mix(own_digests + keys).sum()
-    # ~ reverses the order of all integers, so one maximum also yields the smallest total.
-    extremes = torch.stack([total, ~total])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-    largest, smallest_reversed = extremes.tolist()
-    if largest == ~smallest_reversed:
-        return None
-    entries = {
-        name: (spec, digest)
-        for name, spec, digest in zip(tensors, specs, own_digests.tolist(), strict=True)
+    described = {
+        name: f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
+        for (name, tensor), digest in zip(
+            tensors.items(), digests(tensors, world.device).tolist(), strict=True
+        )
     }
-    by_rank: list[dict[str, tuple[str, int]]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, entries, group)
-    return _first_difference(by_rank, dist.get_process_group_ranks(group))
-
-
-@torch.no_grad()
-def broadcast(
-    tensors: Mapping[str, Tensor], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Overwrite tensors, in place, with those of the group's first rank.
-
-    Every rank of the group has to call it.
-
-    Args:
-        tensors: Tensors by name; names, shapes and dtypes are the same on every rank.
-        group: The ranks.
-        device: Device of the group's collectives.
-    """
-    source = dist.get_global_rank(group, 0)
-    for tensor in tensors.values():
-        sent = tensor.to(device).contiguous()
-        dist.broadcast(sent, source, group)
-        tensor.copy_(sent)
+    try:
+        check_same(world.group, world.device, described, ADVICE)
+    except ConfigError as error:
+        raise TrainingError(f"ranks differ: {error}") from None
 
 
 def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
@@ -193,15 +102,10 @@ def _row_sums(tensor: Tensor) -> Tensor:
     words = tensor.reshape(-1).view(WORDS.get(tensor.element_size(), torch.int32))
     weights = _weights(tensor.device)
     max_rows = ROWS_PER_BLOCK.get(tensor.device.type, DEFAULT_ROWS_PER_BLOCK)
-    buffer = torch.empty(
-        min(max_rows, -(-len(words) // ROW)) * ROW, dtype=torch.int64, device=tensor.device
-    )
     sums = []
-    for chunk in words.split(max(1, len(buffer))):
-        block = buffer[: -(-len(chunk) // ROW) * ROW]
-        block[: len(chunk)].copy_(chunk)
-        block[len(chunk) :].zero_()
-        sums.append(block.view(-1, ROW).mul_(weights).sum(1))
+    for chunk in words.split(max_rows * ROW):
+        padded = functional.pad(chunk.to(torch.int64), (0, -len(chunk) % ROW))
+        sums.append(padded.unflatten(0, (len(padded) // ROW, ROW)).mul(weights).sum(1))
     return torch.cat(sums)
 
 
@@ -218,11 +122,6 @@ def _mix(values: Tensor) -> Tensor:
         # >> copies the sign bit; the mask removes the copies.
         values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
     return values
-
-
-def _hash_text(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def _replicated_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -253,49 +152,3 @@ def _local(tensor: Tensor) -> Tensor | None:
     if is_dtensor(tensor) and all(part.is_replicate() for part in tensor.placements):
         return tensor.to_local()
     return None if is_traceable_wrapper_subclass(tensor) else tensor
-
-
-def _first_difference(
-    by_rank: Sequence[Mapping[str, tuple[str, int]]], ranks: Sequence[int]
-) -> Difference:
-    """Return the first difference between the entries of ranks, of which there is at least one."""
-    names = list(dict.fromkeys(name for entries in by_rank for name in entries))
-    versions = {name: [entries.get(name) for entries in by_rank] for name in names}
-    differing = [name for name in names if len(set(versions[name])) > 1]
-    first = versions[differing[0]]
-    # Without a majority `most_common` returns the version that it saw first, that of rank 0.
-    usual, _ = Counter(first).most_common(1)[0]
-    specs = [{name: spec for name, (spec, _) in entries.items()} for entries in by_rank]
-    return Difference(
-        name=differing[0],
-        deviating=tuple(rank for rank, one in zip(ranks, first, strict=True) if one != usual),
-        others=tuple(rank for rank, one in zip(ranks, first, strict=True) if one == usual),
-        differing=len(differing),
-        compared=len(names),
-        repairable=all(spec == specs[0] for spec in specs),
-    )
-
-
-def _describe(name: str) -> str:
-    section, _, rest = name.partition("/")
-    if section == "loss_scale":
-        return "the loss scale" if rest == "value" else f"the loss scale's {rest}"
-    titles = {
-        "model": "parameter",
-        "module": "16-bit parameter",
-        "optimizer": "optimizer state",
-        "engine": "the engine's",
-        "ema": "the average (EMA) of",
-    }
-    return f"{titles[section]} {rest!r}" if section in titles else repr(name)
-
-
-def _advice(difference: Difference) -> str:
-    message = f"ranks differ: {difference}; "
-    if not difference.repairable:
-        return message + "names, shapes or dtypes differ: give every rank the same model"
-    return message + (
-        "continue from a checkpoint with --resume, and check the hardware of that machine if it "
-        "happens again; rank_consistency.on_difference = repair continues with the values of "
-        "rank 0"
-    )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
 from distmp.diagnosis.replay import StepInputs, StepReplay
 from distmp.engine.calls import EngineCalls
-from distmp.engine.microbatches import MicrobatchSource, MicrobatchStats
+from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState
@@ -23,65 +24,66 @@ from distmp.precision.switches import product_switches
 STEPS_KEPT = 2
 
 
+@dataclass(frozen=True)
 class Replays:
     """Explains the overflow of one of the latest steps.
 
-    Args:
+    Attributes:
         setup: The model, its strategy and its optimizer.
         state: The numbers of the engine.
         calls: The calls that the ranks make together.
+        recent: Outcome and inputs of the latest steps.
     """
 
-    def __init__(self, setup: Setup, state: EngineState, calls: EngineCalls) -> None:
-        self._setup = setup
-        self._state = state
-        self._calls = calls
-        self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
+    setup: Setup
+    state: EngineState
+    calls: EngineCalls
+    recent: deque[tuple[StepOutcome, StepInputs]] = field(
+        default_factory=lambda: deque(maxlen=STEPS_KEPT)
+    )
 
-    def keep(self, outcome: StepOutcome, source: MicrobatchSource, stats: MicrobatchStats) -> None:
+    def keep(
+        self, outcome: StepOutcome, microbatches: Sequence[Any], stats: MicrobatchStats
+    ) -> None:
         """Keep references to the inputs of a step, with `attribution`."""
-        if not self._setup.config.attribution:
+        if not self.setup.config.attribution:
             return
-        products = self._setup.narrow_products
+        products = self.setup.narrow_products
         inputs = StepInputs(
-            tuple(source.kept),
+            tuple(microbatches),
             stats.streams,
             stats.losses,
             stats.weights,
-            position=(products.step - 1, self._setup.world.rank * source.count),
+            position=(products.step - 1, self.setup.world.rank * len(microbatches)),
             formats=products.layer_formats,
         )
-        self._recent.append((outcome, inputs))
+        self.recent.append((outcome, inputs))
 
     def explain(self, outcome: StepOutcome) -> OverflowReport | None:
         """Return the cause of an overflow, see `Engine.explain`; every rank has to call it."""
         if outcome.overflow_report is None and outcome.numbers.overflow:
-            for recent, inputs in self._recent:
+            for recent, inputs in self.recent:
                 if recent is outcome:
-                    with self._calls.call("explain"):
+                    with self.calls.call("explain"):
                         outcome.overflow_report = self._replay(outcome.numbers, inputs)
         return outcome.overflow_report
 
     def _replay(self, numbers: StepNumbers, inputs: StepInputs) -> OverflowReport:
-        world, policy = self._setup.world, self._setup.policy
+        world, policy = self.setup.world, self.setup.policy
         context = OverflowContext(
             scale=numbers.loss_scale,
             weight=numbers.weight,
-            floor=self._state.loss_scale.floor,
+            floor=self.state.loss_scale.floor,
             compute_dtype=policy.compute_dtype,
             has_masters=policy.has_masters,
-            exact=int(self._state.counts[0]) == numbers.applied_total,
+            exact=int(self.state.counts[0]) == numbers.applied_total,
         )
-        replay = StepReplay(self._setup.strategy, self._microbatch, inputs, world.rank)
+        replay = StepReplay(self.setup.strategy, self._microbatch, inputs, world.rank)
         evidence = replay.evidence(context.scale, context.lowest, context.compute_dtype)
-        all_evidence: list[Any] = [evidence]
-        if world.group is not None:
-            all_evidence = [None] * world.world_size
-            dist.all_gather_object(all_evidence, evidence, group=world.group)
-        return diagnose(all_evidence, context)
+        return diagnose(world.ranks.gather(evidence), context)
 
     def _microbatch(self, batch: Any, scale: Tensor) -> Tensor:
-        with product_switches(self._setup.policy):
-            loss, _ = forward(self._setup, batch)
-            backward(self._setup.strategy, loss, scale / (self._state.nominal_weight or 1.0))
+        with product_switches(self.setup.policy):
+            loss, _ = forward(self.setup, batch)
+            backward(self.setup.strategy, loss, scale / (self.state.nominal_weight or 1.0))
         return loss.detach().clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 from torch import nn
@@ -11,27 +12,22 @@ from distmp.utils.dtypes import dtype_name
 
 
 def warn_about_copies(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Warn once when `module.state_dict()` is called, if its parameters are copies of FP32 weights.
+    """Warn when `module.state_dict()` is called, if its parameters are copies of FP32 weights.
 
     Args:
         module: The module that holds the copies.
         policy: The precision policy.
     """
     if policy.has_masters:
-        module.register_state_dict_pre_hook(_WarnOnce(dtype_name(policy.compute_dtype)))
+        # Not a closure, which could not be pickled with the module.
+        warn = functools.partial(_warn, dtype_name(policy.compute_dtype))
+        module.register_state_dict_pre_hook(warn)
 
 
-class _WarnOnce:  # not a closure, which could not be pickled with the module
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
-        self._done = False
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._done or keep_vars:  # with keep_vars the caller asks for the parameters themselves
-            return
-        self._done = True
+def _warn(dtype: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # with keep_vars the caller asks for the parameters themselves
         warnings.warn(
-            f"module.state_dict() returns {self._dtype} copies of the weights; the FP32 weights "
+            f"module.state_dict() returns {dtype} copies of the weights; the FP32 weights "
             "are in engine.state_dict(), and engine.export(folder) writes them",
             RuntimeWarning,
             stacklevel=3,

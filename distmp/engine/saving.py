@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import logging
 import sys
 import weakref
@@ -31,6 +30,7 @@ from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
 from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed
+from distmp.export.running import RunningEngine
 from distmp.utils.files import check_folder_name
 
 logger = logging.getLogger("distmp")
@@ -40,31 +40,20 @@ T = TypeVar("T")
 # Timeout of a collective of a save in the background.
 TIMEOUT_SECONDS = 1800.0
 # Key of the caller's numbers in a checkpoint. All other numbers are those of a run.
-OWN_NUMBERS = "own_loop"
+OWN_NUMBERS = "custom_loop"
 # Key of the class of the optimizer and its base classes, by name.
 OPTIMIZER = "optimizer"
-# The engine that saves to a folder, by the folder, and the folders that an engine has loaded from.
+# The engine that saves to a folder, by the folder.
 _owners: weakref.WeakValueDictionary[str, SavedEngine] = weakref.WeakValueDictionary()
-_loaded: weakref.WeakKeyDictionary[SavedEngine, set[str]] = weakref.WeakKeyDictionary()
 # Writers with a save in the background, which the end of the process waits for.
 _writing: set[CheckpointWriter] = set()
 
 
-class SavedEngine(Protocol):
+class SavedEngine(RunningEngine, Protocol):
     """The part of `distmp.Engine` that a checkpoint reads and writes."""
 
     optimizer: torch.optim.Optimizer
     holds_average: bool
-
-    @property
-    def world(self) -> World:
-        """The ranks."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the live tensors by name."""
-
-    def updated_by_optimizer(self) -> set[str]:
-        """Return the names of the tensors that only an update of the optimizer changes."""
 
     def prepare_to_load(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Return the live tensors to load."""
@@ -132,13 +121,12 @@ def described_optimizer(engine: SavedEngine) -> dict[str, list[str]]:
 def check_optimizer(engine: SavedEngine, checkpoint: store.StoredCheckpoint) -> None:
     """Refuse the state of an optimizer of another class, which would be kept and have no effect.
 
-    Checkpoints of older versions do not name their optimizer.
-
     Raises:
         ConfigError: If the classes have no base class in common.
     """
-    own, stored = described_optimizer(engine)[OPTIMIZER], checkpoint.numbers.get(OPTIMIZER)
-    if not isinstance(stored, list) or not stored or set(map(str, stored)) & set(own):
+    own = described_optimizer(engine)[OPTIMIZER]
+    stored = checkpoint.numbers.get(OPTIMIZER, own)
+    if {*stored} & {*own}:
         return
     raise ConfigError(
         "folder",
@@ -158,8 +146,6 @@ class Saves:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # Whether the caller gets an error as an exception, so that it need not be logged.
-        self._raises = False
         self._is_open = False
         self._writer = CheckpointWriter(
             CheckpointConfig(),
@@ -180,10 +166,10 @@ class Saves:
         wait: bool,
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
-        directory, retention, own = _on_all_ranks(
-            lambda: (_own_folder(folder, engine), _retention(keep), _checked_numbers(numbers)),
-            self._world,
+        directory, retention = _on_all_ranks(
+            lambda: (_own_folder(folder, engine), _retention(keep)), self._world
         )
+        own = dict(numbers or {})
         _owners[str(directory.absolute())] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
@@ -196,9 +182,7 @@ class Saves:
             self._open(engine)
         stored = {"step": step, **_data_position(own), OWN_NUMBERS: own}
         stored |= described_optimizer(engine)
-        self._raises = wait
         self._writer.save(step, tensors, stored, held, health, wait=wait)
-        self._raises = False
         if wait:
             self._check()
         else:
@@ -211,9 +195,7 @@ class Saves:
         Raises:
             CheckpointError: The same on all ranks, if it failed.
         """
-        self._raises = True
         self._writer.finish()
-        self._raises = False
         _writing.discard(self._writer)
         self._check()
 
@@ -222,14 +204,11 @@ class Saves:
         self._writer.release()
 
     def _check(self) -> None:
-        problem = None
-        try:
-            self._writer.check()
-        except CheckpointError as error:
-            problem = str(error)
-        problems = [found for found in self._world.ranks.gather(problem) if found is not None]
-        if problems:
-            raise CheckpointError(problems[0])
+        self._world.ranks.all_or_none(
+            self._writer.check,
+            catch=CheckpointError,
+            error=lambda failures, _: CheckpointError(failures[min(failures)].message),
+        )
 
     def _open(self, engine: SavedEngine) -> None:
         """Prepare saves in the background."""
@@ -244,7 +223,7 @@ class Saves:
         self._is_open = True
 
     def _log(self, message: str) -> None:
-        if self._world.rank == 0 and not self._raises:
+        if self._world.rank == 0:
             logger.error("%s", message)
 
 
@@ -256,7 +235,7 @@ def _finish_all() -> None:
 
 
 def _own_folder(folder: str | Path, engine: SavedEngine) -> Location:
-    """Return the folder, unless another engine saves to it. An engine may continue what it loaded.
+    """Return the folder, unless another engine saves to it.
 
     Raises:
         ConfigError: If it is named like a file, or checkpoints of both would replace each other.
@@ -264,8 +243,6 @@ def _own_folder(folder: str | Path, engine: SavedEngine) -> Location:
     check_folder_name("folder", folder)
     directory = locate("folder", str(folder))
     key = str(directory.absolute())
-    if key in _loaded.get(engine, ()):
-        return directory
     if _owners.get(key, engine) is not engine:
         gc.collect()  # the other engine may have been deleted
     if _owners.get(key, engine) is not engine:
@@ -293,42 +270,12 @@ def _on_all_ranks(work: Callable[[], T], world: World) -> T:
         ConfigError: What `work` raised on this rank.
         SetupError: If it raised on another rank only.
     """
-    error: ConfigError | None = None
     try:
-        result = work()
-    except ConfigError as caught:
-        error = caught
-    messages = enumerate(world.ranks.gather(str(error) if error else None))
-    failed = {rank: message for rank, message in messages if message is not None}
-    if failed:
-        raise error or SetupError(failed, ConfigError.exit_code)
-    return result
-
-
-def _checked_numbers(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the caller's numbers.
-
-    Raises:
-        ConfigError: If they would not load as they are.
-    """
-    if numbers is not None and not isinstance(numbers, Mapping):
-        raise ConfigError("numbers", type(numbers).__name__, "pass a dict of values by name")
-    own = dict(numbers or {})
-    for name, value in own.items():
-        setting = f"numbers[{name!r}]"
-        try:
-            loaded = json.loads(json.dumps({name: value}))
-        except (TypeError, ValueError) as error:
-            problem = f"{error}; pass numbers, strings, and lists and dicts of them"
-            raise ConfigError(setting, type(value).__name__, problem) from error
-        if repr(loaded) != repr({name: value}):
-            raise ConfigError(
-                setting,
-                value,
-                f"would load as {loaded!r}; pass numbers, strings, lists, and dicts whose keys are "
-                "strings",
-            )
-    return own
+        return world.ranks.all_or_none(work, catch=ConfigError)
+    except SetupError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise
 
 
 def _data_position(own: Mapping[str, Any]) -> dict[str, int]:
@@ -337,22 +284,18 @@ def _data_position(own: Mapping[str, Any]) -> dict[str, int]:
     return {"samples": samples} if type(samples) is int and samples >= 0 else {}
 
 
-def find_checkpoint(folder: str | Path, *, missing_ok: bool) -> store.StoredCheckpoint | None:
-    """Return the checkpoint that `Engine.load` loads, verified. Collective over all ranks.
-
-    Args:
-        folder: A checkpoint, or a folder of checkpoints, whose newest healthy one is used.
-        missing_ok: Return None if there is no checkpoint.
-
-    Raises:
-        ConfigError: If there is no checkpoint.
-        CheckpointError: If it is damaged, or all of those in the folder are damaged or unhealthy.
-    """
-    return store.resolve(str(folder), Path(), setting="folder", missing_ok=missing_ok)
-
-
-def loaded_numbers(checkpoint: store.StoredCheckpoint) -> dict[str, Any]:
-    """Return the numbers that `Engine.load` returns; those of a run if a run wrote them."""
+def load(
+    engine: SavedEngine, folder: str | Path, *, missing_ok: bool, optimizer: bool
+) -> dict[str, Any] | None:
+    """Load a checkpoint, see `Engine.load`; None if there is none. Collective over all ranks."""
+    described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
+    check_same(engine.world.group, engine.world.device, described)
+    checkpoint = store.resolve(str(folder), Path(), setting="folder", missing_ok=missing_ok)
+    if checkpoint is None:
+        return None
+    if optimizer:
+        check_optimizer(engine, checkpoint)
+    load_checkpoint(engine, checkpoint, optimizer=optimizer)
     numbers = checkpoint.numbers
     return {"step": checkpoint.state.step, **numbers.get(OWN_NUMBERS, numbers)}
 
@@ -383,13 +326,7 @@ def load_checkpoint(
         of_optimizer = ("optimizer/", SCHEDULE)
         live = {name: tensor for name, tensor in live.items() if not name.startswith(of_optimizer)}
     checkpoint.load(live)
-    step, taken = checkpoint.state.step, int(live["engine/counts"][:2].sum())
-    if step != taken:
-        raise CheckpointError(
-            f"{checkpoint} cannot be used: its tensors are of step {taken}, not {step}"
-        )
     engine.finish_loading(live)
-    _loaded.setdefault(engine, set()).add(str(checkpoint.path.parent.absolute()))
 
 
 def _check_weights(state: Mapping[str, Tensor], checkpoint: store.StoredCheckpoint) -> None:

@@ -84,17 +84,9 @@ class RankConsistencyConfig:
     """Number of steps between two comparisons of weights, their average (`ema`), optimizer state
     and loss scale; 0 disables them."""
 
-    on_difference: Literal["stop", "repair"] = "stop"
-    """Reaction to a difference: "stop" ends the run, "repair" continues with the values of
-    rank 0."""
-
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ConfigError("rank_consistency.every", self.every, "use 0 or more steps")
-        if self.on_difference not in ("stop", "repair"):
-            raise ConfigError(
-                "rank_consistency.on_difference", self.on_difference, "use stop or repair"
-            )
 
 
 @dataclass(frozen=True)

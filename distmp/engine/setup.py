@@ -17,8 +17,8 @@ from distmp.distributed.own_time import StepClock
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.config import EngineConfig
 from distmp.engine.model import build_model, return_logits
-from distmp.engine.narrow_products import NarrowProducts
-from distmp.engine.precision_phases import build_schedule, phase_formats
+from distmp.engine.narrow_products import LowPrecisionMatmuls
+from distmp.engine.precision_phases import PhaseSchedule, phase_formats
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.updates import Updates
 from distmp.optim import OptimizerFactory, ScheduleFactory
@@ -52,7 +52,7 @@ class Setup:
         strategy: The distributed model and its gradients.
         buffers: The buffers of the model, such as running statistics.
         updates: The optimizer.
-        narrow_products: The linear layers with narrow products, and their statistics.
+        narrow_products: The linear layers with low-precision matmuls, and their statistics.
         clock: Measures the time that this rank computes in a step, while it is active.
         first_seed: The seed of the run, unless a state with another one is loaded.
     """
@@ -65,7 +65,7 @@ class Setup:
     strategy: Strategy
     buffers: ModuleBuffers
     updates: Updates
-    narrow_products: NarrowProducts
+    narrow_products: LowPrecisionMatmuls
     clock: StepClock
     first_seed: int
 
@@ -131,13 +131,9 @@ def set_up(
     if config.strategy not in SHARDED_STRATEGIES and world.rank == 0:
         warn_about_copies(strategy.module, policy)
     layers = strategy.narrow_layers
-    formats = build_schedule(
-        layers,
-        policy,
-        config.precision_phases,
-        compiled=bool(config.parallel and config.parallel.compile != "none"),
-        quiet=world.rank != 0,
-    )
+    phases = None
+    if layers is not None and config.precision_phases:
+        phases = PhaseSchedule(layers, policy, config.precision_phases, quiet=world.rank != 0)
     if layers is not None and world.rank == 0:
         log_formats(layers, policy, world.device)
     return Setup(
@@ -149,7 +145,7 @@ def set_up(
         strategy,
         ModuleBuffers(strategy.model, world.group, reproducible=config.reproducible),
         Updates(optimizer, schedule, strategy, policy, world.device),
-        NarrowProducts(layers, world, formats),
+        LowPrecisionMatmuls(layers, world, phases),
         StepClock(world.device),
         seed,
     )

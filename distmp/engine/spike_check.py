@@ -7,8 +7,8 @@ directly, since they may be negative; norms by their logarithm, since they vary 
     limit = median + threshold * max(1.4826 * MAD, smallest deviation)
 
 1.4826 MAD is the standard deviation of normally distributed values. All values are small FP64
-tensors on the device, so a step can be skipped without a host wait. They are computed from reduced
-values, so they are the same on all ranks.
+tensors on the device, so a step can be skipped without a host-device synchronization. They are
+computed from reduced values, so they are the same on all ranks.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distmp.engine.nominal_weight import round_up_to_power_of_two
+from distmp.engine.settings import PHASES
 from distmp.engine.setup import Setup
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
@@ -26,7 +27,8 @@ from distmp.optim.state import (
     never_stepped,
     prepare_for_device_skip,
 )
-from distmp.scaling import LossScale, loss_scale_rules
+from distmp.scaling.loss_scale import LossScale
+from distmp.scaling.settings import loss_scale_rules
 from distmp.utils.flat_shard import global_shape
 
 logger = logging.getLogger("distmp")
@@ -37,8 +39,8 @@ UNUSED = "unused/"
 # Prefix of the names of what a schedule needs besides the number of updates.
 SCHEDULE = "schedule/"
 
-# Prefix of the name of the number of tokens that `precision.phases` needs.
-NARROW = "narrow/"
+# Name of the number of tokens that `precision.phases` needs.
+TOKENS = "narrow/tokens"
 
 # Shape and dtype of a stored tensor.
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -97,8 +99,7 @@ class EngineState:
         for name, value in self._updates.learning_rates.state_dict().items():
             state[f"{SCHEDULE}{name}"] = value
         if self._products.schedule is not None:
-            for name, value in self._products.schedule.state_dict().items():
-                state[f"{NARROW}{name}"] = value
+            state[TOKENS] = self._products.schedule.tokens
         for name in self._strategy.used.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self.counts
@@ -137,6 +138,9 @@ class EngineState:
         Returns:
             The live tensors to fill: all of `tensors`, except the state of parameters that no rank
             has used.
+
+        Raises:
+            CheckpointError: If there are phases, and the state has no number of tokens.
         """
         prefix = "optimizer/"
         optimizer_state = {
@@ -166,14 +170,13 @@ class EngineState:
         # Some optimizers create the state of a parameter before its first gradient.
         unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.used.unused))
         live = self.tensors()
-        lacking = [name for name in live if name not in stored]
-        kept = {name for name in lacking if name.startswith(unused)}
+        if TOKENS in live.keys() - stored.keys():
+            raise CheckpointError(
+                f"{PHASES}: the checkpoint lacks the number of tokens, which only runs with phases "
+                "count; remove the phases, or use them from the start of the run"
+            )
+        kept = {name for name in live if name not in stored and name.startswith(unused)}
         kept |= self._rates_to_keep(live, stored)
-        if self._products.schedule is not None:
-            names = {name for name in lacking if name.startswith(NARROW)}
-            if names:
-                self._products.schedule.reset()
-            kept |= names
         return {name: tensor for name, tensor in live.items() if name not in kept}
 
     def _rates_to_keep(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +10,7 @@ from torch import Tensor
 
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
-from distmp.engine.batch_errors import explain_batch_errors
-from distmp.engine.microbatches import MicrobatchSource, MicrobatchStats, moved
+from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.nominal_weight import agree_on_nominal_weight
 from distmp.engine.observers import StepObserver
 from distmp.engine.outcome import StepOutcome
@@ -26,7 +23,7 @@ from distmp.engine.step_sums import sum_over_ranks
 from distmp.parallel import Strategy
 from distmp.precision.builders import autocast_of_dtypes
 from distmp.precision.switches import product_switches
-from distmp.scaling import StepDecision, decide_step
+from distmp.scaling.step_decision import StepDecision, decide_step
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.host_copy import to_device
 
@@ -34,7 +31,7 @@ from distmp.utils.host_copy import to_device
 def take_step(
     setup: Setup,
     state: EngineState,
-    source: MicrobatchSource,
+    microbatches: Sequence[Any],
     settings: StepSettings,
     observers: Sequence[StepObserver],
     *,
@@ -45,7 +42,7 @@ def take_step(
     Args:
         setup: The model, its strategy and its optimizer.
         state: The numbers that the step changes.
-        source: The microbatches of this rank.
+        microbatches: The microbatches of this rank.
         settings: What all ranks must have in common.
         observers: Look at the step; empty after the first steps.
         stop: Whether this rank requests to stop.
@@ -58,13 +55,13 @@ def take_step(
     rate = updates.learning_rates.set(state.counts[0], updates.max_applied)
     scale = state.loss_scale.value
     setup.buffers.begin_step()
-    stats = _accumulate(setup, state, source, scale, observers)
+    stats = _accumulate(setup, state, microbatches, scale, observers)
     current_phase.enter(DECISION)
     setup.clock.end()
     total, differ, of_products = sum_over_ranks(
         setup.strategy,
         stats,
-        Fingerprint.of(settings.of_step(source.problem), setup.world.world_size),
+        Fingerprint.of(settings.of_step(), setup.world.world_size),
         products.terms(),
         setup.world,
         stop=stop,
@@ -83,7 +80,6 @@ def take_step(
     products.end_step(of_products, decision)
     exhausted = exhausted & decision.overflow
     outcome = _outcome(state.counts, decision, spike_check, differ, rate, scale, exhausted)
-    outcome.microbatch_problem = source.problem
     outcome.narrow_statistics = products.statistics
     outcome.formats = products.formats
     return outcome, stats
@@ -92,53 +88,38 @@ def take_step(
 def _accumulate(
     setup: Setup,
     state: EngineState,
-    source: MicrobatchSource,
+    microbatches: Sequence[Any],
     scale: Tensor,
     observers: Sequence[StepObserver],
 ) -> MicrobatchStats:
     """Run forward and backward of the microbatches, and reduce the gradients."""
-    strategy, products, reproducible = (
-        setup.strategy,
-        setup.narrow_products,
-        setup.config.reproducible,
-    )
-    strategy.compare_microbatches(source.count)
+    strategy, products = setup.strategy, setup.narrow_products
+    reproducible = setup.config.reproducible
+    count = len(microbatches)
+    strategy.compare_microbatches(count)
     strategy.begin_step()
     products.begin_step()
     stats = MicrobatchStats.empty()
-    drawn = iter(source)
     # With reproducible, random numbers belong to the position in the global batch, not to the rank.
     stream = random_stream(setup, state, "step", rank=0 if reproducible else None)
-    first = setup.world.rank * source.count if reproducible else 0
-    # Once per step, since it takes 0.1 ms, unless the caller's code may draw in between.
-    kept = partial(generators_kept, setup.device)
-    kept_once, kept_each = (kept, nullcontext) if source.is_list else (nullcontext, kept)
+    first = setup.world.rank * count if reproducible else 0
     # Once per step: setting and restoring the switches takes as long as 20 small kernels.
-    with product_switches(setup.policy), kept_once():
-        for index in range(source.count):
-            if not (source.is_sequence or _has_next(setup, source)):
-                break
+    with product_switches(setup.policy), generators_kept(setup.device):
+        for index, batch in enumerate(microbatches):
             if reproducible:
                 setup.buffers.begin_microbatch(index)
-            strategy.begin_microbatch(last=index == source.count - 1)
-            if products.layers is not None:
-                products.begin_microbatch(index, source.count)
+            strategy.begin_microbatch(last=index == count - 1)
+            products.begin_microbatch(index, count)
             stats.streams.append(f"{stream} {first + index}")
             current_phase.enter("forward of microbatch", index + 1)
-            batch = next(drawn)
-            with kept_each():
-                seed_generators(stats.streams[-1], setup.device)
-                loss, weight = forward(setup, batch, observers)
-                del batch
-                if index == 0:
-                    factor = _backward_factor(setup, state, scale, weight, source.count)
-                current_phase.enter("backward of microbatch", index + 1)
-                backward(strategy, loss, factor)
+            seed_generators(stats.streams[-1], setup.device)
+            loss, weight = forward(setup, batch, observers)
+            if index == 0:
+                factor = _backward_factor(setup, state, scale, weight, count)
+            current_phase.enter("backward of microbatch", index + 1)
+            backward(strategy, loss, factor)
             # Copied: torch's mse_loss keeps the memory of all terms of its sum alive.
             stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
-    source.end()
-    if source.problem is not None and setup.world.world_size == 1:
-        raise source.error()
     current_phase.enter("reduction of the gradients")
     strategy.finish_gradients()
     for observer in observers:
@@ -152,25 +133,6 @@ def random_stream(setup: Setup, state: EngineState, use: str, rank: int | None =
     return f"{use} {state.seed} {setup.narrow_products.step} {rank}"
 
 
-def _has_next(setup: Setup, source: MicrobatchSource) -> bool:
-    """Return whether an iterable has another microbatch.
-
-    A rank whose iterable ends early joins the reductions of the others, and the step is skipped.
-
-    Raises:
-        ConfigError: If all ranks have ended here.
-        TrainingError: If the ranks have to run the same number, and some have ended here.
-    """
-    has_next = source.advance()
-    setup.strategy.compare_next(has_next)
-    if not has_next:
-        if setup.is_sharded or setup.config.reproducible:
-            raise source.error()
-        setup.strategy.begin_microbatch(last=True)
-        setup.strategy.end_microbatch()
-    return has_next
-
-
 def forward(
     setup: Setup, batch: Any, observers: Sequence[StepObserver] = ()
 ) -> tuple[Tensor, Tensor]:
@@ -179,7 +141,7 @@ def forward(
     strategy = setup.strategy
     with (
         autocast_of_dtypes(setup.policy, setup.device, sharded=setup.is_sharded),
-        explain_batch_errors(batch, strategy.module),
+        explain_graph_errors(),
     ):
         strategy.computing_loss(computing=True)
         try:
@@ -223,19 +185,12 @@ def _outcome(
     counts += torch.stack([1 - skipped, skipped, skipped])
     counts[2] *= skipped
     return StepOutcome(
-        {
-            "loss": decision.loss,
-            "weight": decision.weight,
-            "grad_norm": decision.grad_norm,
+        decision._asdict()
+        | spike_check._asdict()
+        | {
             "learning_rate": rate,
             "loss_scale": scale,
-            "overflow": decision.overflow,
-            "dropped": decision.dropped,
             "skipped": skipped,
-            "spike": spike_check.spike,
-            "loss_limit": spike_check.loss_limit,
-            "norm_limit": spike_check.norm_limit,
-            "stop": decision.stop,
             "applied_total": counts[0],
             "skipped_total": counts[1],
             "skipped_in_a_row": counts[2],

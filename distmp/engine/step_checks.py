@@ -6,9 +6,9 @@ comparisons on the host run only in the first step (`distmp.engine.observers.Fir
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Iterable, Iterator, Mapping, Set, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,9 @@ from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from distmp.data.dataloader import DataLoader
-from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError
 from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.utils.dtypes import dtype_name
-
-# The target that torch's losses ignore.
-IGNORED = -100
 
 LIST_ADVICE = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
 LOSS_CONTRACT = (
@@ -36,55 +32,23 @@ LOADER_ADVICE = (
     "iterate over a distmp.DataLoader, which yields lists of microbatches, or pass n batches of "
     "one iterator: engine.step(itertools.islice(iterator, n), count=n)"
 )
-IS_EMPTY = "is empty; a step needs at least one microbatch on every rank"
 ITERABLE_ADVICE = "pass an iterable of microbatches: engine.evaluate([batch, batch])"
 LOSS_ADVICE = (
     "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
 )
 
 
-def count_microbatches(microbatches: Any, count: object) -> int:
-    """Return the number of microbatches of a step; refuse what they cannot be drawn from.
+def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
+    """Return the microbatches of a step; refuse what they cannot be drawn from.
 
     Args:
         microbatches: A list of microbatches, or an iterable of them.
-        count: Number of microbatches; None takes `len(microbatches)`.
+        count: Number of microbatches; needed for an iterable without a length.
 
     Raises:
         ConfigError: With the value received.
     """
-    _refuse_one_batch(microbatches, LIST_ADVICE)
-    _refuse_loader(microbatches)
-    is_sequence = isinstance(microbatches, Sequence) and not isinstance(microbatches, str | bytes)
-    if not is_sequence and (
-        not isinstance(microbatches, Iterable)
-        or isinstance(microbatches, str | bytes | Set)
-        or hasattr(microbatches, "__getitem__")
-    ):
-        raise ConfigError(
-            "microbatches",
-            _describe(microbatches),
-            "has no length and no order; pass the microbatches of one step as a list",
-        )
-    length = len(microbatches) if isinstance(microbatches, Sized) else None
-    if count is None and length is None:
-        raise ConfigError(
-            "microbatches",
-            _describe(microbatches),
-            "has no length; pass a list, or the number of microbatches: "
-            "engine.step(itertools.islice(iterator, n), count=n)",
-        )
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise ConfigError("count", count, "use the number of microbatches, 1 or more, or None")
-    if count is not None and length not in (None, count):
-        raise ConfigError("count", count, f"there are {length} microbatches; leave count out")
-    total = count or length
-    if not total:
-        raise ConfigError("microbatches", [], IS_EMPTY)
-    return total
-
-
-def _refuse_loader(microbatches: Any) -> None:
+    refuse_one_batch(microbatches, LIST_ADVICE)
     # The iterator of torch's loader has a length, too: that of the loader.
     if isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader):
         raise ConfigError(
@@ -92,29 +56,31 @@ def _refuse_loader(microbatches: Any) -> None:
             _describe(microbatches),
             f"gives all batches of an epoch, not the microbatches of one step; {LOADER_ADVICE}",
         )
+    is_usable = isinstance(microbatches, Iterable) and not isinstance(microbatches, str | Set)
+    if not is_usable or not (count or isinstance(microbatches, Sized)):
+        raise ConfigError(
+            "microbatches",
+            _describe(microbatches),
+            "has no length; pass a list, or the number of microbatches: "
+            "engine.step(itertools.islice(iterator, n), count=n)",
+        )
+    listed = [*itertools.islice(microbatches, count and count + 1)]
+    if count is not None and count != len(listed):
+        found = "more" if len(listed) > count else len(listed)
+        raise ConfigError("count", count, f"there are {found} microbatches; {LOADER_ADVICE}")
+    if not listed:
+        raise ConfigError(
+            "microbatches", [], "is empty; a step needs at least one microbatch on every rank"
+        )
+    return listed
 
 
-def check_evaluated(microbatches: Any) -> None:
-    """Refuse a single batch, or a value that is not an iterable, in place of microbatches.
+def refuse_one_batch(microbatches: Any, advice: str = ITERABLE_ADVICE) -> None:
+    """Refuse a single batch in place of microbatches.
 
     Raises:
         ConfigError: With the value received.
     """
-    _refuse_one_batch(microbatches, ITERABLE_ADVICE)
-    if isinstance(microbatches, DataLoader):
-        raise ConfigError(
-            "microbatches",
-            _describe(microbatches),
-            "gives lists of microbatches, and repeats samples at the end of an epoch; pass "
-            "loader.once()",
-        )
-    if not isinstance(microbatches, Iterable) or isinstance(microbatches, str | bytes):
-        raise ConfigError(
-            "microbatches", _describe(microbatches), f"is not an iterable; {ITERABLE_ADVICE}"
-        )
-
-
-def _refuse_one_batch(microbatches: Any, advice: str) -> None:
     if isinstance(microbatches, Tensor | np.ndarray | Mapping) or hasattr(microbatches, "_fields"):
         raise ConfigError("microbatches", _describe(microbatches), f"is one batch; {advice}")
     if not isinstance(microbatches, list | tuple):
@@ -136,30 +102,8 @@ def check_loss_function(loss: object) -> None:
         ConfigError: With the value received.
     """
     name = getattr(loss, "__name__", type(loss).__name__)
-    if not callable(loss) or isinstance(loss, type):
+    if not callable(loss) or isinstance(loss, type | nn.modules.loss._Loss):
         raise ConfigError("loss", name, f"is not a function; {LOSS_ADVICE}")
-    if isinstance(loss, nn.modules.loss._Loss):
-        raise ConfigError("loss", name, f"is a criterion, which runs no model; {LOSS_ADVICE}")
-    try:
-        inspect.signature(loss).bind("module", "batch")
-    except TypeError as error:
-        raise ConfigError("loss", name, f"{error}; {LOSS_ADVICE}") from error
-    except ValueError:  # the signature of a C function is not available
-        return
-
-
-def check_outcome(outcome: object) -> None:
-    """Refuse a value that is not a `StepOutcome`.
-
-    Raises:
-        ConfigError: With the value received.
-    """
-    if not isinstance(outcome, StepOutcome):
-        raise ConfigError(
-            "outcome",
-            _describe(outcome),
-            "is not what engine.step returns; pass that, a StepOutcome",
-        )
 
 
 def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
@@ -173,17 +117,11 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
             "loss", _describe(returned), f"the loss function returned this; {LOSS_CONTRACT}"
         )
     loss, weight = returned
-    if not isinstance(loss, Tensor):
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise ConfigError(
             "loss",
             _describe(loss),
-            "is a value without the graph that backward needs; return the tensor, not loss.item()",
-        )
-    if loss.numel() != 1 or not loss.is_floating_point():
-        raise ConfigError(
-            "loss",
-            _describe(loss),
-            "is not one floating-point number; return the sum, loss.sum()",
+            "is not a tensor of one floating-point number; return the sum, loss.sum()",
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ConfigError(
@@ -192,12 +130,10 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
             "does not depend on any parameter that is trained; return a loss of the model's "
             "output without detach(), multiplied by 0 for a batch without targets",
         )
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1 or weight.is_complex():
-            raise ConfigError("weight", _describe(weight), f"is not one number; {LOSS_CONTRACT}")
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
         return loss.reshape(()), weight.reshape(())
     if not isinstance(weight, int | float | np.number):
-        raise ConfigError("weight", _describe(weight), f"is not a number; {LOSS_CONTRACT}")
+        raise ConfigError("weight", _describe(weight), f"is not one number; {LOSS_CONTRACT}")
     check_weight(float(weight))
     return loss.reshape(()), float(weight)
 
@@ -228,14 +164,8 @@ def explain_graph_errors() -> Iterator[None]:
     except RuntimeError as error:
         if uses_shard(error):
             raise ConfigError("loss", "DTensor", USED_DIRECTLY) from error
-        if "out of bounds for storage of size 0" in str(error):
-            raise ConfigError(
-                "loss",
-                "Tensor of a second backward",
-                "torch.autograd.grad has used this graph before, and the sharded strategy has "
-                "freed the parameters since then; use strategy = 'ddp'",
-            ) from error
-        if "backward through the graph a second time" not in str(error):
+        freed = ("through the graph a second time", "out of bounds for storage of size 0")
+        if not any(text in str(error) for text in freed):
             raise
         raise ConfigError(
             "loss",
@@ -245,39 +175,16 @@ def explain_graph_errors() -> Iterator[None]:
         ) from error
 
 
-def check_not_inference(operation: str) -> None:
-    """Refuse to create tensors in inference mode, which autograd could not use later.
-
-    Raises:
-        ConfigError: Inside of `torch.inference_mode`.
-    """
-    if torch.is_inference_mode_enabled():
-        raise ConfigError(
-            "torch.inference_mode()", True, f"{operation} needs gradients; leave the context first"
-        )
-
-
 def check_gradients_enabled() -> None:
     """Refuse a step without gradients.
 
     Raises:
         ConfigError: Inside of `torch.no_grad` or `torch.inference_mode`.
     """
-    check_not_inference("a step")
     if not torch.is_grad_enabled():
         raise ConfigError(
             "torch.no_grad()", True, "a step needs gradients; leave the context first"
         )
-
-
-def check_stop(stop: object) -> None:
-    """Refuse a value that is not a bool, such as a tensor.
-
-    Raises:
-        ConfigError: With the value received.
-    """
-    if not isinstance(stop, bool | int | np.bool_):
-        raise ConfigError("stop", stop, "must be True or False")
 
 
 def _describe(value: Any) -> str:

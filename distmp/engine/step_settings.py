@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from distmp.distributed.compare_ranks import (
     describe_model,
     describe_param_groups,
@@ -10,87 +12,62 @@ from distmp.distributed.compare_ranks import (
 )
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.engine.calls import EngineCalls
-from distmp.engine.microbatches import WRONG_COUNT
 from distmp.engine.observers import EvaluationMode
-from distmp.engine.outcome import StepOutcome
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState
-from distmp.errors import ConfigError, rank_names, ranks_by_value
 
 
+@dataclass(frozen=True)
 class StepSettings:
     """The settings of a step on this rank.
 
-    Args:
+    Attributes:
         setup: The model, its strategy and its optimizer.
         state: The numbers of the engine.
         calls: The calls that the ranks make together.
         modes: Which parts of the model are in evaluation mode.
     """
 
-    def __init__(
-        self, setup: Setup, state: EngineState, calls: EngineCalls, modes: EvaluationMode
-    ) -> None:
-        self._setup = setup
-        self._state = state
-        self._calls = calls
-        self._modes = modes
+    setup: Setup
+    state: EngineState
+    calls: EngineCalls
+    modes: EvaluationMode
 
-    def of_step(self, problem: str | None) -> object:
-        """Return the settings, without values of the device; () on a single rank.
-
-        Args:
-            problem: How the microbatches of this rank differ from their announced number.
-        """
-        world, updates = self._setup.world, self._setup.updates
-        if problem is not None:
-            return world.rank, problem  # unlike on any other rank
-        if world.world_size == 1:
+    def of_step(self) -> object:
+        """Return the settings, without values of the device; () on a single rank."""
+        updates = self.setup.updates
+        if self.setup.world.world_size == 1:
             return ()
         return (
-            self._calls.number,
-            self._calls.counts,
-            self._state.max_norm,
-            self._state.nominal_weight,
+            self.calls.number,
+            self.calls.counts,
+            self.state.max_norm,
+            self.state.nominal_weight,
             hyperparameters(updates.optimizer),
             updates.learning_rates.planned(updates.max_applied),
-            [parameter.requires_grad for parameter in self._setup.strategy.model.parameters()],
-            self._modes.evaluating(),
+            [parameter.requires_grad for parameter in self.setup.strategy.model.parameters()],
+            self.modes.evaluating(),
         )
 
-    def check(self, outcome: StepOutcome) -> None:
-        """Raise if ranks took a step with different settings; every rank has to call it.
+    def raise_difference(self) -> None:
+        """Raise because ranks took a step with different settings; every rank has to call it.
 
         Raises:
-            ConfigError: On all ranks, naming a setting or numbers of microbatches.
+            ConfigError: On all ranks, naming a setting.
         """
-        if outcome.ranks_differ:
-            world = self._setup.world
-            with explain_lost_peers(world.group):
-                self._check_microbatches(outcome)
-                raise_difference(world.group, self._described())
-
-    def _check_microbatches(self, outcome: StepOutcome) -> None:
-        """Raise if an iterable has another number of microbatches than `count` on any rank."""
-        ranks = self._setup.world.ranks
-        problems = dict(enumerate(ranks.gather(outcome.microbatch_problem)))
-        if any(problems.values()):
-            by_rank = "; ".join(
-                f"{problem or 'is complete'} on {rank_names(which)}"
-                for problem, which in ranks_by_value(problems).items()
-            )
-            raise ConfigError("microbatches", by_rank, WRONG_COUNT)
+        with explain_lost_peers(self.setup.world.group):
+            raise_difference(self.setup.world.group, self._described())
 
     def _described(self) -> dict[str, str]:
         """Return the settings as text by name, for a comparison between ranks."""
-        updates = self._setup.updates
+        updates = self.setup.updates
         return {
-            "engine": str(self._calls.number),
-            "max_norm": repr(self._state.max_norm),
-            "nominal_weight": repr(self._state.nominal_weight),
+            "engine": str(self.calls.number),
+            "max_norm": repr(self.state.max_norm),
+            "nominal_weight": repr(self.state.nominal_weight),
             **describe_param_groups(updates.optimizer),
             "schedule": repr(updates.learning_rates.planned(updates.max_applied)),
-            **self._modes.described(),
-            **describe_model(self._setup.strategy.model),
-            **{f"calls of {name}": str(count) for name, count in self._calls.counts.items()},
+            "modules in evaluation mode": ", ".join(self.modes.evaluating()),
+            **describe_model(self.setup.strategy.model),
+            **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
         }

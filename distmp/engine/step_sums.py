@@ -13,7 +13,8 @@ from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.world import World
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.parallel import Strategy
-from distmp.scaling import SUMS, all_reduce_stats, local_stats, ordered_total, pack
+from distmp.scaling.ordered import ordered_total
+from distmp.scaling.step_decision import SUMS, all_reduce_stats, local_stats, pack
 
 
 def sum_over_ranks(
@@ -32,7 +33,7 @@ def sum_over_ranks(
         strategy: Holds the gradients of the step.
         stats: Losses and weights of the microbatches of this rank.
         fingerprint: The settings of the step on this rank.
-        of_products: See `NarrowProducts.terms`.
+        of_products: See `LowPrecisionMatmuls.terms`.
         world: The ranks, all of which have to call this.
         stop: Whether this rank requests to stop.
         reproducible: Whether the sums must not depend on the number of ranks.

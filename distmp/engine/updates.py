@@ -1,4 +1,4 @@
-"""The optimizer of an engine and its learning rates: built once, and stepped by decision."""
+"""The optimizer of an engine and its learning rates: built once, and updated by decision."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import Strategy
 from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.precision import PrecisionPolicy
-from distmp.scaling import StepDecision
-from distmp.scaling.step_decision import PRESCALE, divisor_fits
+from distmp.scaling.step_decision import PRESCALE, StepDecision, divisor_fits
 
 
 class Updates:

@@ -7,6 +7,7 @@ ranks exchange the text.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 
 from distmp.distributed.compare_ranks import FINGERPRINT_BITS
 from distmp.errors import ranks_by_value
-from distmp.scaling.optimizer_identity import OptimizerIdentity, all_identities, identify
+from distmp.scaling.optimizer_identity import all_identities, identify
 
 ADVICE = "make the same calls of the scaler in the same order on every rank"
 
@@ -29,29 +30,22 @@ class Decision(NamedTuple):
         call: The call as text, with the iteration.
         before: The calls since the previous decision, as text.
         changes: The calls among these that change weights.
-        new: The optimizers decided on for the first time, in the order of their numbers.
+        new: Identities of the optimizers decided on for the first time, in the order of their
+            numbers.
         digest: CRC-32 of this and all earlier decisions, without the identities of optimizers.
     """
 
     iteration: int
     call: str
     before: str
-    changes: tuple[str, ...]
-    new: tuple[OptimizerIdentity, ...]
+    changes: str
+    new: list[str]
     digest: int
 
     @property
     def fingerprint(self) -> int:
         """A number that ranks compare: it includes the identities of new optimizers."""
-        identities = repr([identity.digest for identity in self.new]) if self.new else ""
-        return zlib.crc32(identities.encode(), self.digest) % 2**FINGERPRINT_BITS
-
-    @classmethod
-    def from_json(cls, values: Any) -> Decision:
-        """Return a decision from its JSON form, in which tuples are lists."""
-        iteration, call, before, changes, new, digest = values
-        identities = tuple(OptimizerIdentity(*identity) for identity in new)
-        return cls(iteration, call, before, tuple(changes), identities, digest)
+        return zlib.crc32("".join(self.new).encode(), self.digest) % 2**FINGERPRINT_BITS
 
 
 class CallLog:
@@ -80,7 +74,7 @@ class CallLog:
         return CallLog, ()
 
     def unscales(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record `unscale_` after the decision, if it rounds differently than the step."""
+        """Record `unscale_` after the decision."""
         if optimizer in self._numbers:
             self._unscaled.add(self._numbers[optimizer])
 
@@ -109,7 +103,7 @@ class CallLog:
             method: Name of the scaler's method that was called.
             called_with: The optimizers that it was called with.
             members: All optimizers that are decided on.
-            unscaled: The optimizers whose step rounds differently, because they were unscaled.
+            unscaled: The optimizers that were unscaled before.
             max_norm: The norm to clip to.
         """
         new = self._number(members)
@@ -117,7 +111,7 @@ class CallLog:
             "".join(_optimizers({self._numbers[optimizer] for optimizer in group}))
             for group in (called_with, members, unscaled)
         )
-        norm = [] if max_norm is None or _is_on_device(max_norm) else [f"{float(max_norm)!r}"]
+        norm = [f"{float(max_norm)!r}"] if isinstance(max_norm, int | float) else []
         call = f"{method}({', '.join(filter(None, [named, *norm]))})"
         if decided != named:
             call += f" for {decided}"
@@ -125,17 +119,17 @@ class CallLog:
             call += f" after unscale_({changed})"
         call += f" in iteration {self.iteration}"
         self._close_iteration("")
-        before, changes = ", ".join(self._before), tuple(self._changes)
+        before, changes = ", ".join(self._before), ", ".join(self._changes)
         self._before, self._changes = [], []
         self._digest = zlib.crc32(f"{before}|{call}|".encode(), self._digest)
         return Decision(self.iteration, call, before, changes, new, self._digest)
 
-    def _number(self, members: Iterable[torch.optim.Optimizer]) -> tuple[OptimizerIdentity, ...]:
+    def _number(self, members: Iterable[torch.optim.Optimizer]) -> list[str]:
         new = [optimizer for optimizer in members if optimizer not in self._numbers]
         for optimizer in new:
             self._numbers[optimizer] = self._numbered
             self._numbered += 1
-        return tuple(identify(optimizer) for optimizer in new)
+        return [identify(optimizer) for optimizer in new]
 
     def _close_iteration(self, ending: str) -> None:
         unscaled = [f"unscale_({optimizers})" for optimizers in _optimizers(self._unscaled)]
@@ -148,8 +142,8 @@ class CallLog:
         self._stepped.clear()
 
 
-# Sends a value with a name to the other ranks, and returns the value of each rank in its JSON form.
-Exchange = Callable[[str, Any], Mapping[int, Any]]
+# Sends a value to the other ranks, and returns the value of each rank in its JSON form.
+Exchange = Callable[[Any], Mapping[int, Any]]
 
 
 def difference(decision: Decision, world_size: int, exchange: Exchange) -> str | None:
@@ -160,53 +154,40 @@ def difference(decision: Decision, world_size: int, exchange: Exchange) -> str |
         world_size: Number of ranks.
         exchange: Sends a value to other ranks and returns their values.
     """
-    answers = exchange("decision", decision)
-    decisions = {rank: Decision.from_json(answer) for rank, answer in answers.items()}
+    answers = exchange([decision, all_identities()])
+    decisions = {rank: Decision(*values) for rank, (values, _) in answers.items()}
     if len({decision.digest for decision in decisions.values()}) > 1 or len(answers) < world_size:
         return _different_calls(decisions)
-    if len({decision.new for decision in decisions.values()}) > 1:
-        return _different_order(decisions, exchange("optimizers", all_identities()))
-    return None
+    return _different_order(decisions, {rank: existing for rank, (_, existing) in answers.items()})
 
 
 def _different_calls(decisions: Mapping[int, Decision]) -> str:
     calls = {rank: f"calls {decision.call}" for rank, decision in decisions.items()}
-    if len(set(calls.values())) == 1:
-        calls = {
-            rank: f"called {decision.before}" if decision.before else "called nothing"
-            for rank, decision in decisions.items()
-        }
-    if len(set(calls.values())) == 1:
-        # Fingerprints of an earlier decision were equal by chance, or a rank did not answer.
-        calls = {rank: f"calls {decision.call}" for rank, decision in decisions.items()}
-    message = f"ranks call the scaler differently: {_by_rank(calls)}; {ADVICE}"
+    before = {
+        rank: f"called {decision.before or 'nothing'}" for rank, decision in decisions.items()
+    }
+    shown = before if len(set(calls.values())) == 1 < len(set(before.values())) else calls
+    message = f"ranks call the scaler differently: {_by_rank(shown)}; {ADVICE}"
     if len({decision.changes for decision in decisions.values()}) > 1:
         message += "; weights now differ between ranks: continue from a checkpoint"
     return message
 
 
 def _different_order(
-    decisions: Mapping[int, Decision], optimizers: Mapping[int, Sequence[int]]
+    decisions: Mapping[int, Decision], existing: Mapping[int, Sequence[str]]
 ) -> str | None:
     """Return the order of optimizers on each rank, if ranks use the same ones in another order."""
-    first = min(decisions)
-    ranks_by_order = ranks_by_value({rank: decision.new for rank, decision in decisions.items()})
-    is_other_order = False
-    for rank, decision in decisions.items():
-        for one, other in zip(decisions[first].new, decision.new, strict=False):
-            has_one = one.digest in optimizers.get(rank, ())
-            has_other = other.digest in optimizers.get(first, ())
-            is_other_order |= one.digest != other.digest and has_one and has_other
-    if not is_other_order:
+    orders = {rank: decision.new for rank, decision in decisions.items()}
+    if not any(
+        one != other and one in existing[second] and other in existing[first]
+        for first, second in itertools.combinations(orders, 2)
+        for one, other in zip(orders[first], orders[second], strict=False)
+    ):
         return None
-    orders = [
-        f"{_join([identity.text for identity in order])} on {format_ranks(ranks)}"
-        for order, ranks in ranks_by_order.items()
-    ]
-    return (
-        "ranks use their optimizers in a different order: "
-        f"{decisions[first].call} is {', but a different one, '.join(orders)}; {ADVICE}"
-    )
+    by_rank = ranks_by_value({rank: _join(order) for rank, order in orders.items()})
+    named = ", but ".join(f"{order} on {format_ranks(ranks)}" for order, ranks in by_rank.items())
+    call = next(iter(decisions.values())).call
+    return f"ranks use their optimizers in a different order: {call} is {named}; {ADVICE}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -220,10 +201,6 @@ def _by_rank(calls: Mapping[int, str]) -> str:
         f"{format_ranks(ranks)} {call.replace('calls', 'call', len(ranks) - 1)}"
         for call, ranks in ranks_by_value(calls).items()
     )
-
-
-def _is_on_device(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _optimizers(numbers: Iterable[int]) -> list[str]:

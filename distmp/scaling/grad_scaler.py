@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch.amp.grad_scaler import OptState
 from distmp.distributed import rank_monitor
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
-from distmp.errors import CheckpointError, ConfigError, TrainingError, listed
+from distmp.errors import ConfigError, TrainingError, listed
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import (
     check_norm,
@@ -34,20 +33,12 @@ from distmp.scaling.local_gradients import (
     unscale,
 )
 from distmp.scaling.loss_scale import LossScale
-from distmp.scaling.rank_group import RankGroup, current_device
+from distmp.scaling.rank_group import RankGroup
 from distmp.scaling.reduced_flags import (
     CheckedOptimizer,
-    IterationFlags,
     ReducedFlags,
     reduce_flags,
-)
-from distmp.scaling.scaler_arguments import (
-    as_scale,
-    check_device,
-    check_numbers,
-    check_optimizer,
-    check_state,
-    check_switches,
+    versions_of,
 )
 from distmp.scaling.settings import LossScaleConfig
 from distmp.scaling.step_decision import (
@@ -62,25 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("distmp")
-
-STATE_VERSION = 1
-# How long an invalid `update` (without a step) waits for other ranks to raise one common error.
-MISUSE_SECONDS = 10.0
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _outside_inference_mode(method: Method) -> Method:
-    """Make a method leave inference mode, because its tensors are used later with autograd."""
-
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return called  # type: ignore[return-value]
 
 
 class DistributedGradScaler(torch.amp.GradScaler):
@@ -105,8 +77,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
     need all their gradients by then. A decision is one all-reduce of eight numbers. Without a fused
     optimizer `step` waits for the device once. With a fused optimizer it does not wait, except at
     its first use on several ranks, which check that they use the same optimizer.
-
-    Methods can be called in inference mode, with the same results.
 
     Args:
         device: Device type of the scale.
@@ -161,18 +131,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
         max_consecutive_skips: int | None = None,
     ) -> None:
         self._loss_scale: LossScale | None = None
-        check_device(device)
-        check_switches(enabled=enabled, static=static)
-        check_numbers(
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            max_consecutive_skips=max_consecutive_skips,
-        )
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -195,18 +153,17 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._max_consecutive_skips = max_consecutive_skips
         self._ranks = RankGroup(group)
         self._registered: list[torch.optim.Optimizer] = []
-        self._warned_of_partial_update = False
-        self._warned_of_no_scale = False
         self._has_scaled = False
         self._init_counts = _Counts(0, 0, 0)
         # Number of consecutive and of total skips, int64 of shape (2,) on the device of the scale.
         self._skips: Tensor | None = None
         self._latest_found_inf: Tensor | None = None
-        self._unread: IterationFlags | None = None
+        # What the host has not read yet of the last iteration.
+        self._unread: HostCopy | None = None
         self._calls = CallLog()
-        self._unchecked: list[_Unchecked] = []
-        # The argument of the latest `update(new_scale)`.
-        self._new_scale: float | None = None
+        # Decisions of which the host does not know yet whether all ranks made the same calls, with
+        # the reduction, and whether ranks differ.
+        self._unchecked: list[tuple[Decision, PendingDecision | None, HostCopy]] = []
         # From now on, other ranks can query the latest call of this one.
         self._monitor: RankMonitor | None = rank_monitor.current()
         self._begin_iteration()
@@ -217,24 +174,15 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
         All their gradients have to be complete at the first `step` of an iteration.
         """
-        for optimizer in optimizers:
-            check_optimizer(optimizer)
         self._registered = _distinct([*self._registered, *optimizers])
 
     # One iteration
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each tensor of an iterable, by the scale.
-
-        Raises:
-            ValueError: For a string, and for an item of the iterable that is not a tensor.
-        """
-        if isinstance(outputs, str):  # torch would iterate over its characters
-            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        """Multiply a tensor, or each tensor of an iterable, by the scale."""
         self._has_scaled = True
         return super().scale(outputs)
 
-    @_outside_inference_mode
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale; ranks decide later, in `step`."""
         self._record_call("unscale_")
@@ -244,7 +192,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         known = self._inspected.get(id(optimizer))
         if known is not None:
             known.check_unchanged()
-            if known.found_inf is not None and self._unscale_changes_rounding(optimizer):
+            if known.found_inf is not None and _skips_on_device(optimizer):
                 self._calls.unscales(optimizer)
         super().unscale_(optimizer)
         if not self._enabled:
@@ -254,10 +202,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
             (flag,) = state["found_inf_per_device"].values()
             self._inspected[id(optimizer)] = CheckedOptimizer(optimizer, flag)
         else:
-            known.gradients = None
+            known.versions = None
             state["found_inf_per_device"] = known.found_inf_per_device()
 
-    @_outside_inference_mode
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer or skip the step, as all ranks have decided.
 
@@ -269,7 +216,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 rank does not reach the decision.
             ConfigError: If the environment names several processes, but there is no process group.
         """
-        check_optimizer(optimizer)
         self._record_call("step")
         if self._enabled and "closure" not in kwargs:
             self._check_scale_growth_tracker("step")
@@ -293,7 +239,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
                         optimizer.grad_scale = inverse  # type: ignore[attr-defined]
         return super().step(optimizer, *args, **kwargs)
 
-    @_outside_inference_mode
     def clip_grad_norm_(
         self,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
@@ -345,7 +290,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._clips[id(member)] = torch.where(found_inf > 0, 1.0, coefficient)
         return norm
 
-    @_outside_inference_mode
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, the same way on every rank.
 
@@ -359,19 +303,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 differ between ranks. On CUDA, where the host does not wait, one `update` later.
             ConfigError: If `new_scale` is not positive and finite.
         """
-        if new_scale is not None:
-            new_scale = as_scale(new_scale)
+        if new_scale is not None and not isinstance(new_scale, Tensor):
+            new_scale = float(new_scale)
         self._record_call("update")
         if not self._enabled:
             return
         self._check_scale_growth_tracker("update")
         self._check_decisions(self._calls.iteration - 1)
         if any(inspected.found_inf is None for inspected in self._inspected.values()):
-            self._decide("update", [])
-        elif not self._totals and new_scale is None and self._ranks.world_size > 1:
-            # This call is an error. Join a decision of the other ranks first, so that all ranks
-            # raise the same error.
-            self._ranks.wait_for_ranks(MISUSE_SECONDS)
             self._decide("update", [])
         if new_scale is not None:
             self._set_scale(new_scale)
@@ -414,7 +353,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             ConfigError: If there are other ranks, but no process group.
         """
         if self._enabled or method == "clip_grad_norm_":
-            self._ranks.check_group()
+            _ = self._ranks.world_size
         current = rank_monitor.current()
         if current is not self._monitor:
             self._monitor, self._calls, self._unchecked = current, CallLog(), []
@@ -462,16 +401,18 @@ class DistributedGradScaler(torch.amp.GradScaler):
             part = square_sum(gradients, self._ranks.world_size, scale.device)
             square = square + part
             flag = (~part.isfinite()).to(torch.float32)
-            self._inspected.setdefault(id(member), CheckedOptimizer(member, flag, gradients))
+            checked = CheckedOptimizer(member, flag, versions_of(gradients))
+            self._inspected.setdefault(id(member), checked)
         for member in members:
             if id(member) not in self._inspected:
                 gradients = local_gradients(member)
                 flag = unscale(gradients, None, scale.device)
-                self._inspected[id(member)] = CheckedOptimizer(member, flag, gradients)
+                checked = CheckedOptimizer(member, flag, versions_of(gradients))
+                self._inspected[id(member)] = checked
         waiting = [i for i in self._inspected.values() if i.found_inf is None]
         total = self._reduce(method, optimizers, waiting, square, scale, max_norm)
         if max_norm is not None:
-            total = total.overflowing(divisor_overflows(total.square_sum.sqrt() / max_norm))
+            total = total.skipping(divisor_overflows(total.square_sum.sqrt() / max_norm))
         if waiting:
             self._apply_decision(waiting, total)
         return total
@@ -490,7 +431,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         Raises:
             TrainingError: If the calls differ and the host knows it without waiting.
         """
-        if self._ranks.world_size == 1:
+        if self._ranks.world_size == 1:  # without an identity of optimizers, which waits
             alone = Fingerprint(0, world_size=1)
             return reduce_flags(waiting, square, scale, self._ranks, alone, has_scaled=True)
         decision = self._calls.decide(
@@ -500,7 +441,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             unscaled=[
                 member.optimizer
                 for member in waiting
-                if member.gradients is None and self._unscale_changes_rounding(member.optimizer)
+                if member.versions is None and _skips_on_device(member.optimizer)
             ],
             max_norm=max_norm,
         )
@@ -512,12 +453,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
             Fingerprint(decision.fingerprint, self._ranks.world_size),
             has_scaled=self._has_scaled or not self._enabled,
         )
-        self._unchecked.append(
-            _Unchecked(decision, self._ranks.latest_decision, HostCopy(total.calls_differ))
-        )
-        if self._check_decisions(self._calls.iteration if decision.new else 0):
-            return total.ignoring_call_differences()
-        return total
+        differ = HostCopy(total.calls_differ)
+        self._unchecked.append((decision, self._ranks.latest_decision, differ))
+        is_allowed = self._check_decisions(self._calls.iteration if decision.new else 0)
+        return total if is_allowed else total.skipping(total.calls_differ)
 
     def _check_decisions(self, iteration: int) -> bool:
         """Check whether ranks called the scaler differently in recent decisions.
@@ -545,19 +484,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
                     raise TrainingError(problem)
                 differ = True
         return differ
-
-    def _unscale_changes_rounding(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether `unscale_` before a step changes the last bits of the step.
-
-        A fused optimizer divides by the scale; `unscale_` multiplies by its inverse.
-        """
-        if not _skips_on_device(optimizer):
-            return False
-        rules = self._rules
-        numbers = (rules.growth_factor, rules.backoff_factor, rules.min_scale, rules.max_scale)
-        scales = (self._init_scale, self._new_scale or 1.0)
-        inexact = any(math.frexp(number)[0] != 0.5 for number in (*numbers, *scales))
-        return inexact or id(optimizer) in self._clips
 
     @torch.no_grad()
     def _clip_at_once(self, optimizers: Sequence[torch.optim.Optimizer], max_norm: float) -> Tensor:
@@ -617,14 +543,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None and self._ranks.world_size > 1:
             # A rank without data has no loss to scale, but takes part in the decision.
-            self._make_scale(current_device(self._device))
+            self._make_scale(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._has_scaled = True
         self._make_scale(dev)
 
-    @_outside_inference_mode
     def _make_scale(self, dev: torch.device) -> None:
         if self._loss_scale is not None:
             return
@@ -641,13 +566,17 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     # The scale
 
-    def _update_scale(self, *, dynamic: bool) -> IterationFlags:
-        """Update the counts, and the scale if `dynamic`, after an iteration."""
+    def _update_scale(self, *, dynamic: bool) -> HostCopy:
+        """Update the counts, and the scale if `dynamic`, after an iteration.
+
+        Returns:
+            What `_report` reads: whether the scale is exhausted, scales differ and `scale` was
+            never called, and the number of skipped iterations in a row.
+        """
         assert self._loss_scale is not None
         assert self._skips is not None
-        flags = torch.stack([total.found_inf for total in self._totals])
         empty = torch.stack([total.empty for total in self._totals]).all()
-        skipped = flags.amax() > 0
+        skipped = torch.stack([total.found_inf for total in self._totals]).amax() > 0
         exhausted = torch.zeros_like(skipped)
         if dynamic:
             exhausted = self._loss_scale.update(skipped, empty)
@@ -655,42 +584,26 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._growth_tracker = self._loss_scale.clean_steps
         consecutive = torch.where(empty, self._skips[0], (self._skips[0] + 1) * skipped)
         self._skips = torch.stack([consecutive, self._skips[1] + skipped])
-        return IterationFlags(
-            partial=skipped & (flags.amin() == 0),
-            exhausted=exhausted,
-            scales_differ=torch.stack([total.scales_differ for total in self._totals]).any(),
-            scale_never_called=torch.stack(
-                [total.scale_never_called for total in self._totals]
-            ).any(),
-            consecutive_skips=consecutive,
-        )
+        differ = torch.stack([total.scales_differ for total in self._totals]).any()
+        unscaled = torch.stack([total.scale_never_called for total in self._totals]).any()
+        return HostCopy(torch.stack([exhausted, differ, unscaled, consecutive]))
 
-    def _report(self, flags: IterationFlags, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _report(self, flags: HostCopy, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Warn or raise because of the last iteration; on CUDA because of the one before."""
         if flags.on_device:
             flags, self._unread = self._unread, flags  # type: ignore[assignment]
             if flags is None:
                 return
-        partial, exhausted, scales_differ, scale_never_called, consecutive_skips = flags.read()
-        if partial and not self._warned_of_partial_update:
-            self._warned_of_partial_update = True
-            logger.warning(
-                "one optimizer stepped and another one skipped in the same iteration; if they "
-                "train one model, make them decide together: "
-                "DistributedGradScaler(optimizers=[...])"
-            )
+        exhausted, scales_differ, never_scaled, consecutive_skips = flags.read()
         if scales_differ:
             raise TrainingError(
                 "the loss scale differs between ranks; use the same arguments, the same state and "
                 "the same calls of DistributedGradScaler on every rank"
             )
-        if scale_never_called and not self._warned_of_no_scale:
-            self._warned_of_no_scale = True
-            warnings.warn(
+        if never_scaled:
+            raise TrainingError(
                 "no rank has ever called scale(), so gradients are divided by a loss scale that "
-                "they were never multiplied by; call scaler.scale(loss).backward()",
-                RuntimeWarning,
-                stacklevel=4,
+                "they were never multiplied by; call scaler.scale(loss).backward()"
             )
         limit = self._max_consecutive_skips
         if exhausted:
@@ -706,7 +619,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
             value = new_scale if isinstance(new_scale, float) else new_scale.detach().item()
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError("new_scale", value, "use a positive finite number")
-            self._new_scale = value
         super().update(new_scale)
         assert self._scale is not None
         self._scale.clamp_(self._rules.min_scale, self._rules.max_scale)
@@ -749,7 +661,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """Return the state as plain numbers, empty if disabled; torch's scaler can load it."""
         if not self._enabled:
             return {}
-        return {**super().state_dict(), "version": STATE_VERSION, **self._counts()._asdict()}
+        return {**super().state_dict(), **self._counts()._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this scaler or of torch's scaler.
@@ -760,20 +672,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: If the state is empty.
-            CheckpointError: If it is not the state of a scaler, or if a newer distmp wrote it.
         """
         if not self._enabled:
             return
-        check_state(state_dict)
         if len(state_dict) == 0:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved "
                 "from a disabled instance of GradScaler."
-            )
-        if state_dict.get("version", 0) > STATE_VERSION:
-            raise CheckpointError(
-                f"the scaler's state has version {state_dict['version']}, but this distmp reads "
-                f"versions up to {STATE_VERSION}; install the distmp that wrote it"
             )
         stored = {name: state_dict.get(name, 0) for name in _Counts._fields}
         self._init_counts = _Counts(**stored)
@@ -786,13 +691,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
 
     def _report_differences(self, state_dict: Mapping[str, Any]) -> None:
-        current = {
-            "scale": self._init_scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-        }
-        for name, value in current.items():
+        for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
+            value = self._init_scale if name == "scale" else getattr(self._rules, name)
             if state_dict.get(name, value) != value:
                 logger.warning(
                     "the loaded scaler had %s = %s; this one keeps %s, as configured",
@@ -831,20 +731,6 @@ class _Counts(NamedTuple):
     overflows_in_a_row: int
     consecutive_skips: int
     total_skips: int
-
-
-class _Unchecked(NamedTuple):
-    """A decision of which the host does not know yet whether all ranks made the same calls.
-
-    Attributes:
-        decision: The decision of this rank.
-        place: Identifies the reduction in queries to other ranks.
-        differ: Whether ranks differ, in an asynchronous copy to the host.
-    """
-
-    decision: Decision
-    place: PendingDecision | None
-    differ: HostCopy
 
 
 def _distinct(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

@@ -38,16 +38,13 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
     """Return the nonempty local gradients that the optimizer would step with.
 
     A sparse gradient is coalesced in place, because its norm is that of the summed values of each
-    index, and the sums may overflow if the values do not. A gradient that was created in inference
-    mode is replaced by a copy that can be written to.
+    index, and the sums may overflow if the values do not.
     """
     result = []
     for parameter in parameters(optimizer):
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.is_inference() and not torch.is_inference_mode_enabled():
-            gradient = parameter.grad = gradient.clone()
         if gradient.is_sparse and not gradient.is_coalesced():
             gradient = parameter.grad = _coalesce(gradient)
         local = _local(gradient)

@@ -7,78 +7,47 @@ parameters and, if a rank holds full parameters, their values.
 from __future__ import annotations
 
 import gc
-import itertools
-import zlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.distributed.compare_ranks import hyperparameters
 from distmp.scaling.local_gradients import parameters
+from distmp.utils.checksums import checksum
 
-# Number of parameters whose values are compared, and number of values of each.
+# Number of parameters whose values are compared.
 SAMPLED_PARAMETERS = 32
-SAMPLED_VALUES = 4
 
 
-class OptimizerIdentity(NamedTuple):
-    """Properties that are the same on all replicas of an optimizer.
+@torch.no_grad()
+def identify(optimizer: torch.optim.Optimizer) -> str:
+    """Return properties that are the same on all replicas of an optimizer; waits for the device.
 
-    Attributes:
-        digest: CRC-32 of class, options, shapes and sampled values.
-        text: Class, number of parameters and first shape, for a message.
+    They are the class, the number of parameters, the first shape, and a checksum of options, shapes
+    and values. Values of shards are not compared.
     """
-
-    digest: int
-    text: str
-
-
-def identify(optimizer: torch.optim.Optimizer) -> OptimizerIdentity:
-    """Return the current identity of an optimizer; waits for the device."""
     shapes = [tuple(parameter.shape) for parameter in parameters(optimizer)]
-    everything = repr((hyperparameters(optimizer), shapes, _sampled_values(optimizer)))
+    # From each parameter only the start, because reshaping could copy the whole parameter.
+    values: list[Any] = [
+        parameter[:1]
+        for parameter in parameters(optimizer)
+        if parameter.dim() and not (parameter.is_meta or is_traceable_wrapper_subclass(parameter))
+    ]
+    digest = checksum([repr((hyperparameters(optimizer), shapes)), values[:SAMPLED_PARAMETERS]])
     count = f"{len(shapes)} parameter{'s' if len(shapes) != 1 else ''}"
     first = f", the first of shape {shapes[0]}" if shapes else ""
-    text = f"{type(optimizer).__name__} with {count}{first}"
-    return OptimizerIdentity(zlib.crc32(everything.encode()), text)
+    return f"{type(optimizer).__name__} with {count}{first}, checksum {digest:08x}"
 
 
-def all_identities() -> list[int]:
-    """Return the digests of all optimizers that exist in this process.
+def all_identities() -> list[str]:
+    """Return the identities of all optimizers that exist in this process.
 
     It searches all objects, which is slow, so call it only if ranks seem to differ.
     """
-    optimizers = [
-        candidate
+    return [
+        identify(candidate)
         for candidate in gc.get_objects()
         # Not isinstance, which reads `__class__`: proxies may compute it.
         if issubclass(type(candidate), torch.optim.Optimizer) and hasattr(candidate, "param_groups")
     ]
-    return [identify(optimizer).digest for optimizer in optimizers]
-
-
-@torch.no_grad()
-def _sampled_values(optimizer: torch.optim.Optimizer) -> list[float]:
-    sampled = itertools.islice(_replicated(parameters(optimizer)), SAMPLED_PARAMETERS)
-    samples = [_start_of(parameter).cpu().double() for parameter in sampled]
-    return torch.cat(samples).tolist() if samples else []
-
-
-def _replicated(candidates: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Yield the parameters that should have the same values on every rank."""
-    for parameter in candidates:
-        has_values = (
-            parameter.is_floating_point() and parameter.numel() > 0 and not parameter.is_meta
-        )
-        if has_values and not is_traceable_wrapper_subclass(parameter):
-            yield parameter.detach()
-
-
-def _start_of(parameter: Tensor) -> Tensor:
-    """Return the first values of the first row; reshaping could copy the whole parameter."""
-    while parameter.dim() > 1:
-        parameter = parameter[0]
-    return parameter.reshape(-1)[:SAMPLED_VALUES]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import PendingDecision, RankMonitor, RankStatus
+from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.calls import ADVICE
 
@@ -44,8 +42,6 @@ class RankGroup:
             return
         if isinstance(ranks, int):  # `new_group` returns an int on ranks that are not in the group
             raise _not_a_member(ranks)
-        if not isinstance(ranks, dist.ProcessGroup) and not hasattr(ranks, "get_coordinate"):
-            raise ConfigError("group", ranks, "use a process group, a device mesh or None")
         self._group = ranks if isinstance(ranks, dist.ProcessGroup) else _group_of_mesh(ranks)
 
     @property
@@ -58,22 +54,13 @@ class RankGroup:
         """Current number of ranks.
 
         Raises:
-            ConfigError: Without a process group, if WORLD_SIZE is above 1.
+            ConfigError: Without a process group, if a launcher has set WORLD_SIZE above 1.
         """
-        if self._exists():
+        if dist.is_available() and dist.is_initialized():
             return dist.get_world_size(self._group)
-        self.check_group()
-        return 1
-
-    def check_group(self) -> None:
-        """Refuse to run without a process group if a launcher has started several processes.
-
-        Raises:
-            ConfigError: Without a process group, if WORLD_SIZE is above 1.
-        """
         world_size = os.environ.get("WORLD_SIZE", "1").strip()
-        if world_size in ("", "1") or self._exists():
-            return
+        if world_size in ("", "1"):
+            return 1
         raise ConfigError(
             "WORLD_SIZE",
             world_size,
@@ -83,15 +70,6 @@ class RankGroup:
             "processes that train independently",
         )
 
-    def _members(self) -> dist.ProcessGroup:
-        group = self._group or dist.group.WORLD
-        assert group is not None
-        return group
-
-    @staticmethod
-    def _exists() -> bool:
-        return dist.is_available() and dist.is_initialized()
-
     def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over the ranks; no communication for a single process.
 
@@ -100,7 +78,8 @@ class RankGroup:
         """
         if self.world_size == 1:
             return values
-        group, monitor = self._members(), rank_monitor.current()
+        group, monitor = self._group or dist.group.WORLD, rank_monitor.current()
+        assert group is not None
         if monitor is None:
             return _all_reduce(values, group)
         self.latest_decision = monitor.begin(group)
@@ -115,38 +94,19 @@ class RankGroup:
             monitor.end()
         return total
 
-    def wait_for_ranks(self, seconds: float) -> None:
-        """Wait until all other ranks have begun the next decision.
-
-        For a decision that the other ranks may never begin. This rank does not begin it here.
-
-        Raises:
-            TrainingError: If a rank is still missing after `seconds`, with its status.
-        """
-        monitor = rank_monitor.current()
-        if monitor is None:
-            return
-        deadline = time.monotonic() + seconds
-        with monitor.announced(self._members()) as decision:
-            while missing := monitor.missing(decision):
-                if time.monotonic() > deadline:
-                    raise _missing_ranks_error(monitor, missing)
-
-    def exchange(self, decision: PendingDecision | None, name: str, value: Any) -> dict[int, Any]:
+    def exchange(self, decision: PendingDecision | None, value: Any) -> dict[int, Any]:
         """Gather a value from every rank of a decision; return the values by rank.
+
+        Without a store that all ranks reach, it returns only that of this rank.
 
         Args:
             decision: `latest_decision` after the reduction.
-            name: Distinguishes exchanges about the same decision.
             value: Value of this rank: anything that JSON can represent.
         """
         monitor = rank_monitor.current()
-        if monitor is not None and decision is not None:
-            return monitor.exchange(decision, name, value)
-        ranks = dist.get_process_group_ranks(self._members())
-        values: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(values, value, self._group)
-        return dict(zip(ranks, values, strict=True))
+        if monitor is None or decision is None:
+            return {dist.get_rank(): value}
+        return monitor.exchange(decision, "calls", value)
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -229,20 +189,7 @@ def _raise_if_ranks_missing(
             "or is unreachable"
         ) from error
     if missing:
-        raise _missing_ranks_error(monitor, missing) from error
-
-
-def _missing_ranks_error(
-    monitor: RankMonitor, missing: Mapping[int, RankStatus | None]
-) -> TrainingError:
-    statuses = monitor.describe(missing)
-    return TrainingError(
-        f"{monitor.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
-    )
-
-
-def current_device(device_type: str) -> torch.device:
-    """Return the device of a type ("cpu", "cuda") that this rank uses."""
-    if device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device_type)
+        statuses = monitor.describe(missing)
+        raise TrainingError(
+            f"{monitor.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
+        ) from error

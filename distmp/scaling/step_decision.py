@@ -116,7 +116,7 @@ def _total(numbers: list[Tensor]) -> Tensor | float:
 
 
 def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
-    """Return 0-dim tensors and numbers as one FP64 vector on `device`, without a host wait."""
+    """Return 0-dim tensors and numbers as one FP64 vector on `device`, without synchronization."""
     tensors = [
         number.to(device)
         if isinstance(number, Tensor)

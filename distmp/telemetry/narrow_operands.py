@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from distmp.engine.narrow_products import NarrowStatistics
+from distmp.engine.narrow_products import MatmulStatistics
 from distmp.quantization.counts import STATISTICS
 from distmp.quantization.linear import OPERANDS
 
 LARGEST, SATURATED, UNDERFLOWED, ELEMENTS = range(len(STATISTICS))
 
 
-def summarize(statistics: NarrowStatistics) -> dict[str, dict[str, Any]]:
+def summarize(statistics: MatmulStatistics) -> dict[str, dict[str, Any]]:
     """Wait for the step, and return the statistics of each operand that is narrow.
 
     Returns:

@@ -100,10 +100,6 @@ class Trainer:
             finished = self._is_finished()
             for callback in self._each("on_train_end"):
                 callback.on_train_end(self, finished=finished)
-            schedule = self.engine.narrow_products.schedule
-            missed = schedule and schedule.unreached()
-            if finished and missed:
-                self.console.message(missed)
             if finished and self._finished_early is not None:
                 self.console.message(
                     f"finished after step {self.progress.step}: {self._finished_early}"

@@ -223,8 +223,8 @@ MUTANTS = [
     Mutant(
         "a loss that is a mean is not noticed",
         "distmp/engine/observers.py",
-        "elif weight > 1 and is_mean(loss, weight, host_waits=True):",
-        "elif False:",
+        "if weight > 1 and is_mean(loss, weight, host_waits=True):",
+        "if False:",
         "misuse",
     ),
     Mutant(

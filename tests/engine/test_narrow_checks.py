@@ -52,8 +52,8 @@ def test_layers_that_are_not_called_are_named_once() -> None:
 
 
 def test_many_layers_are_counted() -> None:
-    engine = make_engine(Model(6))
-    with pytest.warns(RuntimeWarning, match=r"'layers.3' and 2 more in the first step"):
+    engine = make_engine(Model(8))
+    with pytest.warns(RuntimeWarning, match=r"'layers.5' and 2 more in the first step"):
         engine.step([torch.ones(4, WIDTH)])
 
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from distmp.config import PrecisionConfig
 from distmp.engine import Engine
 from distmp.engine.config import EngineConfig
-from distmp.engine.precision_phases import RECOMPILE_LIMIT, phase_formats
+from distmp.engine.precision_phases import phase_formats
 from distmp.engine.settings import PrecisionPhase, parse_phases
 from distmp.errors import CheckpointError, ConfigError
-from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.precision import policy
 from distmp.quantization.description import formats_record
 from distmp.quantization.linear import OPERANDS
@@ -122,17 +121,13 @@ def test_ranks_change_together_and_resume(tmp_path: Path) -> None:
 
 
 def test_checkpoints_without_a_number_of_tokens_are_refused() -> None:
-    low, wide = make_engine(), make_engine(policy="bf16")
+    low = make_engine()
     take(low, 0)
     late = make_engine(precision_phases=(PrecisionPhase(9, "bf16"),))
-    late.load_state_dict(low.state_dict())  # counted without phases, too
-    assert [take(late, step)[0] for step in (1, 2, 3)] == ["bf16", "bf16", "fp8"]
-    wide.load_state_dict(low.state_dict())
-    low.load_state_dict(wide.state_dict())
+    with pytest.raises(CheckpointError, match="lacks the number of tokens"):
+        late.load_state_dict(low.state_dict())
+    low.load_state_dict(late.state_dict())  # without phases it has no effect
     take(low, 1)
-    for state in (wide.state_dict(), low.state_dict()):
-        with pytest.raises(CheckpointError, match="lacks the number of tokens"):
-            late.load_state_dict(state)
 
 
 def test_evaluation_and_replay_use_the_formats_of_their_step() -> None:
@@ -188,9 +183,6 @@ def test_compiled_layers_change_their_formats() -> None:
         if compiled:
             engine.model.compile(backend="eager")
         found.append((run(engine), snapshot(engine)))
-    blocks = ParallelConfig(compile="blocks", sharding=ShardingConfig(wrap=("Block",)))
-    make_engine(lambda: nn.Sequential(Block()), precision_phases=PHASES, parallel=blocks)
-    assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
 

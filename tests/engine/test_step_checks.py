@@ -55,12 +55,12 @@ def make(
         ([*pair()], r"looks like one batch, such as \(inputs, targets\); pass a list"),
         ((torch.zeros(4), torch.zeros(4)), "looks like one batch"),
         ((p for p in [pair()]), r"'generator': has no length; pass a list, or the number"),
-        ({1, 2}, "'set': has no length and no order"),
+        ({1, 2}, "'set': has no length; pass a list"),
+        (3, "'int': has no length; pass a list"),
         (TorchDataLoader([pair()]), "'DataLoader': gives all batches of an epoch, not the microb"),
         (iter(TorchDataLoader([pair()])), "gives all batches of an epoch"),
         (DataLoader([pair()] * 2, 2, 1), "gives all batches of an epoch"),
         ([], "is empty; a step needs at least one microbatch"),
-        ([torch.zeros(4, 3)], r"is one microbatch, and the loss function unpacks it"),
     ],
 )
 def test_what_is_no_list_of_microbatches_is_refused(microbatches: Any, message: str) -> None:
@@ -83,10 +83,10 @@ def test_tuples_and_lists_of_batches_are_taken() -> None:
         (lambda loss, n: loss, r"loss = 'Tensor of shape \(\) and float32': the loss function ret"),
         (lambda loss, n: {"loss": loss}, r"loss = 'dict': the loss function returned this"),
         (lambda loss, n: (loss, n, 1), r"loss = 'tuple of 3': the loss function returned this"),
-        (lambda loss, n: (loss.item(), n), r"loss = 'float': .*return the tensor, not loss.item"),
+        (lambda loss, n: (loss.item(), n), r"loss = 'float': is not a tensor of one float"),
         (lambda loss, n: (loss.detach(), n), "does not depend on any parameter"),
         (lambda loss, n: (loss.expand(3), n), r"shape \(3,\).*return the sum, loss.sum\(\)"),
-        (lambda loss, n: (loss, None), r"weight = 'NoneType': is not a number"),
+        (lambda loss, n: (loss, None), r"weight = 'NoneType': is not one number"),
         (lambda loss, n: (loss, torch.ones(n)), r"weight = 'Tensor of shape \(4,\).*not one numb"),
         (lambda loss, n: (loss, -1), r"weight = -1.0: is below 0"),
         (lambda loss, n: (loss, torch.tensor(-2.0)), r"weight = -2.0: is below 0"),
@@ -106,169 +106,6 @@ def test_weights_of_any_kind_are_taken(weight: Any) -> None:
         return summed(model, batch)[0].reshape(1), weight
 
     assert make(loss).step([pair()]).numbers.weight == 4
-
-
-def test_missing_keys_are_named_with_those_that_are_there() -> None:
-    def loss(model: nn.Module, batch: Any) -> Any:
-        return summed(model, (batch["inputs"], batch["labels"]))
-
-    inputs, targets = pair()
-    with pytest.raises(ConfigError) as error:
-        make(loss).step([{"inputs": inputs, "targets": targets}])
-    message = (
-        "batch = '{inputs: float32 [4, 3], targets: int64 [4]}': the loss function reads the key"
-    )
-    assert str(error.value).startswith(f"{message} 'labels', which the batch lacks; return it from")
-
-
-def takes_a_pair(model: nn.Module, batch: Any) -> Any:
-    inputs, targets = batch
-    return model(inputs).sum(), len(targets)
-
-
-def reads_keys(model: nn.Module, batch: Any) -> Any:
-    return model(batch["inputs"]).sum(), 1
-
-
-def passes_all(model: nn.Module, batch: Any) -> Any:
-    return model(**batch).sum(), 1
-
-
-X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
-MAPPING, LIST = "{inputs: float32 [4, 3], targets: int64 [4]}", "list of float32 [4, 3], int64 [4]"
-
-
-@pytest.mark.parametrize(
-    ("loss", "batch", "described", "problem"),
-    [
-        (takes_a_pair, {"inputs": X, "targets": Y}, MAPPING, "takes keys for tensors"),
-        (takes_a_pair, {"a": X, "b": X, "c": X}, "{a: float32", "takes keys for tensors (too many"),
-        (reads_keys, [X, Y], LIST, "return dictionaries from the dataset"),
-        (passes_all, {"inputs": X, "targets": Y}, MAPPING, "'inputs'; it takes input"),
-    ],
-)
-def test_a_batch_that_the_loss_misreads_is_described(
-    loss: Any, batch: Any, described: str, problem: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        make(loss).step([batch])
-    assert described in str(error.value)
-    assert problem in str(error.value)
-
-
-class Broken(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        rows, _, _ = x.shape
-        return rows
-
-
-def own_text(model: nn.Module, batch: Any) -> Any:
-    return "mine".missing  # type: ignore[attr-defined]
-
-
-def own_list(model: nn.Module, batch: Any) -> Any:
-    values: Any = [1]
-    return values["mine"]
-
-
-def own_model(model: nn.Module, batch: Any) -> Any:
-    return nn.Identity()(1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("loss", "batch", "error"),
-    [
-        (own_text, {"inputs": X}, AttributeError),
-        (own_list, {"inputs": X}, TypeError),
-        (own_model, {"inputs": X}, TypeError),
-        (reads_keys, {"inputs": X}, ValueError),  # the model unpacks another tuple
-    ],
-)
-def test_errors_of_other_causes_pass_through(loss: Any, batch: Any, error: type) -> None:
-    with pytest.raises(error) as raised:
-        make(loss, Broken(3, 2)).step([batch])
-    assert not isinstance(raised.value, ConfigError)
-
-
-def test_an_unrelated_key_error_passes_through() -> None:
-    def look_up(name: str) -> Any:
-        return {}[name]
-
-    def loss(model: nn.Module, batch: Any) -> Any:
-        return look_up("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        make(loss).step([{"inputs": torch.zeros(1)}])
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(8, 4)
-        self.head = nn.Linear(4, 8)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.words(ids))
-
-
-def next_word(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
-    logits = model(batch["ids"])
-    targets = batch["targets"]
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum"), len(targets)
-
-
-def words(largest: int, target: int = 0) -> dict[str, Tensor]:
-    return {"ids": torch.tensor([[0, largest]]), "targets": torch.tensor([[0, target]])}
-
-
-def test_ids_above_the_vocabulary_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"ids from 0 to 8': the embedding 'words' has 8 rows"):
-        make(next_word, Words()).step([words(8)])
-    with pytest.raises(ConfigError, match=r"ids from -1 to 0': the embedding 'words' has 8 rows"):
-        make(next_word, Words()).step([words(-1) | {"ids": torch.tensor([[0, -1]])}])
-
-
-def test_ids_above_the_vocabulary_are_named_in_later_steps() -> None:
-    engine = make(next_word, Words())
-    engine.step([words(7)])
-    assert not engine.module.words._forward_pre_hooks  # nothing is left of the first step's check
-    with pytest.raises(ConfigError, match=r"\['ids'\] from 0 to 9.*too large.*embeddings of 8 row"):
-        engine.step([words(9)])
-    with pytest.raises(ConfigError, match=r"\['targets'\] from 0 to 11.*Target 11 is out of bound"):
-        engine.step([words(0, target=11)])
-
-
-def spatial(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
-    """Compute a loss of logits [batch, classes, 2], as of pixels."""
-    logits = model(batch[0])[..., None].expand(-1, -1, 2)
-    return F.cross_entropy(logits, batch[1][:, None].expand(-1, 2), reduction="sum"), 1
-
-
-def negative_log_likelihood(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
-    return F.nll_loss(model(batch[0]).log_softmax(-1), batch[1], reduction="sum"), 1
-
-
-def picked(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
-    return -sum(row[batch[1][0]] for row in model(batch[0]).log_softmax(-1)), 1
-
-
-@pytest.mark.parametrize("target", [12, -3])
-@pytest.mark.parametrize("loss", [summed, spatial, negative_log_likelihood])
-def test_a_target_that_is_no_class_names_the_classes(loss: Any, target: int) -> None:
-    for policy in ("fp32", "bf16"):
-        engine = make(loss, nn.Linear(3, 10), policy=policy)
-        engine.step([pair()])
-        with pytest.raises(ConfigError) as error:
-            engine.step([(X, torch.full((4,), target))])
-        assert str(error.value) == (
-            f"batch = '[1] from {target} to {target}': Target {target} is out of bounds; the model "
-            "returns 10 classes: use targets from 0 to 9"
-        )
-
-
-def test_another_index_that_is_too_large_is_quoted() -> None:
-    with pytest.raises(ConfigError, match=r"an index is too large: index 12 .* with size 10$"):
-        make(picked, nn.Linear(3, 10)).step([(X, torch.full((4,), 12))])
 
 
 # Likely mistakes
@@ -349,31 +186,6 @@ def test_the_loss_is_called_once_for_each_microbatch() -> None:
     assert list(map(id, batches)) == list(map(id, microbatches))
 
 
-@pytest.mark.parametrize(("samples", "warned"), [(2, False), (5, True)])
-def test_a_list_of_inputs_and_targets_is_warned_of(
-    samples: int, warned: bool, recwarn: pytest.WarningsRecorder
-) -> None:
-    """torch's loader yields the list [inputs, targets]; rows of the inputs would be targets."""
-
-    def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), batch[1].numel()
-
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
-    inputs, targets = torch.randint(9, (2, samples, 6))
-    make(next_token, model).step([inputs, targets])
-    assert sum("is that of one row" in str(w.message) for w in recwarn) == warned
-
-
-def test_microbatches_that_are_tensors_are_not_warned_of(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    def mean_of_rows(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
-        return model(batch).square().mean(), 1
-
-    make(mean_of_rows).step([torch.randn(5, 3), torch.randn(5, 3)])
-    assert not recwarn
-
-
 class Classifier(nn.Module):
     """A new head on an encoder, like that of `from_pretrained`."""
 
@@ -404,42 +216,11 @@ def untrained_encoder() -> nn.Module:
     return model
 
 
-def lone_dropout(probability: float = 0.5) -> nn.Module:
-    model = Classifier()
-    model.encoder[2] = nn.Dropout(probability).eval()
-    return model
-
-
-def two_dropouts() -> nn.Module:
-    model = lone_dropout()
-    model.encoder.append(nn.Dropout(0.1).eval())
-    return model
-
-
-class Recurrent(nn.Module):
-    """A recurrent encoder that is in evaluation mode, and a head that is trained."""
-
-    def __init__(self, dropout: float, *, frozen: bool = False) -> None:
-        super().__init__()
-        self.encoder = nn.GRU(3, 4, num_layers=2, dropout=dropout).eval()
-        self.encoder.requires_grad_(not frozen)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.head(self.encoder(inputs)[0])
-
-
 @pytest.mark.parametrize(
     ("model", "part"),
     [
         (Classifier, None),
         (frozen_norm, None),
-        (lone_dropout, "'encoder.2' (Dropout)"),
-        (two_dropouts, "'encoder.2' (Dropout), 'encoder.3' (Dropout)"),
-        (lambda: lone_dropout(0.0), None),
-        (lambda: Recurrent(0.5), "'encoder' (GRU)"),
-        (lambda: Recurrent(0.0), None),
-        (lambda: Recurrent(0.5, frozen=True), None),
         (frozen_encoder, None),
         (lambda: Classifier().eval(), "the model"),
         (lambda: nn.Linear(3, 2).eval(), "the model"),
@@ -469,7 +250,7 @@ def test_a_model_that_is_left_in_evaluation_mode_is_warned_of_once(
     engine.evaluate([pair(6)])
     engine.step([pair(6)])
     assert not recwarn
-    engine.module.encoder[2].eval()
+    engine.module.encoder.eval()
     for _ in range(3):
         engine.step([pair(6)])
     assert len(recwarn) == 1
@@ -486,8 +267,8 @@ def test_modes_that_differ_between_ranks_are_refused(part: str) -> None:
     engine.step([pair(6)])
     if dist.get_rank() == 1:
         engine.model.get_submodule(part.removeprefix(".")).eval()
-    values = f"model{part}.training = True on rank 0; False on rank 1: differs between ranks"
-    with pytest.raises(ConfigError, match=values):
+    name = part.removeprefix(".")
+    with pytest.raises(ConfigError, match=rf"modules in evaluation mode = .*{name}.* on rank 1"):
         engine.step([pair(6)])
     engine.model.train()
     engine.step([pair(6)])
@@ -525,7 +306,7 @@ def test_a_loss_that_is_computed_in_16_bits_is_warned_of(
     policy: str, warned: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     def own(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
-        return 1.0 * model(*batch).float(), len(batch[0])
+        return 1.0 * model(*batch), len(batch[0])
 
     engine = make(own, WithLoss(3, 2), policy=policy)
     for _ in range(2):

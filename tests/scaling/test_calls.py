@@ -22,11 +22,8 @@ def compared(*decisions: Decision, world_size: int | None = None) -> str | None:
     """Return the message for ranks with these decisions, converted to JSON as in a store."""
     sent = {rank: json.loads(json.dumps(decision)) for rank, decision in enumerate(decisions)}
     everything = calls.all_identities()
-    return difference(
-        decisions[0],
-        world_size or len(decisions),
-        lambda name, value: sent if name == "decision" else dict.fromkeys(sent, everything),
-    )
+    answers = {rank: (decision, everything) for rank, decision in sent.items()}
+    return difference(decisions[0], world_size or len(decisions), lambda value: answers)
 
 
 def test_words() -> None:
@@ -39,7 +36,7 @@ def test_words() -> None:
         decision.call == "clip_grad_norm_(optimizer 1, 0.5) for optimizers 0 and 1 in iteration 2"
     )
     assert decision.before == "step(optimizer 0) and update() in iteration 1"
-    assert decision.changes == ("step(optimizer 0) in iteration 1",)
+    assert decision.changes == "step(optimizer 0) in iteration 1"
     log.unscales(second)
     for both in (second, first):
         log.steps(both)

@@ -25,7 +25,8 @@ def adamw(beta2: float = 0.999) -> torch.optim.Optimizer:
 
 def test_replicas_are_the_same() -> None:
     assert identify(built()) == identify(built())
-    assert identify(built()).text == "SGD with 2 parameters, the first of shape (4, 3)"
+    text = "SGD with 2 parameters, the first of shape (4, 3), checksum "
+    assert identify(built()).startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,12 @@ def test_replicas_are_the_same() -> None:
     ],
 )
 def test_others_are_not(other: Callable[[], torch.optim.Optimizer]) -> None:
-    assert identify(built()).digest != identify(other()).digest
+    assert identify(built()) != identify(other())
 
 
 def test_betas_distinguish_optimizers() -> None:
     assert identify(adamw()) == identify(adamw())
-    assert identify(adamw()).digest != identify(adamw(beta2=0.95)).digest
+    assert identify(adamw()) != identify(adamw(beta2=0.95))
 
 
 @pytest.mark.parametrize(
@@ -65,10 +66,10 @@ def test_every_kind_of_parameter(parameter: torch.Tensor) -> None:
 
 def test_all_of_this_process() -> None:
     optimizer = built(seed=12345)
-    digest = identify(optimizer).digest
-    assert digest in all_identities()
+    identity = identify(optimizer)
+    assert identity in all_identities()
     del optimizer
-    assert digest not in all_identities()
+    assert identity not in all_identities()
 
 
 @ranks(2)
@@ -80,6 +81,6 @@ def test_shards_are_the_same_on_every_rank() -> None:
     mesh = init_device_mesh("cpu", (2,))
     local = torch.full((2, 3), float(dist.get_rank()))
     optimizer = torch.optim.SGD([nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))])
-    found: list[int] = [0, 0]
-    dist.all_gather_object(found, identify(optimizer).digest)
+    found = ["", ""]
+    dist.all_gather_object(found, identify(optimizer))
     assert found[0] == found[1]

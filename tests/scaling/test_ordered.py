@@ -12,15 +12,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.exchange import Costs
-from distmp.scaling import GradientPart, local_stats, ordered_total
 from distmp.scaling.norms import CHUNK
 from distmp.scaling.ordered import (
     DEFAULT_ELEMENTS_PER_BLOCK,
     ELEMENTS_PER_BLOCK,
     SUBTREE,
     chunk_squares,
+    ordered_total,
     pairwise_sums,
 )
+from distmp.scaling.step_decision import GradientPart, local_stats
 from distmp.utils.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 

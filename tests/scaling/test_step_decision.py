@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distmp.scaling import GradientPart, StepDecision, all_reduce_stats, decide_step, local_stats
+from distmp.scaling.step_decision import (
+    GradientPart,
+    StepDecision,
+    all_reduce_stats,
+    decide_step,
+    local_stats,
+)
 from tests.ranks import ranks
 from tests.recording import Operators, no_waiting
 

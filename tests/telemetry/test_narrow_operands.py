@@ -4,19 +4,19 @@ import math
 
 import torch
 
-from distmp.engine.narrow_products import NarrowStatistics
+from distmp.engine.narrow_products import MatmulStatistics
 from distmp.quantization.linear import OPERANDS
 from distmp.telemetry.narrow_operands import summarize
 
 
-def statistics(sums: dict[str, list[list[float]]], largest: float = 2.0) -> NarrowStatistics:
+def statistics(sums: dict[str, list[list[float]]], largest: float = 2.0) -> MatmulStatistics:
     """Return statistics of two layers; operands without numbers are wide."""
     values = torch.zeros(2, len(OPERANDS), 3, dtype=torch.float64)
     for operand, numbers in sums.items():
         values[:, OPERANDS.index(operand)] = torch.tensor(numbers, dtype=torch.float64)
     magnitudes = torch.full(values.shape[:2], 1.0, dtype=torch.float64)
     magnitudes[1] = largest
-    return NarrowStatistics(["first", "second"], values, magnitudes)
+    return MatmulStatistics(["first", "second"], values, magnitudes)
 
 
 def test_shares_are_those_of_all_values() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine.narrow_products import NarrowStatistics
+from distmp.engine.narrow_products import MatmulStatistics
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.training.spikes import SpikeAction
 
@@ -67,7 +67,7 @@ class StepResult:
     rank_seconds: list[float] | None = None
     layer_grad_norms: dict[str, float] | None = None
     formats: str | None = None
-    narrow_statistics: NarrowStatistics | None = None
+    narrow_statistics: MatmulStatistics | None = None
 
     @property
     def rolls_back(self) -> bool:

@@ -28,11 +28,6 @@ def inner(script: Script) -> Any:
 # Explain and check
 
 
-for _value in (None, 1, "outcome", {}):
-    later(f"explains {_value!r}", lambda s, v=_value: s.engine.explain(v), "error", part="explain")
-    later(f"checks {_value!r}", lambda s, v=_value: s.engine.check(v), "error", part="explain")
-
-
 @mistake("explain", "right")
 def explains_a_good_step(script: Script) -> None:
     for step in range(3):
@@ -62,16 +57,6 @@ def one_rank_explains_an_overflow(script: Script) -> None:
     script.batches[1][0].inputs[0, 0] = float("inf")
     if script.rank == 0:
         script.on("after 1", lambda: script.engine.explain(script.outcomes[-1]))
-
-
-@mistake("explain", "error")
-def explains_the_numbers(script: Script) -> None:
-    script.on("after 1", lambda: script.engine.explain(script.outcomes[-1].numbers))
-
-
-@mistake("explain", "error")
-def checks_the_numbers(script: Script) -> None:
-    script.on("after 1", lambda: script.engine.check(script.outcomes[-1].numbers))
 
 
 # Steps at the wrong time
@@ -105,13 +90,6 @@ def steps_with_a_default_dtype(script: Script) -> None:
     script.truth.on("before 1", lambda: torch.set_default_dtype(torch.float32))
 
 
-@mistake("mode", "either")
-def builds_in_inference_mode(script: Script) -> None:
-    context = torch.inference_mode()
-    context.__enter__()
-    script.on("built", lambda: context.__exit__(None, None, None))
-
-
 @mistake("evaluated", "right")
 def evaluates_without_gradients(script: Script) -> None:
     evaluate = lambda: script.engine.evaluate(script.evaluated)  # noqa: E731
@@ -131,16 +109,6 @@ def inside(script: Script, context: Any) -> None:
             take(batches)
 
     script.take_step = take_step  # type: ignore[method-assign]
-
-
-@mistake("mode", "error")
-def stops_with_text(script: Script) -> None:
-    script.on("after 0", lambda: script.engine.step(script.batches[0], stop="no"))
-
-
-@mistake("mode", "error")
-def stops_with_None(script: Script) -> None:  # noqa: N802
-    script.on("after 0", lambda: script.engine.step(script.batches[0], stop=None))
 
 
 @mistake("mode", "error")

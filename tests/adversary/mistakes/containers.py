@@ -192,8 +192,6 @@ in_place_of_the_evaluated("one pair", lambda batches: batches[0], "error")
 in_place_of_the_evaluated("one dict", lambda batches: batches[0]._asdict(), "error")
 in_place_of_the_evaluated("a generator", lambda batches: (batch for batch in batches), "right")
 in_place_of_the_evaluated("a tuple", tuple, "right")
-in_place_of_the_evaluated("None", lambda batches: None, "error")
-in_place_of_the_evaluated("a number", lambda batches: 3, "error")
 in_place_of_the_evaluated(
     "a DataLoader",
     lambda batches: DataLoader(list(zip(*batches[0], strict=True)), batch_size=4),

@@ -457,16 +457,6 @@ def the_loss_is_divided_by_the_number_of_microbatches(script: Script) -> None:
 
 
 @mistake("loss", "error")
-def the_loss_takes_one_argument(script: Script) -> None:
-    script.loss = lambda batch: summed(script.model, batch)
-
-
-@mistake("loss", "error")
-def the_loss_takes_three_arguments(script: Script) -> None:
-    script.loss = lambda module, inputs, labels: summed(module, (inputs, labels))
-
-
-@mistake("loss", "error")
 def the_loss_is_a_criterion(script: Script) -> None:
     script.loss = nn.CrossEntropyLoss(reduction="sum")
 

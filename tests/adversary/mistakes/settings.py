@@ -265,11 +265,6 @@ call("PrecisionPolicy with truth as text", lambda: distmp.PrecisionPolicy("mine"
 
 
 @mistake("arguments", "error")
-def an_argument_is_misspelled(script: Script) -> None:
-    script.options["max_grad_norm"] = 1.0
-
-
-@mistake("arguments", "error")
 def loss_and_optimizer_change_places(script: Script) -> None:
     script.loss, script.optimizer = script.optimizer, script.loss
 
