@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from distmp.engine.settings import EmaConfig
 from distmp.errors import ConfigError, TrainingError
 from distmp.utils.dtensor import local_values
 from distmp.utils.flat_shard import FlatShard
+
+logger = logging.getLogger("distmp")
 
 
 class WeightAverage:
@@ -56,6 +59,7 @@ class WeightAverage:
         """
         self._check_not_replaced()
         self._check_not_exchanged("average.update()")
+        self._is_updated = True
         share = self._share()
         for name, weights in self._engine.weights().items():
             average = local(self.values[name])
@@ -73,7 +77,7 @@ class WeightAverage:
         self._check_not_exchanged("average.load()")
         for name in self.values.keys() & values.keys():
             local(self.values[name]).copy_(local(values[name]))
-        self._loads = self._engine.loads
+        self._begin()
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -88,7 +92,11 @@ class WeightAverage:
                 local(self.values[name]).copy_(local(weights))
             else:
                 self.values[name] = _copy(weights)
-        self._loads = self._engine.loads
+        self._begin()
+
+    def _begin(self) -> None:
+        self._loads, self._is_updated = self._engine.loads, False
+        self._first_counts = self._engine.step_counts.clone()
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
@@ -103,6 +111,7 @@ class WeightAverage:
         """
         self._check_not_replaced()
         self._check_not_exchanged("average.as_weights()")
+        self._warn_if_never_updated()
         kept: dict[str, Tensor] = {}
         self._exchange(kept)
         self._engine.holds_average = True
@@ -135,6 +144,16 @@ class WeightAverage:
                 f"{call} was called while the engine has an average as its weights; call it after "
                 "average.as_weights() has ended, and after an error in it only after engine.load"
             )
+
+    def _warn_if_never_updated(self) -> None:
+        applied = self._engine.step_counts[0] != self._first_counts[0]
+        if self._is_updated or self._engine.world.rank != 0 or not applied:
+            return
+        self._is_updated = True  # warns once
+        logger.warning(
+            "the average lacks the last steps, because average.update() was never called since it "
+            "began or was loaded; call it after each engine.step"
+        )
 
     def _share(self) -> Tensor:
         """Return the share of the weights in this update, FP32 0-dim; 0 after a skipped step."""

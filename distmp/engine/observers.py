@@ -20,6 +20,9 @@ from distmp.precision.policy import dtype_word
 from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
 
+# The target that torch's losses ignore.
+IGNORED = -100
+
 
 class StepObserver:
     """Looks at steps until it is done. Every hook may raise an error, which ends the step.
@@ -68,7 +71,7 @@ class FirstStep(StepObserver):
         """Refuse a negative weight, and look for mistakes in what the loss function returned."""
         weight = float(weight)
         check_weight(weight)
-        self._warnings |= dict.fromkeys(_loss_warnings(loss, weight))
+        self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
 
     def after(self) -> list[str]:
         """Return warnings about likely mistakes."""
@@ -133,7 +136,8 @@ class EvaluationMode:
     def warning(self) -> str:
         """Return a warning about the latest step, once; "" if there is none.
 
-        A module without submodules, such as a frozen BatchNorm, may be in evaluation mode.
+        A module without submodules, such as a frozen BatchNorm, may be in evaluation mode, unless
+        it drops values.
         """
         if self._is_done:
             return ""
@@ -151,33 +155,70 @@ class EvaluationMode:
 
     def _trained_in_evaluation(self) -> list[str]:
         """Return the outermost modules that are trained in evaluation mode."""
-        found = [
-            name
-            for name, part in self._modules.items()
-            if not part.training
-            and (not name or self._modules[name.rpartition(".")[0]].training)
-            and (not name or any(True for _ in part.children()))
-            and _is_trained(part)
-        ]
+        found: list[str] = []
+        for name, part in self._modules.items():
+            if part.training or any(not outer or name.startswith(f"{outer}.") for outer in found):
+                continue
+            parent = self._modules[name.rpartition(".")[0]]
+            holds_parts = not name or any(True for _ in part.children())
+            drops = parent.training and _drops_nothing(part) and _is_trained(parent)
+            if drops or (holds_parts and _is_trained(part)):
+                found.append(name)
         return [
             f"{name!r} ({type(self._modules[name]).__name__})" if name else "the model"
             for name in found
         ]
 
 
+def _drops_nothing(module: nn.Module) -> bool:
+    """Return whether a module would drop values, but for its evaluation mode."""
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and _is_trained(module)
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+
+
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _loss_warnings(loss: Tensor, weight: float) -> Iterator[str]:
-    if loss.dtype.itemsize < 4:
+def _loss_warnings(batch: Any, loss: Tensor, weight: float) -> Iterator[str]:
+    if dtype := _low_precision_dtype(loss):
         yield (
-            f"the loss is computed in {dtype_name(loss.dtype)}, too coarse for a sum over "
+            f"the loss is computed in {dtype_name(dtype)}, too coarse for a sum over "
             "many samples; compute it outside of the model from FP32 logits (logits.float()), or "
-            f"use the policy {dtype_word(loss.dtype)}-autocast"
+            f"use the policy {dtype_word(dtype)}-autocast"
         )
-    if weight > 1 and is_mean(loss, weight, host_waits=True):
+    if _reads_two_rows(batch, weight):
+        yield (
+            f"the weight of a microbatch, a tensor of shape {tuple(batch.shape)}, is that of one "
+            "row, as if its first two rows were inputs and targets; if the list given to "
+            "engine.step is one batch, such as [inputs, targets], pass engine.step([batch])"
+        )
+    elif weight > 1 and is_mean(loss, weight, host_waits=True):
         yield (
             f"the loss looks like a mean, and its weight is {weight:g}, so the gradient is divided "
             "by the weight twice; return the sum (reduction='sum', or loss * weight)"
         )
+
+
+def _low_precision_dtype(loss: Tensor) -> torch.dtype | None:
+    """Return the 16-bit dtype of a loss, or of the scalar that it was cast or scaled from."""
+    if loss.dtype.itemsize < 4:
+        return loss.dtype
+    node = loss.grad_fn
+    while node is not None:
+        (output, *others) = node._input_metadata
+        if others or len(output.shape):
+            return None
+        if output.dtype.itemsize < 4:
+            return output.dtype
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _reads_two_rows(batch: Any, weight: float) -> bool:
+    """Return whether the weight is the number of targets in the second row of three or more."""
+    if not isinstance(batch, Tensor) or batch.dim() < 2 or len(batch) < 3 or weight == len(batch):
+        return False
+    targets = batch[1]
+    return targets.numel() > 1 and weight == int((targets != IGNORED).sum())

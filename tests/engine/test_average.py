@@ -213,6 +213,34 @@ def test_the_average_is_not_stored_updated_or_replaced_while_it_is_in_use(tmp_pa
     average.update()
 
 
+def test_an_average_that_is_never_updated_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine(strategy="single")
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    with average.as_weights():  # the same as the weights
+        pass
+    engine.step([microbatches(0, ONE_RANK[0], 0)[0]._replace(factor=float("inf"))])
+    with average.as_weights():
+        pass
+    caplog.clear()
+    engine.step(microbatches(0, ONE_RANK[0], 0))
+    for _ in range(2):
+        with average.as_weights():
+            pass
+    (message,) = caplog.messages
+    assert "average.update() was never called" in message
+    for use in (average.restart, average.update, lambda: average.load(average.values)):
+        use()
+        with average.as_weights():
+            pass
+    assert caplog.messages == [message]
+    engine.step(microbatches(0, ONE_RANK[0], 0))
+    with average.as_weights():  # trained since it was loaded
+        pass
+    assert caplog.messages == [message, message]
+
+
 def test_an_average_without_a_decay_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^config\.decay = 0\.0: the average would always be"):
         WeightAverage(make_engine(strategy="single"), EmaConfig())

@@ -186,6 +186,31 @@ def test_the_loss_is_called_once_for_each_microbatch() -> None:
     assert list(map(id, batches)) == list(map(id, microbatches))
 
 
+@pytest.mark.parametrize(("samples", "warned"), [(2, False), (5, True)])
+def test_a_list_of_inputs_and_targets_is_warned_of(
+    samples: int, warned: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """torch's loader yields the list [inputs, targets]; rows of the inputs would be targets."""
+
+    def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), batch[1].numel()
+
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    inputs, targets = torch.randint(9, (2, samples, 6))
+    make(next_token, model).step([inputs, targets])
+    assert sum("is that of one row" in str(w.message) for w in recwarn) == warned
+
+
+def test_microbatches_that_are_tensors_are_not_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    def mean_of_rows(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return model(batch).square().mean(), 1
+
+    make(mean_of_rows).step([torch.randn(5, 3), torch.randn(5, 3)])
+    assert not recwarn
+
+
 class Classifier(nn.Module):
     """A new head on an encoder, like that of `from_pretrained`."""
 
@@ -216,11 +241,42 @@ def untrained_encoder() -> nn.Module:
     return model
 
 
+def lone_dropout(probability: float = 0.5) -> nn.Module:
+    model = Classifier()
+    model.encoder[2] = nn.Dropout(probability).eval()
+    return model
+
+
+def two_dropouts() -> nn.Module:
+    model = lone_dropout()
+    model.encoder.append(nn.Dropout(0.1).eval())
+    return model
+
+
+class Recurrent(nn.Module):
+    """A recurrent encoder that is in evaluation mode, and a head that is trained."""
+
+    def __init__(self, dropout: float, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.encoder = nn.GRU(3, 4, num_layers=2, dropout=dropout).eval()
+        self.encoder.requires_grad_(not frozen)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.head(self.encoder(inputs)[0])
+
+
 @pytest.mark.parametrize(
     ("model", "part"),
     [
         (Classifier, None),
         (frozen_norm, None),
+        (lone_dropout, "'encoder.2' (Dropout)"),
+        (two_dropouts, "'encoder.2' (Dropout), 'encoder.3' (Dropout)"),
+        (lambda: lone_dropout(0.0), None),
+        (lambda: Recurrent(0.5), "'encoder' (GRU)"),
+        (lambda: Recurrent(0.0), None),
+        (lambda: Recurrent(0.5, frozen=True), None),
         (frozen_encoder, None),
         (lambda: Classifier().eval(), "the model"),
         (lambda: nn.Linear(3, 2).eval(), "the model"),
@@ -306,7 +362,7 @@ def test_a_loss_that_is_computed_in_16_bits_is_warned_of(
     policy: str, warned: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     def own(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
-        return 1.0 * model(*batch), len(batch[0])
+        return 1.0 * model(*batch).float(), len(batch[0])
 
     engine = make(own, WithLoss(3, 2), policy=policy)
     for _ in range(2):
