@@ -20,6 +20,9 @@ from distmp.data.windows import Windows
 from distmp.errors import ConfigError
 from distmp.utils.visible_files import visible_files
 
+# Ends of names of files whose text has to be extracted from records.
+_RECORDS = (".jsonl", ".ndjson", ".parquet")
+
 _TOKENIZE = (
     "run `distmp data tokenize`, and set data.source to tokens and {} to the directory that it "
     "writes"
@@ -88,6 +91,14 @@ def list_text_files(
             f"no file below it matches data.pattern = {pattern!r}; change data.pattern, or make "
             f"token ids of JSON Lines and parquet: {_TOKENIZE.format(setting)}",
         )
+    for name in names:
+        if name.endswith(_RECORDS):
+            raise ConfigError(
+                setting,
+                str(folder),
+                f"{name} holds records, which would be trained as they are stored; exclude it by "
+                f"data.pattern, or make token ids of it: {_TOKENIZE.format(setting)}",
+            )
     files = [TextFile(name, _readable_size(folder, name, setting)) for name in names]
     if not any(file.size for file in files):
         raise ConfigError(

@@ -41,7 +41,8 @@ class OrderlyStop:
     after that, or has exited with the code of an orderly stop without a signal here, this class
     waits for all others and ends torchrun's agent as if it had received a signal. Ranks may take as
     long as they need to save; with torchrun's `--shutdown-timeout` they are killed after that many
-    seconds. SIGHUP, which a closing terminal sends, is ignored here and in the ranks.
+    seconds. Ranks that are stopped (SIGSTOP) are continued; if one still is after `_EXIT_SECONDS`,
+    all are killed. SIGHUP, which a closing terminal sends, is ignored here and in the ranks.
 
     Args:
         options: The options of torchrun, changed so that its handlers do not replace the ones of
@@ -67,7 +68,7 @@ class OrderlyStop:
         for number in STOP_SIGNALS:
             self._previous_handlers[number] = signal.signal(number, self._forward)
         self._previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self._previous_handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill_ranks)
+        self._previous_handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_timeout)
         self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child_exit)
         return self
 
@@ -98,8 +99,9 @@ class OrderlyStop:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number)
-            if self._shutdown_timeout is not None:
-                signal.setitimer(signal.ITIMER_REAL, max(self._shutdown_timeout, _POLL_SECONDS))
+            timeout = self._shutdown_timeout
+            seconds = _EXIT_SECONDS if timeout is None else max(timeout, _POLL_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         self._interrupts += number == signal.SIGINT
         ranks = _ranks()
         if not ranks:
@@ -109,6 +111,12 @@ class OrderlyStop:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
+                # A stopped process does not handle the signal before it continues.
+                os.killpg(rank, signal.SIGCONT)
+
+    def _on_timeout(self, number: int, frame: FrameType | None) -> None:
+        if self._shutdown_timeout is not None or any(map(_is_stopped, _ranks())):
+            self._kill_ranks(number, frame)
 
     def _kill_ranks(self, number: int, frame: FrameType | None) -> None:
         self.killed = True
@@ -161,6 +169,14 @@ def _ranks() -> list[int]:
             if os.getsid(child.pid) == child.pid:
                 ranks.append(child.pid)
     return ranks
+
+
+def _is_stopped(rank: int) -> bool:
+    """Return whether a signal (SIGSTOP) or a debugger has stopped a process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        status = psutil.Process(rank).status()
+        return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
 
 
 def _exit_codes() -> dict[int, int | None]:

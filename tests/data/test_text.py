@@ -109,6 +109,13 @@ def test_folder_without_a_match_is_refused(tmp_path: Path) -> None:
         list_text_files(tmp_path, "*.py")
 
 
+def test_records_are_refused_as_text(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"1", "b/c.jsonl": b'{"text": "1"}'})
+    assert [file.name for file in list_text_files(tmp_path, "*.txt")] == ["a.txt"]
+    with pytest.raises(ConfigError, match=r"b/c\.jsonl holds records.* `distmp data tokenize`"):
+        list_text_files(tmp_path, "**/*")
+
+
 def test_folder_of_empty_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"", "b.py": b""})
     with pytest.raises(ConfigError, match="all 2 files"):

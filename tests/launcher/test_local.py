@@ -23,9 +23,11 @@ from distmp.utils import cgroups
 from tests.progress import finished, of_children
 
 LAUNCHER = """
-import sys
+import os, sys
 from distmp.errors import DistmpError
+from distmp.launcher import orderly_stop
 from distmp.launcher.local import launch
+orderly_stop._EXIT_SECONDS = float(os.environ.get("EXIT_SECONDS", orderly_stop._EXIT_SECONDS))
 try:
     code = launch(sys.argv[1:-2], "tests.launcher.worker", sys.argv[-2:])
 except DistmpError as error:
@@ -240,6 +242,27 @@ def test_a_rank_that_a_stop_signal_kills_has_stopped_in_order(
     assert code == 75, output
     assert message in last_line(output)
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected", "message"),
+    [
+        ("obey", 75, "continue the run with --resume auto"),
+        ("stop", 143, "ranks that did not exit in time were killed"),
+    ],
+)
+def test_a_stopped_rank_is_continued_and_killed_if_it_stops_again(
+    ending: str, expected: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXIT_SECONDS", "1" if ending == "stop" else "60")
+    with launched(ending, tmp_path, "--nproc-per-node", "2") as run:
+        ranks = run.ranks()
+        os.kill(ranks[1], signal.SIGSTOP)
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish(STOP_SECONDS / 3)
+    assert code == expected, output
+    assert message in last_line(output)
+    assert not any(map(psutil.pid_exists, ranks))
 
 
 def test_a_rank_that_fails_after_another_has_stopped_in_order(
