@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
@@ -23,11 +21,10 @@ from distmp.quantization.description import describe_formats, formats_record
 from distmp.telemetry import Console
 from distmp.training import manifest
 from distmp.training.accelerate_launch import overridden_options
-from distmp.training.callbacks import Callback
-from distmp.training.callbacks.loading import load_callbacks
 from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.restarts import Restarts
 from distmp.training.resume_compat import Changes
+from distmp.training.run import Run
 from distmp.training.run_directory import RunDirectory, try_to_write
 from distmp.training.run_fingerprint import (
     changes_since,
@@ -35,7 +32,7 @@ from distmp.training.run_fingerprint import (
     run_fingerprint,
     weights_folder,
 )
-from distmp.training.run_lease import RunLease, this_job
+from distmp.training.run_lease import this_job
 from distmp.training.setup import (
     Progress,
     RunComponents,
@@ -47,39 +44,6 @@ from distmp.training.setup import (
 )
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import settings
-
-
-@dataclass(frozen=True)
-class Run:
-    """The components of a training run on one rank, in their state before the first step.
-
-    Attributes:
-        config: The configuration.
-        world: The ranks.
-        console: Prints messages; quiet on all ranks but the first.
-        components: Data, loss, and the model before it was distributed.
-        engine: Takes the optimizer steps. The state of the checkpoint, if any, has been loaded.
-        callbacks: The callbacks of the setting `callbacks`.
-        fingerprint: Properties of the run that a checkpoint stores, see `run_fingerprint`.
-        directory: The folder of the run.
-        restarts: Earlier attempts of this job.
-        checkpoint: The checkpoint that was loaded; None for a new run.
-        progress: Steps and samples up to now.
-        lease: On rank 0, the right to write to the folder; None on the others.
-    """
-
-    config: RunConfig
-    world: World
-    console: Console
-    components: RunComponents
-    engine: Engine
-    callbacks: list[Callback]
-    fingerprint: dict[str, Any]
-    directory: RunDirectory
-    restarts: Restarts
-    checkpoint: store.StoredCheckpoint | None
-    progress: Progress
-    lease: RunLease | None
 
 
 def build_run(config: RunConfig, world: World, console: Console, restarts: Restarts) -> Run:
@@ -106,7 +70,6 @@ def _build_run(
     restarts: Restarts,
     choice: DirectoryChoice | None,
 ) -> Run:
-    callbacks = world.ranks.all_or_none(lambda: load_callbacks(parse_callbacks(config.callbacks)))
     components = world.ranks.all_or_none(lambda: prepare(config, world))
     checkpoint = _find_checkpoint(config, world, restarts, choice)
     progress = Progress() if checkpoint is None else stored_progress(checkpoint)
@@ -143,7 +106,6 @@ def _build_run(
         console,
         components,
         engine,
-        callbacks,
         fingerprint,
         directory,
         restarts,

@@ -33,13 +33,16 @@ class CallbackStates:
     """Saves and restores what `Callback.state_dict` returns.
 
     Args:
-        callbacks: All callbacks of the run, in the same order on every rank.
         quiet: Do not log warnings; True on all ranks but rank 0.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], *, quiet: bool) -> None:
-        self._callbacks = dict(_named(callbacks))
+    def __init__(self, *, quiet: bool) -> None:
+        self._callbacks: dict[str, Callback] = {}
         self._quiet = quiet
+
+    def register(self, callbacks: Sequence[Callback]) -> None:
+        """Use these callbacks: all of the run, in the same order on every rank."""
+        self._callbacks = dict(_named(callbacks))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors of all callbacks, by their names in a checkpoint."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from types import TracebackType
 
+from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.orphans import is_orphan
@@ -21,7 +22,7 @@ from distmp.training.build import build_run
 from distmp.training.callback_state import CallbackStates
 from distmp.training.callbacks import Callback, PendingStep, StepResult
 from distmp.training.callbacks.checkpointing import Checkpointing
-from distmp.training.callbacks.loading import check_hooks
+from distmp.training.callbacks.loading import check_hooks, load_callbacks
 from distmp.training.callbacks.order import in_order
 from distmp.training.restarts import Restarts
 from distmp.training.setup import training_batches
@@ -44,13 +45,10 @@ class Trainer:
 
     Attributes:
         components: Data, loss, and the model before it was distributed.
-        engine: Takes the steps; holds model, optimizer and loss scale.
-        directory: The folder of the run.
-        lease: On rank 0, the right to write to the folder; None on the others.
-        progress: Steps and samples up to now.
-        timer: Measures the time of steps.
-        pending: The step that was launched last, until its numbers are read.
         callbacks: All callbacks, in the order in which they are called.
+        checkpointing: The callback that saves.
+        lease: On rank 0, the right to write to the run directory; None on the others.
+        For the others see `distmp.training.callbacks.TrainingLoop`.
 
     Raises:
         SetupError: On every rank, if some rank cannot run this configuration.
@@ -66,24 +64,27 @@ class Trainer:
     ) -> None:
         if restarts is None:
             restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
+        configured = world.ranks.all_or_none(
+            lambda: load_callbacks(parse_callbacks(config.callbacks))
+        )
+        self._users_callbacks = [*configured, *callbacks]
+        world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))
         run = build_run(config, world, console, restarts)
+        self._checkpoint = run.checkpoint
         self.config = config
         self.world = world
         self.console = console
         self.components = run.components
         self.engine = run.engine
-        self.fingerprint = run.fingerprint
         self.directory = run.directory
-        self.restarts = run.restarts
+        self.restarts = restarts
         self.lease = run.lease
         self.progress = run.progress
         self.timer = StepTimer()
-        self.checkpointing = Checkpointing(run)
-        self._users_callbacks = [*run.callbacks, *callbacks]
-        run.world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))
+        self.states = CallbackStates(quiet=world.rank != 0)
+        self.checkpointing = Checkpointing(run, self.states)
         self.callbacks = in_order(run, self.checkpointing, self._users_callbacks)
-        self.states = CallbackStates(self.callbacks, quiet=world.rank != 0)
-        self._checkpoint = run.checkpoint
+        self.states.register(self.callbacks)
         self.pending: PendingStep | None = None
         self.rollback_from: StepResult | None = None
         self._stop = StopSignals()
@@ -143,10 +144,10 @@ class Trainer:
             callback.setup(self)
         self.world.ranks.all_or_none(self.states.check)
         if self._checkpoint is not None:
-            self.restore_callbacks(self._checkpoint)
+            self._restore_callbacks(self._checkpoint)
             self._checkpoint = None
 
-    def restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
+    def _restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""
         message = self.world.ranks.all_or_none(lambda: self.states.restore(checkpoint))
         if message is not None:
@@ -249,7 +250,14 @@ class Trainer:
     def _roll_back(self, result: StepResult) -> None:
         # A step that was launched after the one that is out of bounds is discarded, unread.
         self.pending = None
-        done = rollback.roll_back(self, result)
+        current_phase.enter("going back to a checkpoint", transfers=True)
+        writer = self.checkpointing.writer
+        writer.finish()
+        checkpoint, self.progress, done = rollback.roll_back(
+            self.engine, self.directory.checkpoints, result, self.progress
+        )
+        self._restore_callbacks(checkpoint)
+        writer.resumed(self.progress.step, saved=False)
         self.rollback_from = None
         if self._finished_early is not None:  # after a step that the rollback has reverted
             self._stopping, self._finished_early = False, None
@@ -257,8 +265,7 @@ class Trainer:
             callback.on_rollback(self, done)
         # After the hooks, which may replace the state of their callbacks.
         self.checkpointing.save_now(self)
-        limit = self.config.divergence.max_rollbacks
-        self.console.message(rollback.message(done, self.progress, limit))
+        self.console.message(rollback.message(done, self.progress))
 
     def report_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
         """Pass loss and metrics on held-out data to the record of the step and to all callbacks."""

@@ -20,7 +20,7 @@ from distmp.engine import Engine, rank_consistency
 from distmp.engine.rank_consistency import ROW, ROWS_PER_BLOCK, compare, digests
 from distmp.errors import ConfigError, TrainingError
 from distmp.telemetry import Console
-from distmp.training.callbacks import Callback, PendingStep
+from distmp.training.callbacks import Callback, PendingStep, TrainingLoop
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.reference import (
@@ -439,7 +439,7 @@ def _corrupt_after(trainer: Trainer, step: int) -> None:
 class AverageBreaker(Callback):
     """Changes the average of rank 1 after the second step."""
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         if trainer.world.rank == 1 and step.step == 2:
             trainer.states.tensors()["callbacks/Ema/norm.weight"][0] += 0.5
 

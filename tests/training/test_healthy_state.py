@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from distmp.checkpoint import manifest
 from distmp.engine.saving import skipped_in_a_row
 from distmp.export.export import export
-from distmp.training.callbacks.callback import Callback, StepResult
+from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
 from distmp.training.train import main
-from distmp.training.trainer import Trainer
 from tests.marks import nightly
 from tests.torchrun import TINY, corpus
 
@@ -25,14 +24,14 @@ SKIPS = ["--precision.max-consecutive-skips=12", "--precision.no-attribution"]
 ADVICE = "the last healthy checkpoint is run/checkpoints/step-000006, from which --resume auto"
 
 
-def first_parameter(trainer: Trainer) -> torch.Tensor:
+def first_parameter(trainer: TrainingLoop) -> torch.Tensor:
     return next(trainer.engine.model.parameters()).detach()
 
 
 class LeavesNaN(Callback):
     """Writes a NaN into the weights, as a broken optimizer does."""
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         def poison(*_: Any) -> None:
             if trainer.progress.step == FIRST_BAD_STEP - 1:
                 first_parameter(trainer)[0, 0] = math.nan
@@ -43,12 +42,12 @@ class LeavesNaN(Callback):
 class SkipsAll(Callback):
     """Makes every step skip, and leaves the weights finite."""
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
         if step >= FIRST_BAD_STEP:
             self.before = first_parameter(trainer).clone()
             first_parameter(trainer).fill_(math.nan)
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         if result.step >= FIRST_BAD_STEP:
             first_parameter(trainer).copy_(self.before)
 

@@ -14,9 +14,8 @@ import pytest
 from distmp.commands import export
 from distmp.export.weights import load_model
 from distmp.telemetry import read_records
-from distmp.training.callbacks import Callback
+from distmp.training.callbacks import Callback, TrainingLoop
 from distmp.training.train import end_process, main
-from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs
 from tests.memory_limit import limit_memory, reset_peak, status
 from tests.torchrun import corpus
@@ -164,14 +163,14 @@ class Peaks(Callback):
 
     before = 0
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         self.start = status("VmHWM") - self.before
         reset_peak()
 
-    def on_step_end(self, trainer: Trainer, result: object) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: object) -> None:
         peaks = {"start": self.start, "steps": status("VmHWM") - self.before}
         Path(f"peaks-{trainer.world.rank}.json").write_text(json.dumps(peaks))
 
-    def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
+    def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
         if step == int(os.environ.get("KILL_AFTER_SAVE", "0")):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from distmp.telemetry import read_records
-from distmp.training.callbacks import Callback
-from distmp.training.trainer import Trainer
+from distmp.training.callbacks import Callback, TrainingLoop
 from tests.elastic import Job, run_jobs
 from tests.reference import gathered
 from tests.torchrun import TINY, corpus
@@ -31,7 +30,7 @@ RUNS = [
 class InitialWeights(Callback):
     """Writes a digest of the weights before the first step."""
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         state = trainer.engine.state_dict()
         digest = hashlib.sha256()
         for name, value in sorted(gathered(state).items()):

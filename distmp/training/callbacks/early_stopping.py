@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from distmp.checkpoint.layout import final_path, has_checkpoint
-from distmp.errors import ConfigError
 from distmp.masking import masked_text
-from distmp.training.callbacks.callback import Callback
+from distmp.training.callbacks.callback import Callback, TrainingLoop
 
 if TYPE_CHECKING:
     from distmp.config import RunConfig
     from distmp.training.callbacks.checkpointing import Checkpointing
-    from distmp.training.trainer import Trainer
 
 # Where the best checkpoint is, if a state does not tell.
 ELSEWHERE = "in the run that this one continues"
@@ -26,11 +24,11 @@ class EarlyStopping(Callback):
 
     Args:
         config: The configuration of the run, with a patience above 0.
+        checkpointing: Keeps the best checkpoint.
     """
 
-    _checkpointing: Checkpointing
-
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, checkpointing: Checkpointing) -> None:
+        self._checkpointing = checkpointing
         self._config = config.early_stopping
         self._maximizes = self._config.maximizes
         self._final_counts = config.validation.final_samples == config.validation.samples
@@ -40,17 +38,6 @@ class EarlyStopping(Callback):
         self._best_checkpoint: str | None = None
         self._last_step = 0
         self._without_improvement = 0
-
-    def setup(self, trainer: Trainer) -> None:
-        """Refuse data without held-out samples."""
-        if trainer.components.datasets.validation is None:
-            raise ConfigError(
-                "early_stopping.patience",
-                self._config.patience,
-                "needs held-out data; set data.held_out or data.validation_path, or return a "
-                "dataset for the split 'validation'",
-            )
-        self._checkpointing = trainer.checkpointing
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of validations since then."""
@@ -72,11 +59,13 @@ class EarlyStopping(Callback):
         # Also after a rollback, which saves next and would remove the best checkpoint.
         self._checkpointing.keep(self._best_step)
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Stop again if the run had stopped early."""
         self._finish_if_out_of_patience(trainer)
 
-    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
+    def on_validation(
+        self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
+    ) -> None:
         """Save the checkpoint after this step if it is the best, or end the run."""
         step = trainer.progress.step
         counts = self._final_counts or step < trainer.config.steps
@@ -88,16 +77,16 @@ class EarlyStopping(Callback):
             self._best, self._best_step, self._without_improvement = value, step, 0
             path = final_path(trainer.directory.checkpoints, step)
             self._best_checkpoint = masked_text(str(path.absolute()))
-            trainer.checkpointing.keep(step, save=True)
+            self._checkpointing.keep(step, save=True)
             return
         self._without_improvement += 1
         self._finish_if_out_of_patience(trainer)
 
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Print the best value and where its checkpoint is."""
         if self._best is None:
             return
-        trainer.checkpointing.writer.finish()
+        self._checkpointing.writer.finish()
         directory = trainer.directory.checkpoints
         where = str(final_path(directory, self._best_step))
         # The last step is saved after this.
@@ -116,7 +105,7 @@ class EarlyStopping(Callback):
         gain = value - self._best if self._maximizes else self._best - value
         return gain > self._config.min_delta
 
-    def _finish_if_out_of_patience(self, trainer: Trainer) -> None:
+    def _finish_if_out_of_patience(self, trainer: TrainingLoop) -> None:
         if self._without_improvement >= self._config.patience:
             best = (
                 "no value" if self._best is None else f"{self._best:.4g} at step {self._best_step}"

@@ -15,12 +15,11 @@ from distmp.distributed.progress import current_phase
 from distmp.errors import ConfigError
 from distmp.models.sampling import generate
 from distmp.models.tokenizers import DEFINITION, load_tokenizer, sha256
-from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 
 if TYPE_CHECKING:
     from distmp.config import RunConfig
-    from distmp.training.build import Run
-    from distmp.training.trainer import Trainer
+    from distmp.training.run import Run
 
 
 class TextSample(Callback):
@@ -37,18 +36,18 @@ class TextSample(Callback):
         self._every = run.config.sample.every
         self._codec = run.world.ranks.all_or_none(lambda: _find_codec(run.config))
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Print a sample if it is due; the last step has one at the end."""
         if self._every and step.step % self._every == 0 and step.step < trainer.config.steps:
             with trainer.timer.paused():
                 self._print(trainer, f" after step {step.step}")
 
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Print a sample of the finished model."""
         if finished:
             self._print(trainer, "")
 
-    def _print(self, trainer: Trainer, when: str) -> None:
+    def _print(self, trainer: TrainingLoop, when: str) -> None:
         config = trainer.config
         if self._codec is None:
             return

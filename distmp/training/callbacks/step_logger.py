@@ -8,15 +8,14 @@ from distmp.engine.outcome import advice
 from distmp.telemetry import StepLog, StepRecord, peak_memory_bytes, trackers
 from distmp.telemetry.narrow_operands import summarize
 from distmp.telemetry.trackers import Trackers
-from distmp.training.callbacks.callback import Callback, Rollback, StepResult
+from distmp.training.callbacks.callback import Callback, Rollback, StepResult, TrainingLoop
 from distmp.training.weight_unit import weight_unit
 from distmp.utils import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from distmp.training.build import Run
-    from distmp.training.trainer import Trainer
+    from distmp.training.run import Run
 
 
 class StepLogger(Callback):
@@ -39,7 +38,7 @@ class StepLogger(Callback):
         # Advice on skipped steps that was printed.
         self._advised: set[str] = set()
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         """Write the record of a step and print its messages."""
         memory = peak_memory_bytes(trainer.world.device)
         unit = weight_unit(trainer.config, result.numbers.weight)
@@ -48,17 +47,19 @@ class StepLogger(Callback):
         for message in self._messages(result):
             trainer.console.message(message)
 
-    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
+    def on_validation(
+        self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
+    ) -> None:
         """Add the numbers to the record of a step that was written before this run began."""
         if trainer.pending is None:
             self._log.add_validation(trainer.progress.step, loss, metrics)
 
-    def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
+    def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
         """Drop the records of later steps; the next record notes the rollback."""
         self._log.rewind(rollback.to_step)
         self._rollback = rollback
 
-    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """Close the record file and the trackers."""
         self._log.close()
 
@@ -83,7 +84,7 @@ class StepLogger(Callback):
         self._advised.add(hint)
         return "" if known else f"; {hint}"
 
-    def _operands(self, result: StepResult, trainer: Trainer) -> dict[str, Any] | None:
+    def _operands(self, result: StepResult, trainer: TrainingLoop) -> dict[str, Any] | None:
         """Return the statistics of narrow operands in the steps of which a line is printed."""
         statistics, self._started = result.narrow_statistics, self._started or result.step
         if statistics is None or trainer.world.rank != 0:
