@@ -6,10 +6,11 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.settings import EMA_PREFIX
+from distmp.utils.entries import Entry, parse_entries
 from distmp.utils.imports import check_arguments, load_callable
 
 _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME: VALUE}}"
@@ -17,67 +18,38 @@ _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME:
 _MINIMIZED = ("loss", "perplexity")
 
 
-class CallbackSetting(NamedTuple):
-    """An entry of the setting `callbacks`.
-
-    Attributes:
-        path: Import path of a class or function that returns a callback.
-        options: Its keyword arguments.
-    """
-
-    path: str
-    options: dict[str, Any]
-
-    def factory(self) -> Any:
-        """Import and return the class or function.
-
-        Raises:
-            ConfigError: If it does not exist, is a class that is no callback, or does not take the
-                options.
-        """
-        found = load_callable("callbacks", self.path)
-        # By name: the class belongs to a higher layer.
-        if inspect.isclass(found) and "Callback" not in {base.__name__ for base in found.__mro__}:
-            raise ConfigError(
-                "callbacks",
-                self.path,
-                "is not a distmp.training.callbacks.Callback; inherit from it",
-            )
-        check_arguments(
-            "callbacks",
-            self.path,
-            found,
-            self.options,
-            f"cannot be called with the options {self.options} ({{reason}}); {_NOTATION}",
-        )
-        return found
-
-
-def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[CallbackSetting]:
-    """Return the entries of the setting `callbacks` as paths with options.
+def find_callback(entry: Entry) -> Any:
+    """Import and return the class or function of an entry of the setting `callbacks`.
 
     Raises:
-        ConfigError: If a section has other names than `name` and `options`, or values of other
-            types.
+        ConfigError: If it does not exist, is a class that is no callback, or does not take the
+            options.
     """
-    return [
-        CallbackSetting(entry, {})
-        if isinstance(entry, str)
-        else _parse(f"callbacks[{index}]", entry)
-        for index, entry in enumerate(entries)
-    ]
+    found = load_callable("callbacks", entry.name)
+    # By name: the class belongs to a higher layer.
+    if inspect.isclass(found) and "Callback" not in {base.__name__ for base in found.__mro__}:
+        raise ConfigError(
+            "callbacks",
+            entry.name,
+            "is not a distmp.training.callbacks.Callback; inherit from it",
+        )
+    check_arguments(
+        "callbacks",
+        entry.name,
+        found,
+        entry.options,
+        f"cannot be called with the options {entry.options} ({{reason}}); {_NOTATION}",
+    )
+    return found
 
 
-def _parse(setting: str, entry: dict[str, Any]) -> CallbackSetting:
-    for name in entry:
-        if name not in ("name", "options"):
-            raise ConfigError(f"{setting}.{name}", entry[name], f"unknown setting; {_NOTATION}")
-    path, options = entry.get("name"), entry.get("options") or {}
-    if not isinstance(path, str):
-        raise ConfigError(f"{setting}.name", path, f"must be an import path; {_NOTATION}")
-    if not isinstance(options, dict):
-        raise ConfigError(f"{setting}.options", options, "must be a section of 'name: value' lines")
-    return CallbackSetting(path, options)
+def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[Entry]:
+    """Return the entries of the setting `callbacks`.
+
+    Raises:
+        ConfigError: If one has other keys than `name` and `options`, or values of other types.
+    """
+    return parse_entries("callbacks", entries, _NOTATION)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from distmp.callback_settings import EarlyStoppingConfig, parse_callbacks
+from distmp.callback_settings import EarlyStoppingConfig, find_callback, parse_callbacks
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.file_formats import check_token_paths
 from distmp.data.order import microbatches_per_rank
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 _MAX_STEPS = 10**12
 _MAX_TIMEOUT_MINUTES = 14 * 24 * 60
 
+# A run ends after this many consecutive skipped steps.
+MAX_CONSECUTIVE_SKIPS = 50
+
 _ACCUMULATION = (
     "follows from other settings: each rank runs batch.global_batch_size / (batch.microbatch_size "
     "x ranks) microbatches per step"
@@ -64,44 +67,25 @@ _RANKS = "the launcher starts the ranks; run `distmp launch --nproc-per-node N -
 _POLICY = "set precision.policy, for example to bf16"
 # What to do instead of settings that people know from other tools, and of values for sections.
 _ADVICE = {
-    "batch": _BATCH,
-    "batch_size": _BATCH,
-    "per_device_train_batch_size": _BATCH,
-    "micro_batch_size": _BATCH,
-    "micro_batch": _BATCH,
-    "train_micro_batch_size_per_gpu": _BATCH,
-    "epochs": _EPOCHS,
-    "num_epochs": _EPOCHS,
-    "max_epochs": _EPOCHS,
-    "num_train_epochs": _EPOCHS,
-    "accumulate_grad_batches": _ACCUMULATION,
-    "grad_accum": _ACCUMULATION,
-    "grad_accum_steps": _ACCUMULATION,
-    "grad_accumulation_steps": _ACCUMULATION,
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "precision": _POLICY,
-    "bf16": _POLICY,
-    "fp16": _POLICY,
-    "dtype": _POLICY,
-    "mixed_precision": _POLICY,
+    **dict.fromkeys(
+        ("batch", "batch_size", "micro_batch_size", "per_device_train_batch_size"), _BATCH
+    ),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "grad_accum_steps", "gradient_accumulation_steps"),
+        _ACCUMULATION,
+    ),
+    **dict.fromkeys(("precision", "bf16", "fp16", "dtype", "mixed_precision"), _POLICY),
+    **dict.fromkeys(("devices", "gpus", "nproc_per_node"), _RANKS),
+    **dict.fromkeys(("data", "dataset"), "set data.source and data.path"),
+    **dict.fromkeys(("block_size", "max_length", "seq_len"), "set data.sequence_length"),
+    **dict.fromkeys(("eval_every", "eval_steps"), "set validation.every"),
+    **dict.fromkeys(("save_every", "save_steps"), "set checkpoint.every"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "set schedule.name"),
     "learning_rate": "set optim.lr",
     "optimizer": "set optim.name",
-    "scheduler": "set schedule.name",
-    "lr_scheduler": "set schedule.name",
     "model": "set model.name, or model.size for another size of distmp's transformer",
-    "data": "set data.source and data.path",
-    "dataset": "set data.source and data.path",
-    "block_size": "set data.sequence_length",
-    "max_length": "set data.sequence_length",
-    "seq_len": "set data.sequence_length",
     "output_dir": "set run_dir",
-    "eval_every": "set validation.every",
-    "eval_steps": "set validation.every",
-    "save_every": "set checkpoint.every",
-    "save_steps": "set checkpoint.every",
-    "devices": _RANKS,
-    "gpus": _RANKS,
-    "nproc_per_node": _RANKS,
     "lora": "set model.peft",
     "wandb": "set log.trackers",
     "ema": "set ema.decay; 0 disables it",
@@ -136,6 +120,28 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class LossScaleSettings:
+    """The loss scale of fp16 policies; it halves after an overflow, and doubles later."""
+
+    init: float = field(
+        default=LossScaleConfig.init,
+        metadata=consequential("the loss scale continues from its current value"),
+    )
+    """Loss scale of the first step."""
+
+    growth_interval: int = LossScaleConfig.growth_interval
+    """Number of consecutive steps without overflow before the scale grows."""
+
+    def __post_init__(self) -> None:
+        _ = self.rules
+
+    @property
+    def rules(self) -> LossScaleConfig:
+        """The rules of the engine's loss scale."""
+        return LossScaleConfig(init=self.init, growth_interval=self.growth_interval)
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Precision policy, loss scale, and handling of overflows."""
 
@@ -148,14 +154,11 @@ class PrecisionConfig:
     best one that the device supports. Append changes after a comma: bf16,keep_fp32=norm|head. In a
     file this may be a section: 'preset: bf16', and a line per change."""
 
-    loss_scale: LossScaleConfig = field(
-        default_factory=LossScaleConfig,
+    loss_scale: LossScaleSettings = field(
+        default_factory=LossScaleSettings,
         metadata=consequential("the loss scale follows this rule from here on"),
     )
     """Rules of the loss scale, for fp16 policies."""
-
-    max_consecutive_skips: int = field(default=50, metadata=HARMLESS)
-    """End the run after this many consecutive skipped steps."""
 
     on_nonfinite: Literal["skip_step", "drop_microbatch"] = field(
         default="skip_step",
@@ -164,7 +167,7 @@ class PrecisionConfig:
     """Skip a step with a non-finite gradient, or drop only the microbatch that produced it (single,
     ddp; takes 4 more bytes per parameter, and reductions wait for the end of backward)."""
 
-    attribution: bool = field(default=True, metadata=HARMLESS)
+    attribution: ClassVar[bool] = True
     """Repeat a step that overflowed, to report the rank, parameter and microbatch that caused
     it."""
 
@@ -177,10 +180,6 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         parse_phases(self.phases)
-        if self.max_consecutive_skips < 1:
-            raise ConfigError(
-                "precision.max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
-            )
 
     def check_names(self) -> None:
         """Check the policy, which imports torch.
@@ -194,7 +193,7 @@ class PrecisionConfig:
             from distmp.precision import policy
 
             chosen = policy(self.policy)
-            loss_scale_rules(chosen.loss_scale, self.loss_scale)
+            loss_scale_rules(chosen.loss_scale, self.loss_scale.rules)
             phase_formats(chosen, parse_phases(self.phases))
 
     @property
@@ -244,9 +243,6 @@ class SampleConfig:
     length: int = 300
     """Tokens to generate; 0: no sample."""
 
-    temperature: float = 0.7
-    """Divisor of the logits; 0 always takes the most likely token."""
-
     every: int = 0
     """Steps between two samples; 0: only at the end."""
 
@@ -261,8 +257,6 @@ class SampleConfig:
             raise ConfigError("sample.prompt", self.prompt, "use at least one character")
         if self.length < 0:
             raise ConfigError("sample.length", self.length, "use 0 or more tokens")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError("sample.temperature", self.temperature, "use a number of 0 or more")
 
 
 @dataclass(frozen=True)
@@ -455,7 +449,7 @@ class RunConfig:
         for name, path in self.validation.metrics.items():
             find_metric(name, path)
         for callback in parse_callbacks(self.callbacks):
-            callback.factory()
+            find_callback(callback)
         _ = self.optimizer_factory
         build = self.schedule_factory
         # Schedules of torch refuse options when they are built. The first optimizer of a process
@@ -512,8 +506,8 @@ class RunConfig:
             strategy=self.strategy,
             parallel=self.parallel(microbatches),
             max_norm=self.optim.max_norm,
-            loss_scale=self.precision.loss_scale,
-            max_consecutive_skips=self.precision.max_consecutive_skips,
+            loss_scale=self.precision.loss_scale.rules,
+            max_consecutive_skips=MAX_CONSECUTIVE_SKIPS,
             attribution=self.precision.attribution,
             shard_optimizer=self.shard_optimizer,
             reproducible=self.reproducible,
@@ -574,6 +568,8 @@ def _read_as(cls: type[Config], argv: Sequence[str], prog: str, description: str
 
 def _unusable(value: Any) -> str | None:
     """Return why no setting can have a value, or None."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
     if isinstance(value, (list, tuple)):
         return next(filter(None, map(_unusable, value)), None)
     if is_masked(value):

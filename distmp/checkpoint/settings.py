@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from distmp.checkpoint.retention import Retention
 from distmp.errors import ConfigError
@@ -23,9 +22,6 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Continue training while a checkpoint is written; takes host memory for a copy of the state
     that the rank writes."""
-
-    on_failure: Literal["continue", "stop"] = "continue"
-    """Whether a run continues or ends with an error if a checkpoint cannot be written."""
 
     keep: int = 2
     """Number of latest checkpoints to keep."""
@@ -48,8 +44,6 @@ class CheckpointConfig:
             raise ConfigError(
                 "checkpoint.every_minutes", self.every_minutes, "give a number of minutes, or 0"
             )
-        if self.on_failure not in ("continue", "stop"):
-            raise ConfigError("checkpoint.on_failure", self.on_failure, "use continue or stop")
         if self.keep < 1:
             raise ConfigError("checkpoint.keep", self.keep, "keep at least 1 checkpoint")
         if self.keep_every < 0:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,8 +44,6 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 SHIFTS = (30, 27, 31)
 
-logger = logging.getLogger("distmp")
-
 
 class Difference(NamedTuple):
     """A difference between ranks.
@@ -58,7 +55,7 @@ class Difference(NamedTuple):
         others: The other ranks.
         differing: Number of tensors that differ between any ranks.
         compared: Number of tensors that were compared.
-        repairable: Whether tensors differ only in their values, not in name, shape or dtype.
+        same_specs: Whether tensors differ only in their values, not in name, shape or dtype.
     """
 
     name: str
@@ -66,7 +63,7 @@ class Difference(NamedTuple):
     others: tuple[int, ...]
     differing: int
     compared: int
-    repairable: bool
+    same_specs: bool
 
     def __str__(self) -> str:
         return (
@@ -75,11 +72,7 @@ class Difference(NamedTuple):
         )
 
 
-def check(
-    engine: Engine,
-    on_difference: Literal["stop", "repair"] = "stop",
-    average: Mapping[str, Tensor] | None = None,
-) -> Difference | None:
+def check(engine: Engine, average: Mapping[str, Tensor] | None = None) -> None:
     """Compare the replicated tensors of an engine between ranks; every rank has to call it.
 
     Compares weights, 16-bit parameters, optimizer state, loss scale and step counts. Shards and
@@ -88,37 +81,21 @@ def check(
 
     Args:
         engine: An engine, between two steps.
-        on_difference: "stop" raises; "repair" copies rank 0's values to all ranks and logs it.
-        average: The `values` of a `WeightAverage`, to compare and repair them, too.
-
-    Returns:
-        The difference that was repaired, or None.
+        average: The `values` of a `WeightAverage`, to compare them, too.
 
     Raises:
-        TrainingError: On every rank, for a difference with "stop", or one that cannot be repaired.
+        TrainingError: On every rank, for a difference.
     """
     world = engine.world
     if world.group is None:
-        return None
-    state = engine.state_dict()
-    tensors = _replicated_tensors(engine.module, state)
+        return
+    tensors = _replicated_tensors(engine.module, engine.state_dict())
     for name, value in (average or {}).items():
         if (local := _local(value)) is not None:
             tensors[f"ema/{name}"] = local
     difference = compare(tensors, world.group, world.device)
-    if difference is None:
-        return None
-    if on_difference == "stop" or not difference.repairable:
+    if difference is not None:
         raise TrainingError(_advice(difference))
-    broadcast(tensors, world.group, world.device)
-    # Also updates what the engine derives from its state, such as 16-bit parameters. An average of
-    # the weights remains valid: it has been repaired, too.
-    loads = engine.loads
-    engine.load_state_dict(state)
-    engine.loads = loads
-    if world.rank == 0:
-        logger.error("ranks differed: %s; all ranks continue with the values of rank 0", difference)
-    return difference
 
 
 def compare(
@@ -151,26 +128,6 @@ def compare(
     by_rank: list[dict[str, tuple[str, int]]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(by_rank, entries, group)
     return _first_difference(by_rank, dist.get_process_group_ranks(group))
-
-
-@torch.no_grad()
-def broadcast(
-    tensors: Mapping[str, Tensor], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Overwrite tensors, in place, with those of the group's first rank.
-
-    Every rank of the group has to call it.
-
-    Args:
-        tensors: Tensors by name; names, shapes and dtypes are the same on every rank.
-        group: The ranks.
-        device: Device of the group's collectives.
-    """
-    source = dist.get_global_rank(group, 0)
-    for tensor in tensors.values():
-        sent = tensor.to(device).contiguous()
-        dist.broadcast(sent, source, group)
-        tensor.copy_(sent)
 
 
 def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
@@ -272,7 +229,7 @@ def _first_difference(
         others=tuple(rank for rank, one in zip(ranks, first, strict=True) if one == usual),
         differing=len(differing),
         compared=len(names),
-        repairable=all(spec == specs[0] for spec in specs),
+        same_specs=all(spec == specs[0] for spec in specs),
     )
 
 
@@ -292,10 +249,9 @@ def _describe(name: str) -> str:
 
 def _advice(difference: Difference) -> str:
     message = f"ranks differ: {difference}; "
-    if not difference.repairable:
+    if not difference.same_specs:
         return message + "names, shapes or dtypes differ: give every rank the same model"
     return message + (
         "continue from a checkpoint with --resume, and check the hardware of that machine if it "
-        "happens again; rank_consistency.on_difference = repair continues with the values of "
-        "rank 0"
+        "happens again"
     )

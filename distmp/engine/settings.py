@@ -22,51 +22,40 @@ class DivergenceConfig:
         ConfigError: For a value of the wrong type or out of range.
 
     Example:
-        >>> DivergenceConfig(on_spike="rollback", loss_threshold=6).rolls_back
+        >>> DivergenceConfig(on_spike="rollback", threshold=6).rolls_back
         True
     """
 
     on_spike: Literal["ignore", "warn", "skip", "rollback"] = "warn"
     """Reaction to a spike of loss or norm: "warn" logs it, "skip" skips the update, "rollback"
-    returns to the last checkpoint and continues with the data after the spike."""
+    returns to the last checkpoint and continues with the data after the spike. A step with a loss
+    that is inf or NaN is rolled back under "rollback", and skipped otherwise."""
 
-    on_nonfinite_loss: Literal["ignore", "warn", "skip", "rollback"] = "skip"
-    """Reaction to a loss that is inf or NaN. Non-finite gradients are never applied."""
-
-    loss_threshold: float = 10.0
-    """A loss this many standard deviations above the median of the last 128 steps is a spike."""
-
-    norm_threshold: float = 10.0
-    """A gradient norm is a spike if its logarithm is this many standard deviations above the median
-    of the last 128 steps."""
+    threshold: float = 10.0
+    """A loss, or the logarithm of a gradient norm, is a spike if it is this many standard
+    deviations above the median of the last 128 steps."""
 
     warmup_steps: int = 100
     """Number of steps at the start of training that are never spikes."""
 
-    max_rollbacks: int = 5
-    """Maximum number of rollbacks of a run; the next one ends the run with an error."""
-
-    skip_data_steps: int = 0
-    """Steps of data after the spike that a rollback skips too."""
-
     def __post_init__(self) -> None:
         check_types(self, "divergence")
-        for name in ("on_spike", "on_nonfinite_loss"):
-            if getattr(self, name) not in ("ignore", "warn", "skip", "rollback"):
-                self._refuse(name, "use ignore, warn, skip or rollback")
-        for name in ("loss_threshold", "norm_threshold"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                self._refuse(name, "use a number above 0")
+        if self.on_spike not in ("ignore", "warn", "skip", "rollback"):
+            self._refuse("on_spike", "use ignore, warn, skip or rollback")
+        if not (math.isfinite(self.threshold) and self.threshold > 0):
+            self._refuse("threshold", "use a number above 0")
         if self.warmup_steps < 1:
             self._refuse("warmup_steps", "use 1 or more steps")
-        for name in ("max_rollbacks", "skip_data_steps"):
-            if getattr(self, name) < 0:
-                self._refuse(name, "use 0 or more")
 
     @property
     def rolls_back(self) -> bool:
-        """Whether any reaction is a rollback."""
-        return "rollback" in (self.on_spike, self.on_nonfinite_loss)
+        """Whether a spike causes a rollback."""
+        return self.on_spike == "rollback"
+
+    @property
+    def on_nonfinite_loss(self) -> str:
+        """Reaction to a loss that is inf or NaN. Non-finite gradients are never applied."""
+        return "rollback" if self.rolls_back else "skip"
 
     def _refuse(self, name: str, problem: str) -> None:
         raise ConfigError(f"divergence.{name}", getattr(self, name), problem)
@@ -74,7 +63,7 @@ class DivergenceConfig:
 
 @dataclass(frozen=True)
 class RankConsistencyConfig:
-    """When ranks compare replicated weights and state.
+    """When ranks compare replicated weights and state; a difference ends the run.
 
     Raises:
         ConfigError: For a value out of range.
@@ -84,17 +73,9 @@ class RankConsistencyConfig:
     """Number of steps between two comparisons of weights, their average (`ema`), optimizer state
     and loss scale; 0 disables them."""
 
-    on_difference: Literal["stop", "repair"] = "stop"
-    """Reaction to a difference: "stop" ends the run, "repair" continues with the values of
-    rank 0."""
-
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ConfigError("rank_consistency.every", self.every, "use 0 or more steps")
-        if self.on_difference not in ("stop", "repair"):
-            raise ConfigError(
-                "rank_consistency.on_difference", self.on_difference, "use stop or repair"
-            )
 
 
 @dataclass(frozen=True)
@@ -106,17 +87,11 @@ class EmaConfig:
     step, average = decay * average + (1 - decay) * weights. Takes 4 bytes per parameter, sharded
     like the weights."""
 
-    warmup: bool = False
-    """Use min(decay, (1 + n) / (10 + n)) in update n, so that the average of a short run forgets
-    the initial weights."""
-
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise ConfigError(
                 "ema.decay", self.decay, "use a number from 0 to below 1, such as 0.999"
             )
-        if self.warmup and self.decay == 0:
-            raise ConfigError("ema.warmup", True, "has no effect without ema.decay")
 
 
 @dataclass(frozen=True)

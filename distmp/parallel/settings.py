@@ -7,7 +7,7 @@ finds the blocks of a model.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from distmp.errors import ConfigError, nearest
 from distmp.utils.annotations import check_types
@@ -50,9 +50,9 @@ class ShardingConfig:
     offload: bool = False
     """Keep parameter shards, gradients and optimizer state in host memory."""
 
-    quantized_gather: bool = True
+    quantized_gather: ClassVar[bool] = True
     """Gather the weights of linear layers with narrow products (fp8, mxfp8, nvfp4)
-    in 8 bits, which does not change results. false gathers 16 bits."""
+    in 8 bits, which does not change results."""
 
     def __post_init__(self) -> None:
         check_types(self, "sharding")

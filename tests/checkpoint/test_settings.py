@@ -18,7 +18,6 @@ from distmp.errors import ConfigError
         ("every_minutes", -1.0),
         ("every_minutes", float("nan")),
         ("every_minutes", float("inf")),
-        ("on_failure", "ignore"),
         ("keep_every", -1),
         ("max_gib", 0.0),
         ("max_gib", -1.0),

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-import logging
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,14 +22,9 @@ from distmp.training.callbacks import Callback, PendingStep, TrainingLoop
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.reference import (
-    FOUR_RANKS,
     TWO_RANKS,
-    assert_same_bits,
-    fused_adamw,
     make_engine,
     make_model,
-    sgd,
-    snapshot,
     train,
 )
 from tests.torchrun import TINY, corpus
@@ -213,7 +206,7 @@ def test_the_first_difference_and_its_ranks_are_named() -> None:
     tensors["model/b"][3] += 1.0 if rank == 1 else 0.0
     tensors["model/c"][0] += 1.0 if rank == 2 else 0.0
     difference = compare(tensors, group(), CPU)
-    assert difference == rank_consistency.Difference("model/b", (1,), (0, 2), 2, 3, repairable=True)
+    assert difference == rank_consistency.Difference("model/b", (1,), (0, 2), 2, 3, same_specs=True)
     assert str(difference) == (
         "parameter 'b' of rank 1 differs from that of ranks 0, 2 (2 of 3 tensors differ)"
     )
@@ -248,7 +241,7 @@ def test_other_tensors_are_a_difference_not_a_hang() -> None:
         difference = compare(tensors, group(), CPU)
         assert difference is not None
         assert difference.name == "model/extra"
-        assert not difference.repairable
+        assert not difference.same_specs
 
 
 @ranks(3)
@@ -260,17 +253,6 @@ def test_ranks_of_a_smaller_group_are_named_as_in_the_world() -> None:
         difference = compare(tensors, smaller, CPU)
         assert difference is not None
         assert (difference.deviating, difference.others) == ((2,), (1,))
-        rank_consistency.broadcast(tensors, smaller, CPU)
-        assert tensors["x"] == 1
-
-
-@ranks(2)
-def test_broadcast_keeps_memory_and_strides() -> None:
-    base = torch.full((3, 4), float(dist.get_rank() + 1))
-    view = base.t()[1:]
-    rank_consistency.broadcast({"view": view}, group(), CPU)
-    assert (view == 1).all()
-    assert (base[:, 0] == dist.get_rank() + 1).all()
 
 
 # Engines
@@ -281,12 +263,12 @@ def flip_a_bit(tensor: Tensor) -> None:
     words ^= 1
 
 
-def corrupt(engine: Engine, what: str) -> None:
-    """Change the state of this rank alone."""
+def corrupt(engine: Engine, what: str, factor: float = 2.0) -> None:
+    """Change the state of this rank alone; a second call with 0.5 reverts it."""
     name, _, key = what.partition(":")
     if what == "engine/nominal_weight":
         assert engine.nominal_weight is not None
-        engine._state.nominal_weight *= 2
+        engine._state.nominal_weight *= factor
     elif name == "16-bit":
         flip_a_bit(dict(engine.module.named_parameters())[key])
     else:
@@ -305,69 +287,29 @@ CORRUPTIONS = {
 
 
 @ranks(2, timeout=110)
-def test_each_kind_of_difference_stops_the_run_or_is_repaired() -> None:
+def test_each_kind_of_difference_stops_the_run() -> None:
     engine = make_engine(policy="fp16", strategy="ddp")
     train(engine, 2, TWO_RANKS)
-    assert rank_consistency.check(engine) is None
+    rank_consistency.check(engine)
     for what, named in CORRUPTIONS.items():
-        before = snapshot(engine)
         if engine.world.rank == 1:
             corrupt(engine, what)
         with pytest.raises(TrainingError) as stopped:
             rank_consistency.check(engine)
         assert f"{named} of rank 1 differs from that of rank 0 (1 of " in str(stopped.value)
-        repaired = rank_consistency.check(engine, "repair")
-        assert repaired is not None
-        assert repaired.deviating == (1,)
-        assert rank_consistency.check(engine) is None
-        assert_same_bits(snapshot(engine), before)
-        for name, parameter in engine.module.named_parameters():
-            assert torch.equal(parameter, before[f"model/{name}"].half()), what
-
-
-@pytest.mark.parametrize(("policy", "optimizer"), [("fp16", fused_adamw), ("fp32", sgd)])
-@ranks(4, timeout=110)
-def test_a_repaired_run_continues_like_an_undisturbed_one(
-    policy: str, optimizer: Callable[..., torch.optim.Optimizer]
-) -> None:
-    options = {"policy": policy, "optimizer": optimizer, "strategy": "ddp"}
-    engine, untouched = make_engine(**options), make_engine(**options)
-    train(engine, 2, FOUR_RANKS)
-    if engine.world.rank == 2:
-        for tensor in engine.state_dict().values():
-            flip_a_bit(tensor)
-    rank_consistency.check(engine, "repair")
-    train(engine, 2, FOUR_RANKS, first=2)
-    train(untouched, 4, FOUR_RANKS)
-    assert_same_bits(snapshot(engine), snapshot(untouched))
+        if engine.world.rank == 1:
+            corrupt(engine, what, 0.5)
+        rank_consistency.check(engine)
 
 
 @ranks(2)
-def test_the_repair_is_said_once() -> None:
-    engine = make_engine(strategy="ddp")
-    if engine.world.rank == 1:
-        corrupt(engine, "model/first.bias")
-    handler = logging.Handler()
-    said: list[tuple[str, str]] = []
-    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
-    logging.getLogger("distmp").addHandler(handler)
-    difference = rank_consistency.check(engine, "repair")
-    expected = (
-        "ERROR",
-        f"ranks differed: {difference}; all ranks continue with the values of rank 0",
-    )
-    assert "'first.bias' of rank 1" in expected[1]
-    assert said == ([expected] if engine.world.rank == 0 else [])
-
-
-@ranks(2)
-def test_a_rank_with_other_optimizer_state_cannot_be_repaired() -> None:
+def test_a_rank_with_other_optimizer_state_is_reported() -> None:
     engine = make_engine(strategy="ddp")
     if engine.world.rank == 1:
         weight = engine.optimizer.param_groups[0]["params"][0]
         engine.optimizer.state[weight]["extra"] = torch.ones(2)
     with pytest.raises(TrainingError, match="names, shapes or dtypes differ"):
-        rank_consistency.check(engine, "repair")
+        rank_consistency.check(engine)
 
 
 class _WithBuffer(nn.Module):
@@ -385,20 +327,18 @@ def test_buffers_and_shards_may_differ() -> None:
     model = _WithBuffer()
     engine = make_engine(model=model, strategy="ddp")
     model.seen += engine.world.rank
-    assert rank_consistency.check(engine) is None
+    rank_consistency.check(engine)
     sharded = make_engine(strategy="fsdp")
     train(sharded, 1, TWO_RANKS)
-    assert rank_consistency.check(sharded) is None
+    rank_consistency.check(sharded)
     if engine.world.rank == 1:
         corrupt(sharded, "engine/counts")
-    difference = rank_consistency.check(sharded, "repair")
-    assert difference is not None
-    assert difference.name == "engine/counts"
-    assert rank_consistency.check(sharded) is None
+    with pytest.raises(TrainingError, match="'counts' of rank 1 differs"):
+        rank_consistency.check(sharded)
 
 
 def test_a_process_alone_compares_nothing() -> None:
-    assert rank_consistency.check(make_engine()) is None
+    rank_consistency.check(make_engine())
 
 
 # A full run
@@ -439,9 +379,12 @@ def _corrupt_after(trainer: Trainer, step: int) -> None:
 class AverageBreaker(Callback):
     """Changes the average of rank 1 after the second step."""
 
+    def __init__(self, run: Trainer) -> None:
+        self._run = run
+
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         if trainer.world.rank == 1 and step.step == 2:
-            trainer.states.tensors()["callbacks/Ema/norm.weight"][0] += 0.5
+            self._run.states.tensors()["callbacks/Ema/norm.weight"][0] += 0.5
 
 
 @ranks(2)
@@ -451,27 +394,8 @@ def _train_and_break(directory: str) -> None:
     with pytest.raises(TrainingError, match=r"'norm.weight' of rank 1 differs"):
         _train(stopping)
     assert stopping.progress.step == 4
-    repairing = _trainer(
-        directory, "--rank-consistency.every=2", "--rank-consistency.on-difference=repair"
-    )
-    _corrupt_after(repairing, 2)
-    untouched = _trainer(directory)
-    _train(repairing)
-    _train(untouched)
-    assert_same_bits(snapshot(repairing.engine), snapshot(untouched.engine))
-    # The average of the steps before a comparison contains the weights that were corrupt.
-    averaged = ["--ema.decay=0.5"]
-    repairing = _trainer(
-        directory,
-        "--rank-consistency.every=3",
-        "--rank-consistency.on-difference=repair",
-        *averaged,
-    )
-    _corrupt_after(repairing, 1)
-    _train(repairing)
-    assert compare(repairing.states.tensors(), group(), CPU) is None
-    stopping = _trainer(directory, "--rank-consistency.every=3", *averaged)
-    stopping.callbacks.append(AverageBreaker())
+    stopping = _trainer(directory, "--rank-consistency.every=3", "--ema.decay=0.5")
+    stopping.callbacks.append(AverageBreaker(stopping))
     with pytest.raises(
         TrainingError, match=r"^ranks differ: the average \(EMA\) of '.*' of rank 1"
     ):
@@ -489,15 +413,6 @@ def test_the_trainer_looks_every_so_many_steps(tmp_path: Path) -> None:
     _train_and_break(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": -1}, "rank_consistency.every = -1: use 0 or more steps"),
-        ({"on_difference": "mend"}, "rank_consistency.on_difference = 'mend': use stop or repair"),
-    ],
-)
-def test_settings_are_checked(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        RankConsistencyConfig(**options)  # type: ignore[arg-type]
-    assert str(caught.value) == message
-    assert dataclasses.asdict(RankConsistencyConfig()) == {"every": 0, "on_difference": "stop"}
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"^rank_consistency.every = -1: use 0 or more steps$"):
+        RankConsistencyConfig(every=-1)

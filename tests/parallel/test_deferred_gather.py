@@ -9,12 +9,11 @@ from distmp.commands.calibrate.comparison import PolicyResult
 from distmp.commands.calibrate.policies import measure
 from distmp.distributed.world import World
 from distmp.parallel import fsdp
+from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
 
 RUN = (
-    "--model.layers=2",
-    "--model.dimension=32",
-    "--model.heads=2",
+    "--model.options={layers: 2, dimension: 32, heads: 2}",
     "--data.sequence-length=16",
     "--batch.global-batch-size=4",
     "--batch.microbatch-size=2",
@@ -33,9 +32,9 @@ def test_deferred_weights_are_gathered_in_8_bits() -> None:
     original = fsdp.gather_quantized
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp, "gather_quantized", gather)
-        for quantized in ("true", "false"):
-            config = load([*RUN, f"--sharding.quantized-gather={quantized}"])
-            assert config.model.deferred
+        for quantized in (True, False):
+            patch.setattr(ShardingConfig, "quantized_gather", quantized)
+            config = load([*RUN])
             found = measure(config, world, "fp8", steps=5)
             assert isinstance(found, PolicyResult)
             losses.append(found.losses)

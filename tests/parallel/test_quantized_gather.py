@@ -43,12 +43,17 @@ def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return (module(batch) - batch[:, :10]).square().sum(), len(batch)
 
 
-def engine(policy: str, quantized: bool, strategy: str = "fsdp") -> Engine:
+def engine(policy: str, quantized: bool, strategy: str = "fsdp", **options: Any) -> Engine:
     torch.manual_seed(3)
-    settings = sharded(strategy, quantized_gather=quantized)
-    return Engine(
-        Net(), loss, lambda named: torch.optim.AdamW(named, lr=1e-2), policy=policy, **settings
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardingConfig, "quantized_gather", quantized)
+        return Engine(
+            Net(),
+            loss,
+            lambda named: torch.optim.AdamW(named, lr=1e-2),
+            policy=policy,
+            **sharded(strategy, **options),
+        )
 
 
 def batches(step: int) -> list[Tensor]:
@@ -100,16 +105,7 @@ def test_uneven_shards_overflow_and_resume() -> None:
 
 @ranks(2)
 def test_hsdp_and_an_unsharded_step_outside() -> None:
-    of, reference = (
-        Engine(
-            Net(),
-            loss,
-            lambda named: torch.optim.SGD(named, lr=0.1),
-            policy="fp8",
-            **sharded("hsdp", shard_size=1, quantized_gather=quantized),
-        )
-        for quantized in (True, False)
-    )
+    of, reference = (engine("fp8", quantized, "hsdp", shard_size=1) for quantized in (True, False))
     reference.load_state_dict(of.state_dict())
     assert_same(trained(of), trained(reference))
 

@@ -83,10 +83,6 @@ class Checkpointing(Callback):
         if trainer.rollback_from is None:
             self._save(trainer)
 
-    def stop_reason(self, trainer: TrainingLoop) -> str | None:
-        """Stop if a save failed and `checkpoint.on_failure` is "stop"."""
-        return "a checkpoint could not be written" if self.writer.wants_stop else None
-
     def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Save the last step, and warn if it was skipped.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 
-from distmp.callback_settings import CallbackSetting
+from distmp.callback_settings import find_callback
 from distmp.errors import ConfigError, nearest
 from distmp.training.callbacks.callback import Callback
+from distmp.utils.entries import Entry
 
 
-def load_callbacks(entries: Sequence[CallbackSetting]) -> list[Callback]:
+def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:
     """Build the callbacks of the setting `callbacks`.
 
     Raises:
@@ -59,12 +60,12 @@ def _check_names(callback: Callback) -> None:
             )
 
 
-def _load(entry: CallbackSetting) -> Callback:
-    callback = entry.factory()(**entry.options)
+def _load(entry: Entry) -> Callback:
+    callback = find_callback(entry)(**entry.options)
     if not isinstance(callback, Callback):
         raise ConfigError(
             "callbacks",
-            entry.path,
+            entry.name,
             f"returned a {type(callback).__name__}; return a distmp.training.callbacks.Callback",
         )
     return callback

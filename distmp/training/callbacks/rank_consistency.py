@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RankConsistency(Callback):
-    """Stops or repairs a run whose ranks differ.
+    """Stops a run whose ranks differ.
 
     Args:
         ema: Averages the weights; None if the run has no average.
@@ -29,4 +29,4 @@ class RankConsistency(Callback):
             current_phase.enter(COMPARISON)
             with trainer.timer.paused():
                 average = None if self._ema is None else self._ema.average.values
-                rank_consistency.check(trainer.engine, settings.on_difference, average)
+                rank_consistency.check(trainer.engine, average)

@@ -105,11 +105,8 @@ class StepLogger(Callback):
 
 
 def _start_trackers(run: Run) -> Trackers:
-    log = run.config.log
     return trackers.start(
-        log.trackers if run.world.rank == 0 else (),
-        log.tracker_options,
-        project=log.project,
+        run.config.log.tracker_options if run.world.rank == 0 else {},
         directory=run.directory.path,
         hyperparameters=settings.to_mapping(run.config),
         after_step=run.progress.step,
@@ -146,7 +143,6 @@ def _record(
         divergence=divergence,
         unit=unit,
         rank_seconds=result.rank_seconds,
-        layer_grad_norms=result.layer_grad_norms,
         formats=result.formats,
         narrow_operands=narrow_operands,
     )
