@@ -170,7 +170,7 @@ class DataConfig:
                 "data.vocabulary_size",
                 size,
                 "bytes of text have a fixed vocabulary; remove this setting, and set"
-                " model.vocabulary_size for a wider output",
+                " model.options.vocabulary_size for a wider output",
             )
         implied = self.known_token_dtype in _IMPLIED_VOCABULARY
         if self.source == "tokens" and size is None and not implied:

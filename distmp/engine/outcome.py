@@ -165,5 +165,5 @@ def advice(numbers: StepNumbers) -> str:
         )
     return (
         f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite, use a "
-        "bf16 policy or a lower precision.loss_scale.min_scale; otherwise lower optim.lr"
+        "bf16 policy or a lower min_scale; otherwise lower optim.lr"
     )

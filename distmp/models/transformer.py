@@ -80,7 +80,7 @@ class TransformerConfig:
     """Dimensions of a transformer. `dimension` is a multiple of twice `heads`.
 
     Raises:
-        ValueError: If dimensions do not fit together, or an option is invalid.
+        ConfigError: If dimensions do not fit together, or an option is invalid.
     """
 
     vocabulary_size: int
@@ -123,12 +123,18 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         """Check the dimensions, and read `rotary_scaling` if it is a mapping (from a file)."""
         if self.dimension % (2 * self.heads):
-            raise ValueError(
-                f"dimension = {self.dimension} is not a multiple of twice heads = {self.heads}"
+            raise ConfigError(
+                "model.options.heads",
+                self.heads,
+                f"does not divide model.options.dimension = {self.dimension} into heads of even "
+                "width, which rotary embeddings need",
             )
         if self.heads % self.groups:
-            raise ValueError(
-                f"key_value_heads = {self.key_value_heads} does not divide heads = {self.heads}"
+            raise ConfigError(
+                "model.options.key_value_heads",
+                self.key_value_heads,
+                f"does not divide model.options.heads = {self.heads}; each head of keys and values "
+                "serves the same number of heads",
             )
         if isinstance(self.rotary_scaling, dict):
             object.__setattr__(self, "rotary_scaling", RotaryScaling(**self.rotary_scaling))
@@ -325,7 +331,7 @@ class Transformer(nn.Module):
         time = tokens.shape[1]
         if time > self.config.sequence_length:
             raise ValueError(
-                f"a sequence of {time} tokens, and model.sequence_length is"
+                f"a sequence of {time} tokens, and model.options.sequence_length is"
                 f" {self.config.sequence_length}"
             )
         config = self.config

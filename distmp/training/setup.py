@@ -176,18 +176,12 @@ def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.M
     try:
         return build_deferred(build, config.seed)
     except NotDeferrableError as error:
-        reason = f"the constructor of {config.model.name} {error}"
-        if config.strategy in SHARDED_STRATEGIES:
-            raise ConfigError(
-                "model.deferred",
-                True,
-                f"{reason}; use false to build the whole model on every rank first",
-            ) from error
-        if config.strategy == "auto" and world.world_size > 1 and world.rank == 0:
+        sharded = config.strategy in ("auto", *SHARDED_STRATEGIES)
+        if sharded and world.world_size > 1 and world.rank == 0:
             logger.warning(
-                "model.deferred = True: %s, so every rank builds the whole model first; use false "
-                "if that is intended",
-                reason,
+                "model.name = %r: its constructor %s, so every rank builds the whole model first",
+                config.model.name,
+                error,
             )
         return build_whole(build, config.seed)
 

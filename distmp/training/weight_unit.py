@@ -12,8 +12,6 @@ def weight_unit(config: RunConfig, weight: float) -> str:
         config: The configuration.
         weight: Weight of the step.
     """
-    if config.model.weight_unit is not None:
-        return config.model.weight_unit
     if config.model.loss == "next_token":
         return "token"
     # A sample has more than one token or pixel; samples may be masked.
@@ -22,8 +20,6 @@ def weight_unit(config: RunConfig, weight: float) -> str:
 
 def loss_unit(config: RunConfig) -> str:
     """Return the unit of the mean loss as a suffix of the number; empty if it is unknown."""
-    unit = config.model.weight_unit
-    if config.model.loss == "next_token":
-        tokens = "byte" if config.data.source == "text" else "token"
-        return f" nats per {unit or tokens}"
-    return "" if unit is None else f" per {unit}"
+    if config.model.loss != "next_token":
+        return ""
+    return f" nats per {'byte' if config.data.source == 'text' else 'token'}"

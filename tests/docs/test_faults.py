@@ -54,8 +54,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
         ("max(1.4826 * MAD,", divergence.DEVIATION_OF_MAD == 1.4826),
         ("1% of the median", divergence.SMALLEST_LOSS_DEVIATION == 0.01),
         ("their logarithm (0.05)", divergence.SMALLEST_LOG_NORM_DEVIATION == 0.05),
-        ("Both thresholds are 10", DivergenceConfig().loss_threshold == 10),
-        ("Both thresholds are 10", DivergenceConfig().norm_threshold == 10),
+        ("threshold is 10", DivergenceConfig().threshold == 10),
         ("the first 100 steps are exempt", DivergenceConfig().warmup_steps == 100),
     ):
         assert sentence in PAGES, sentence

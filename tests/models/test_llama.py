@@ -148,7 +148,7 @@ def test_a_description_with_everything_can_be_rebuilt() -> None:
 
 def test_settings_that_do_not_fit_are_one_message() -> None:
     for settings, message in (
-        ({"key_value_heads": 3}, r"^model\.key_value_heads = 3: does not divide model\.heads = 5"),
+        ({"options": {"key_value_heads": 3}}, r"key_value_heads = 3: does not divide .*heads = 5"),
         (
             {"options": {"rotary_scaling": {"factor": 0.5}}},
             r"rotary_scaling\.factor = 0.5: must be 1 or more",
@@ -161,5 +161,6 @@ def test_settings_that_do_not_fit_are_one_message() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             ModelConfig(**settings)  # type: ignore[arg-type]
-    assert ModelConfig(size="8b", heads=64).dimensions.key_value_heads is None
-    assert ModelConfig(size="8b").dimensions.key_value_heads == 8
+    other = ModelConfig(size="8b", options={"heads": 64}).transformer(10, 10)
+    assert other.key_value_heads is None
+    assert ModelConfig(size="8b").transformer(10, 10).key_value_heads == 8

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from distmp import Engine
 from distmp.parallel import fsdp
+from distmp.parallel.settings import ShardingConfig
 from tests.marks import nightly
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks

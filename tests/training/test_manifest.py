@@ -94,16 +94,20 @@ def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "data": {"token_dtype": "uint16", "options": {"password": "hush", "key": 7}},
-        "log": {"tracker_options": {"wandb": {"api_key": "hush", "mode": "online"}}},
+        "log": {"trackers": [{"name": "x", "options": {"api_key": "hush", "mode": "online"}}]},
     }
     assert masked(settings) == {
         "data": {"token_dtype": "uint16", "options": {"password": HIDDEN, "key": 7}},
-        "log": {"tracker_options": {"wandb": {"api_key": HIDDEN, "mode": "online"}}},
+        "log": {"trackers": [{"name": "x", "options": {"api_key": HIDDEN, "mode": "online"}}]},
     }
-    words = ["--data.token-dtype=uint16", "--log.tracker-options={wandb: {api_key: hush}}", "a:b"]
+    words = [
+        "--data.token-dtype=uint16",
+        "--log.trackers={name: x, options: {api_key: hush}}",
+        "a:b",
+    ]
     assert masked(words) == [
         "--data.token-dtype=uint16",
-        f"--log.tracker-options={{wandb: {{api_key: {HIDDEN}}}}}",
+        f"--log.trackers={{name: x, options: {{api_key: {HIDDEN}}}}}",
         "a:b",
     ]
     monkeypatch.setattr(sys, "orig_argv", ["python", *words, '{"wandb": {"token" : "hush"}}'])

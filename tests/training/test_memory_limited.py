@@ -49,12 +49,8 @@ COMMON = [
     "--checkpoint.asynchronous=False",
     "--callbacks=tests.training.test_memory_limited:Peaks",
 ]
-TRANSFORMER = [
-    f"--model.layers={LAYERS}",
-    f"--model.dimension={DIMENSION}",
-    f"--model.hidden={HIDDEN}",
-    f"--model.heads={HEADS}",
-]
+SIZES = {"layers": LAYERS, "dimension": DIMENSION, "hidden": HIDDEN, "heads": HEADS}
+TRANSFORMER = [f"--model.options={json.dumps(SIZES)}"]
 
 
 def _job(*arguments: str, ranks: int, data: Path, **variables: str) -> Job:
@@ -123,16 +119,6 @@ def test_from_files_to_a_model_folder(tmp_path: Path, folder: Path) -> None:
     assert 4 * sum(parameter.numel() for parameter in model.parameters()) >= WHOLE
     for name, value in model.state_dict().items():
         assert 0 < (value - start[name]).abs().max() < 1e-2, name
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("source", ["random", "files"])
-def test_without_deferral_the_limit_is_exceeded(tmp_path: Path, folder: Path, source: str) -> None:
-    model = TRANSFORMER if source == "random" else [f"--model.name=hf:{folder}"]
-    arguments = [*model, "--run-dir=run", "--steps=2", "--model.deferred=False"]
-    (done,) = run_jobs([_job(*arguments, ranks=4, data=corpus(tmp_path / "corpus"))], tmp_path)
-    assert done.exit_codes
-    assert "ran out of main memory" in done.stderr, done
 
 
 def assert_little_is_held_at_start(folder: Path, ranks: int) -> None:

@@ -81,14 +81,14 @@ def test_settings_of_other_versions() -> None:
 
 
 def test_dangerous_changes_are_refused_in_one_message() -> None:
-    before = {"model.layers": 2, "seed": 1, "log.every": 1}
-    changes = compare(before, {"model.layers": 3, "seed": 2, "log.every": 2}, {})
+    before = {"model.size": "1m", "seed": 1, "log.every": 1}
+    changes = compare(before, {"model.size": "22m", "seed": 2, "log.every": 2}, {})
     with pytest.raises(ConfigError) as caught:
         changes.refuse("runs/x/checkpoints/step-000008")
     message = str(caught.value)
     for part in (
         "runs/x/checkpoints/step-000008",
-        "model.layers: 2 -> 3 (the weights belong to another model)",
+        "model.size: 1m -> 22m (the weights belong to another model)",
         "seed: 1 -> 2",
         "resume_force",
         "distmp export",

@@ -90,7 +90,7 @@ def test_nested_settings_and_facts_are_compared() -> None:
         (numbers(data=Data(size=9)), "samples in the data: 8 -> 9"),
         (numbers(data=Data(digest="e")), "digest of the data: d -> e"),
         (numbers(vocabulary=300), "vocabulary of the data: 257 -> 300"),
-        (numbers({"model": {"layers": 9}}), "model.layers: null -> 9"),
+        (numbers({"model": {"options": {"layers": 9}}}), 'model.options: {} -> {"layers": 9}'),
         (numbers({"data": {"sequence_length": 8}}), "data.sequence_length: 256 -> 8"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,4 +1,4 @@
-"""Runs have the same bits at any number of ranks, with and without deferred initialization."""
+"""Runs have the same bits at any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ REPRODUCIBLE = ["--strategy=ddp", "--reproducible=True"]
 # Number of ranks, and options.
 RUNS = [
     (1, ["--strategy=single", "--reproducible=True"]),
-    (1, ["--strategy=single", "--reproducible=True", "--model.deferred=False"]),
     (2, REPRODUCIBLE),
-    (2, [*REPRODUCIBLE, "--model.deferred=False"]),
     (4, REPRODUCIBLE),
-    (4, [*REPRODUCIBLE, "--model.deferred=False"]),
     (4, ["--strategy=fsdp"]),
 ]
 

@@ -40,7 +40,8 @@ from tests.commands.explain.runs import CPU, policy, run
 from tests.ranks import ranks
 
 RANKS, LOCAL = 16, 4
-MODEL = {"layers": 6, "dimension": 256, "heads": 4, "hidden": 704}
+MODEL = {"options": {"layers": 6, "dimension": 256, "heads": 4, "hidden": 704}}
+SMALLER = {"options": {**MODEL["options"], "layers": 3}}
 BATCH = {"global_batch_size": 64, "microbatch_size": 2}
 DDP, SHARDED_DDP, HSDP, FSDP = OPTIONS
 
@@ -89,7 +90,7 @@ def needs(monkeypatch: pytest.MonkeyPatch) -> dict[Option, int]:
 @pytest.mark.parametrize("text", ["bf16", "bf16-autocast"])
 def test_the_memory_is_that_of_explain(text: str, needs: dict[Option, int]) -> None:
     # The predictions trace the model five times.
-    config = config_of(model={**MODEL, "layers": 3}, precision=policy(text))
+    config = config_of(model=SMALLER, precision=policy(text))
     chosen(config, 10**8)
     for option in OPTIONS:
         # The prediction does not model that activations are freed while gradients are exchanged.
@@ -104,8 +105,7 @@ def test_moments_are_counted_in_their_dtypes(needs: dict[Option, int]) -> None:
     runs = [("bf16", None), ("bf16", "bf16"), ("bf16", "fp8"), (pure, None), (pure, "fp8")]
     found = []
     for text, state in runs:
-        model = {**MODEL, "layers": 3}
-        chosen(config_of(model=model, precision=policy(text), optim={"state": state}), 10**8)
+        chosen(config_of(model=SMALLER, precision=policy(text), optim={"state": state}), 10**8)
         found.append(needs[DDP] / elements)
     in_fp32, in_bf16, in_fp8, pure_in_bf16, pure_in_fp8 = found
     assert in_fp32 - in_bf16 == pytest.approx(8 - 4, rel=0.1)

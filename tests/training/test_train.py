@@ -14,9 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from distmp.checkpoint import store
-from distmp.config import RunConfig
+from distmp.config import RunConfig, load
+from distmp.models.build import build_model
 from distmp.telemetry import StepRecord, read_records
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml
@@ -77,7 +79,8 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
 def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--run-dir=run", "--steps=10"]
     # A deferred model draws its weights on the device, whose generator has other numbers.
-    arguments += ["--optim.lr=1e-2", "--checkpoint.every=4", "--model.deferred=false"]
+    start = f"--model.weights={_weights(tmp_path)}"
+    arguments += ["--optim.lr=1e-2", "--checkpoint.every=4", start]
     cases = (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
     jobs = [Job([*arguments, f"--strategy={name}"], ranks=ranks) for name, ranks in cases]
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
@@ -186,13 +189,13 @@ def test_a_run_that_only_skips_gives_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 3)
     arguments = [
         f"--data.source={_module(tmp_path)}:line",
         "--data.options={slope: .nan}",
         "--model.name=users_models:affine",
         "--model.loss=users_models:squared",
         "--precision.policy=fp32",
-        "--precision.max-consecutive-skips=3",
         "--run-dir=run",
     ]
     assert main(arguments) == 1
@@ -260,6 +263,14 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "strategy = 'fsdp': needs several ranks, but only one process was started",
     ),
 }
+
+
+def _weights(folder: Path) -> Path:
+    """Write initial weights of `TINY`."""
+    torch.manual_seed(0)
+    model = build_model(load(TINY).model, 257, 32)
+    save_file(model.state_dict(), folder / "start.safetensors")
+    return folder / "start.safetensors"
 
 
 def _file(path: Path, text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from distmp.config import load
-from distmp.errors import ConfigError
 from distmp.training.weight_unit import loss_unit, weight_unit
 
 OWN = "--model.loss=my_model:loss"
@@ -20,8 +19,6 @@ TOKENS = ["--data.source=tokens", "--data.path=tokens.bin"]
         ([OWN], 32, "sample", ""),
         ([OWN], 30, "sample", ""),  # two samples are masked
         ([OWN], 4096, "unit", ""),
-        ([OWN, "--model.weight-unit=pixel"], 4096, "pixel", " per pixel"),
-        (["--model.weight-unit=word"], 4096, "word", " nats per word"),
     ],
 )
 def test_the_unit_follows_the_loss(
@@ -30,8 +27,3 @@ def test_the_unit_follows_the_loss(
     config = load(["--batch.global-batch-size=32", *arguments])
     assert weight_unit(config, weight) == unit
     assert loss_unit(config) == of_loss
-
-
-def test_a_unit_is_a_word() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.weight_unit = 'tok/s': write one word"):
-        load(["--model.weight-unit=tok/s"])

@@ -49,7 +49,7 @@ def test_policies_are_compared_over_seeds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--validation.samples=4"]
+    size = ["--model.options={layers: 1, dimension: 32, heads: 2}", "--validation.samples=4"]
     data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3", "--steps=5"]
     # They change the formats of the narrow policy only.
     changing = ["--precision.phases", "{until_tokens: 1, policy: bf16}", "--precision.policy=fp8"]
@@ -90,7 +90,7 @@ def test_policies_get_a_loss_scale_errors_of_formats_and_a_table(
     strategy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Settings of many ranks are calibrated by one process, too."""
-    size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2"]
+    size = ["--model.options={layers: 1, dimension: 32, heads: 2}"]
     data = f"--data.path={corpus(tmp_path / 'corpus')}"
     assert calibrate(*size, data, strategy, "--policies=bf16,fp16,fp8") == 0
     captured = capsys.readouterr()

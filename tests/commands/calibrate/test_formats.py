@@ -106,7 +106,7 @@ def test_ranks_measure_together_under_fsdp(arguments: list[str]) -> None:
 def test_a_model_without_suitable_layers_is_one_message(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--model.dimension=24", "--model.hidden=40"]
+    sizes = ["--model.options={layers: 2, dimension: 24, heads: 2, hidden: 40}"]
     assert cli.main(["calibrate", *arguments, *sizes, "--policies=mxfp8"]) == 2
     error = capsys.readouterr().err
     assert "policies = 'mxfp8'" in error

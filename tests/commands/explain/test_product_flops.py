@@ -32,7 +32,9 @@ PRODUCT = 2 * TOKENS * WEIGHTS
 @functools.cache
 def predicted(text: str, samples: int = 8, **settings: Any) -> Products:
     batch = {"global_batch_size": samples}
-    config = run(precision=policy(text), model={"layers": BLOCKS}, batch=batch, **settings)
+    config = run(
+        precision=policy(text), model={"options": {"layers": BLOCKS}}, batch=batch, **settings
+    )
     return predict(config, resolve(text, CPU)[0], 1, CPU).products
 
 
@@ -171,7 +173,7 @@ def test_gathers_in_8_bits_are_parameters(explanation: Explanation) -> None:
 
 @pytest.mark.nightly
 def test_json_has_the_products(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--model.layers=1", "--model.dimension=32", "--model.heads=2", "--strategy=single"]
+    sizes = ["--model.options={layers: 1, dimension: 32, heads: 2}", "--strategy=single"]
     batch = ["--batch.global-batch-size=1", "--batch.microbatch-size=1"]
     assert cli.main(["explain", *sizes, *batch, "--precision.policy=mxfp8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["products"]
@@ -185,7 +187,7 @@ def test_json_has_the_products(capsys: pytest.CaptureFixture[str]) -> None:
 def test_large_models_with_patterns_of_blocks_are_observed_in_a_small_one() -> None:
     config = run(
         precision=policy("fp8,hp=head|first4|blocks.4.feed_forward.down"),
-        model={"layers": 5, "dimension": 512, "hidden": 1024},
+        model={"options": {"layers": 5, "dimension": 512, "hidden": 1024}},
         batch={"global_batch_size": 2, "microbatch_size": 1},
     )
     found = explain(replace(config, strategy="single"), 1)

@@ -60,7 +60,6 @@ def trainer(folder: Path, run_dir: str, *arguments: str) -> Trainer:
             "--steps=5",
             "--schedule.warmup-steps=1",
             "--sample.prompt=the quick",
-            "--sample.temperature=0",
             *arguments,
         ]
     )
