@@ -40,14 +40,13 @@ class ModelMemory(NamedTuple):
         parameters: Parameters in the dtypes in which the module holds them.
         stepped: Parameters in the dtypes in which the optimizer steps them.
         masters: FP32 master weights of 16-bit parameters; 0 if the parameters are stepped.
-        optimizer_state: State of the optimizer.
+        optimizer_state: State of an optimizer with two moments, as AdamW.
         average: FP32 average of the weights (setting `ema`), sharded like them; 0 without one.
         gradients: FP32 gradients.
         root: Parameters outside of the blocks, which FSDP gathers as one unit and keeps.
         root_elements: Number of parameters outside of the blocks.
         block_elements: Number of parameters of the largest block.
         largest_parameter: Number of elements of the largest parameter.
-        activations: Activations and temporary memory of a microbatch, which no strategy shards.
     """
 
     parameters: int
@@ -60,10 +59,9 @@ class ModelMemory(NamedTuple):
     root_elements: int
     block_elements: int
     largest_parameter: int
-    activations: int
 
     def replicated(self, accumulation: AccumulationSettings, ranks: int, microbatches: int) -> int:
-        """Return the predicted peak memory of a rank with `ddp`.
+        """Return the predicted peak memory of a rank with `ddp`, without activations.
 
         Args:
             accumulation: The settings of `ddp`.
@@ -79,12 +77,10 @@ class ModelMemory(NamedTuple):
             # A bucket of gradients, of at least one parameter, as it is sent and received.
             bucket = max(DEFAULT_BUCKET_BYTES, 4 * self.largest_parameter)
             exchanged = 2 * min(bucket, self.gradients)
-        # Activations are freed while buckets are exchanged.
-        temporary = max(self.activations, exchanged)
-        return self.parameters + stepped + sets * self.gradients + temporary
+        return self.parameters + stepped + sets * self.gradients + exchanged
 
     def sharded(self, sharding: ShardingConfig, shards: int, microbatches: int) -> int:
-        """Return the predicted peak memory of a rank with `fsdp` or `hsdp`, on its device.
+        """Return the predicted peak memory of a rank with `fsdp` or `hsdp`, without activations.
 
         Args:
             sharding: The settings; with `accumulate: auto` gradients are accumulated in shards.
@@ -97,10 +93,9 @@ class ModelMemory(NamedTuple):
         gradients = 0 if sharding.offload else self.gradients // shards
         if sharding.accumulate == "unsharded":
             gradients += self.gradients
-        # At the start of backward all activations exist, and only the gradients of earlier
-        # microbatches and of the head, which is outside of the blocks. At the end it is the
-        # opposite.
-        start = self.activations + 4 * self.root_elements + UNIT_BYTES * self.block_elements
+        # At the start of backward there are only the gradients of earlier microbatches and of the
+        # head, which is outside of the blocks.
+        start = 4 * self.root_elements + UNIT_BYTES * self.block_elements
         if microbatches > 1:
             start += gradients
         end = gradients + UNIT_BYTES * max(self.root_elements, self.block_elements)
@@ -112,8 +107,7 @@ def model_memory(
     policy: PrecisionPolicy,
     sharding: ShardingConfig,
     *,
-    optimizer_state: int,
-    activations: int,
+    moment_bytes: int | None,
     averaged: bool,
 ) -> ModelMemory:
     """Return the memory that training a model needs; the values of its parameters do not matter.
@@ -122,8 +116,7 @@ def model_memory(
         model: The model before a strategy changes it.
         policy: The resolved policy.
         sharding: Determines the blocks.
-        optimizer_state: State of the optimizer of one copy, in bytes.
-        activations: Activations and temporary memory of a microbatch, in bytes.
+        moment_bytes: Bytes of an element of a moment of the optimizer; None: those of the weights.
         averaged: Whether the run averages its weights.
     """
     dtypes = storage_dtypes(model, policy)
@@ -134,7 +127,7 @@ def model_memory(
         own = {id(parameter): parameter.numel() for parameter in block.parameters()}
         in_blocks |= own.keys()
         blocks.append(sum(own.values()))
-    parameters = stepped = masters = trained = root = outside = 0
+    parameters = stepped = masters = trained = moments = root = outside = 0
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         held = count * dtypes[name].itemsize
@@ -147,19 +140,20 @@ def model_memory(
             continue
         trained += count
         in_fp32 = id(parameter) in kept
-        stepped += count * (4 if in_fp32 else policy.param_dtype.itemsize)
+        itemsize = 4 if in_fp32 else policy.param_dtype.itemsize
+        stepped += count * itemsize
+        moments += 2 * count * (moment_bytes or itemsize)
         if not in_fp32 and policy.casts_parameters and policy.has_masters:
             masters += 4 * count
     return ModelMemory(
         parameters,
         stepped,
         masters,
-        optimizer_state,
+        moments,
         4 * trained if averaged else 0,
         4 * trained,
         root,
         outside,
         max(blocks, default=0),
         max(parameter.numel() for parameter in model.parameters()),
-        activations,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from distmp.parallel.memory import Option
 from distmp.quantization.description import describe_formats, formats_record
 from distmp.telemetry import Console
 from distmp.training import manifest
-from distmp.training.accelerate_launch import overridden_options
 from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.restarts import Restarts
 from distmp.training.resume_compat import Changes
@@ -205,7 +203,6 @@ def _summary(
     if strategy_reason:
         option = Option(config.strategy, config.shard_optimizer)
         yield f"strategy: {option} ({strategy_reason})"
-    yield from overridden_options(os.environ, engine.policy, engine.strategy)
 
 
 def _freezes_random_weights(config: RunConfig) -> bool:

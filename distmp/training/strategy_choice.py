@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, DistmpError
 from distmp.optim.sharded import works_on_shards
+from distmp.optim.stepped import build_on
 from distmp.parallel.accumulation import least_free_bytes
 from distmp.parallel.memory import ModelMemory, Option, model_memory
 from distmp.parallel.replicated import check_buckets
 from distmp.parallel.settings import Accumulation
 from distmp.parallel.sharded import check_shapes, shard_size
+from distmp.parallel.strategy import trainable
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.setup import RunComponents, round_frozen
-from distmp.training.step_memory import activation_bytes, build_fake_optimizer, state_bytes
 from distmp.utils.fake_tensors import FakeTensors
-from distmp.utils.generators import generators_kept
 from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")
 
-T = TypeVar("T")
 Config = TypeVar("Config", bound=RunConfig)
 
 # The places of gradients that need the least memory.
@@ -35,10 +34,10 @@ ACCUMULATE: dict[str, Accumulation] = {"fsdp": "sharded", "hsdp": "hybrid"}
 
 # From the fastest to the one that needs the least memory.
 OPTIONS = (Option("ddp"), Option("ddp", shard_optimizer=True), Option("hsdp"), Option("fsdp"))
-# Share of the free memory that stays free, for what is not predicted: workspaces of kernels and
-# communication, fragments of the allocator.
-MARGIN = 0.1
-# A model whose FP32 parameters take a smaller share of the memory is not traced.
+# Share of the free memory that parameters, gradients and optimizer state may take. The rest is for
+# activations, which no strategy shards, and for workspaces and fragments of the allocator.
+SHARE = 0.5
+# A model whose FP32 parameters take a smaller share of the memory fits under every strategy.
 SMALL_SHARE = 0.01
 
 
@@ -50,14 +49,12 @@ class Choice(NamedTuple):
         reason: Why, with the predicted memory, as text.
         fits: Whether it is predicted to fit in memory.
         accumulate: Where gradients have to be accumulated to fit; None: as configured.
-        unknown: What the prediction lacks, and why, as text; empty if it is complete.
     """
 
     option: Option
     reason: str
     fits: bool = True
     accumulate: Accumulation | None = None
-    unknown: str = ""
 
     def applied_to(self, config: Config) -> Config:
         """Return a configuration with this strategy in place of `auto`."""
@@ -81,25 +78,12 @@ def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple
     free = least_free_bytes(world)
     policy, _ = resolve(config.precision.policy, world.device)
     round_frozen(config, parts, policy)
-
-    def choose_on_rank_0() -> Choice:
-        # The other ranks do not trace: rank 0 must not draw other numbers afterwards than they do.
-        with generators_kept(world.device), FakeTensors():
-            return choose(config, parts, policy, world, free)
-
-    choice = world.ranks.from_rank_0(choose_on_rank_0)
+    choice = world.ranks.from_rank_0(lambda: choose(config, parts, policy, world, free))
     if not choice.fits and world.rank == 0:
         logger.warning(
             "strategy = 'auto': no strategy is predicted to fit in memory (%s); use more ranks, or "
             "lower batch.microbatch_size",
             choice.reason,
-        )
-    if choice.unknown and world.rank == 0:
-        logger.warning(
-            "strategy = 'auto': selects %s, which needs the least memory, because the prediction "
-            "is %s; set `strategy` if a faster one fits",
-            choice.option,
-            choice.unknown,
         )
     return choice.applied_to(config), f"auto: {choice.reason}"
 
@@ -107,7 +91,7 @@ def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple
 def choose(
     config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World, free: int
 ) -> Choice:
-    """Return the fastest strategy that fits. Call it inside of `FakeTensors`.
+    """Return the fastest strategy that fits.
 
     Args:
         config: The configuration, with several ranks.
@@ -127,23 +111,25 @@ def choose(
     if parameters < SMALL_SHARE * free:
         share = f"the FP32 parameters take {bytes_text(parameters)} of {available}"
         return Choice(options[0], f"{options[0]} is the fastest, and {share}")
-    memory, options, unknown = _measure(config, parts, policy, world.device, options)
+    memory = model_memory(
+        parts.model,
+        policy,
+        config.sharding,
+        moment_bytes=2 if config.optim.state == "bf16" else None,
+        averaged=config.ema.decay > 0,
+    )
     needs = {option: _of_rank(memory, option, config, policy, parts, world) for option in options}
-    usable = (1 - MARGIN) * free
+    usable = SHARE * free
     fitting = [option for option in options if needs[option] <= usable]
-    # What is unknown may fill the memory, so nothing is known to fit.
-    known_to_fit = fitting and not unknown
-    chosen = fitting[0] if known_to_fit else min(needs, key=lambda option: needs[option])
+    chosen = fitting[0] if fitting else min(needs, key=lambda option: needs[option])
     tried = [option for option in options[: options.index(chosen)] if option not in fitting]
     numbers = ", ".join(f"{option} {bytes_text(needs[option])}" for option in (*tried, chosen))
-    reason = f"a rank needs: {numbers}; limit: {1 - MARGIN:.0%} of {available}"
-    if unknown:
-        reason += f"; {unknown}, so auto selects the strategy that needs the least memory"
+    reason = f"without activations, a rank needs: {numbers}; limit: {SHARE:.0%} of {available}"
     # The choice of `accumulate` does not know what else needs memory.
     full = needs[chosen] + memory.gradients > usable and policy.param_dtype == torch.float32
     free_to_choose = config.sharding.accumulate == "auto"
     accumulate = ACCUMULATE.get(chosen.strategy) if full and free_to_choose else None
-    return Choice(chosen, reason, bool(fitting), accumulate, unknown)
+    return Choice(chosen, reason, bool(fitting), accumulate)
 
 
 def with_option(config: Config, option: Option) -> Config:
@@ -170,6 +156,8 @@ def _supported(
             refusals.append(error)
     if not options:
         raise refusals[0]
+    if len(options) > 1 and not _works_on_shards(config, parts.model):
+        options = [option for option in options if not option.shard_optimizer] or options
     return options
 
 
@@ -189,42 +177,16 @@ def _check(
     check_shapes(parts.model, option.strategy)
 
 
-def _measure(
-    config: RunConfig,
-    parts: RunComponents,
-    policy: PrecisionPolicy,
-    device: torch.device,
-    options: list[Option],
-) -> tuple[ModelMemory, list[Option], str]:
-    """Return the memory of the model, the strategies for its optimizer, and what is unknown."""
-    optimizer, problem = _traced(lambda: build_fake_optimizer(config, parts.model, policy))
-    activations, other = _traced(lambda: activation_bytes(config, parts, policy, device))
-    if optimizer is not None and not works_on_shards(type(optimizer)):
-        options = [option for option in options if not option.shard_optimizer] or options
-    memory = model_memory(
-        parts.model,
-        policy,
-        config.sharding,
-        optimizer_state=0 if optimizer is None else state_bytes(optimizer),
-        activations=activations or 0,
-        averaged=config.ema.decay > 0,
-    )
-    unknown = [
-        f"without {what}, which cannot be predicted: {error}"
-        for what, error in (("the optimizer state", problem), ("activations", other))
-        if error
-    ]
-    return memory, options, "; ".join(unknown)
-
-
-def _traced(work: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the result of work on tensors without values, or None and why it failed."""
-    try:
-        return work(), ""
-    except DistmpError:
-        raise
-    except Exception as error:  # noqa: BLE001 - code of users may need values, in any way
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+def _works_on_shards(config: RunConfig, model: nn.Module) -> bool:
+    """Return whether the optimizer of a run can step shards of flattened parameters."""
+    with FakeTensors():
+        named = [(name, nn.Parameter(torch.empty(p.shape))) for name, p in trainable(model)]
+        try:
+            return works_on_shards(type(build_on(config.optimizer_factory, named)))
+        except DistmpError:
+            raise
+        except Exception:  # noqa: BLE001 - code of users may need values; the engine checks it
+            return True
 
 
 def _of_rank(

@@ -14,7 +14,7 @@ from distmp.distributed.awaited import BUSY_LIMITS
 from distmp.parallel.accumulation import SHARE_OF_FREE_MEMORY
 from distmp.parallel.collective_order import ANSWER_SECONDS
 from distmp.parallel.settings import SHARDED_STRATEGIES, Accumulation, ShardingConfig
-from distmp.training.strategy_choice import MARGIN, OPTIONS, SMALL_SHARE
+from distmp.training.strategy_choice import OPTIONS, SHARE, SMALL_SHARE
 from distmp.utils.settings import from_mapping
 
 PAGE = (ROOT / "docs" / "sharding.md").read_text()
@@ -55,5 +55,5 @@ def test_the_automatic_strategy_is_that_of_the_code() -> None:
     section = PAGE.partition("## Automatic strategy")[2].partition("## Blocks")[0]
     ordered = re.findall(r"^\d\. (.*?)(?:, if .*)?$", section, flags=re.MULTILINE)
     assert [entry.replace("`", "") for entry in ordered] == [str(option) for option in OPTIONS]
-    assert f"{1 - MARGIN:.0%} of the free memory" in " ".join(section.split())
+    assert f"{SHARE:.0%} of the free memory" in " ".join(section.split())
     assert f"less than {SMALL_SHARE:.0%} of the free memory" in " ".join(section.split())

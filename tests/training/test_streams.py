@@ -12,14 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from distmp.distributed.world import World
-from distmp.errors import ConfigError
-from distmp.precision import policy
 from distmp.telemetry import read_records
-from distmp.training.setup import prepare
-from distmp.training.step_memory import activation_bytes
 from distmp.training.trainer import Trainer
-from distmp.utils.fake_tensors import FakeTensors
 from tests.ranks import ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.training.test_resume import SIZE, Samples, configuration, consumed, train
@@ -114,30 +108,3 @@ def test_a_stream_trains_on_the_same_samples_on_any_ranks_and_resumes(tmp_path: 
     consumed.clear()
     loss = validation_loss(one, tmp_path / "one")
     assert validation_loss(one, tmp_path / "resumed") == pytest.approx(loss, rel=1e-5)
-
-
-def test_memory_of_a_run_on_a_stream_is_predicted(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    world = World(0, 1, torch.device("cpu"), None)
-    parts = prepare(config, world)
-    with FakeTensors():
-        assert activation_bytes(config, parts, policy("fp32"), world.device) > 0
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"workers": 2}, r"data\.workers = 2: each worker would read the whole stream"),
-        ({"options": {"kind": "of node"}}, "it returned a OfNode, which is divided over the ranks"),
-        ({"options": {"kind": "iterator"}}, "generator, which can be read only once"),
-        (
-            {"document_masking": True, "end_of_text": 0},
-            r"data\.document_masking = True: needs a map-style dataset",
-        ),
-    ],
-)
-def test_streams_that_cannot_be_divided_are_refused_before_training(
-    tmp_path: Path, data: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        prepare(settings(tmp_path, data=data), World(0, 1, torch.device("cpu"), None))
