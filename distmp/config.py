@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -42,7 +41,6 @@ from distmp.utils.settings.flat import flat
 
 if TYPE_CHECKING:
     from distmp.engine.config import EngineConfig
-    from distmp.optim.build import OptimizerFactory, ScheduleFactory
 
 # Far above every real run, and within the types that hold these values.
 _MAX_STEPS = 10**12
@@ -181,29 +179,22 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         parse_phases(self.phases)
 
-    def check_names(self) -> None:
-        """Check the policy, which imports torch.
+    def check_names(self) -> bool:
+        """Check the policy, which imports torch; return whether it rounds weights stochastically.
 
         Raises:
             ConfigError: If it is unknown, or does not fit the rules of the loss scale or the
                 phases.
         """
-        if self.policy != "auto":
-            from distmp.engine.precision_phases import phase_formats
-            from distmp.precision import policy
-
-            chosen = policy(self.policy)
-            loss_scale_rules(chosen.loss_scale, self.loss_scale.rules)
-            phase_formats(chosen, parse_phases(self.phases))
-
-    @property
-    def rounds_stochastically(self) -> bool:
-        """Whether the policy rounds weights stochastically; imports torch."""
         if self.policy == "auto":
             return False
+        from distmp.engine.precision_phases import phase_formats
         from distmp.precision import policy
 
-        return policy(self.policy).stochastic_rounding
+        chosen = policy(self.policy)
+        loss_scale_rules(chosen.loss_scale, self.loss_scale.rules)
+        phase_formats(chosen, parse_phases(self.phases))
+        return chosen.stochastic_rounding
 
 
 @dataclass(frozen=True)
@@ -439,19 +430,20 @@ class RunConfig:
             ConfigError: If a name is unknown, or what it names does not take an option.
         """
         from distmp.models.metrics import find_metric
+        from distmp.optim.build import optimizer_factory, schedule_factory
 
         check_token_paths(self.data)
         # Without options there is nothing to compare: the ranks import the module.
         for section in (self.data, self.model):
             if section.is_import_path and section.options:
                 section.function()
-        self.precision.check_names()
+        stochastic = self.precision.check_names()
         for name, path in self.validation.metrics.items():
             find_metric(name, path)
         for callback in parse_callbacks(self.callbacks):
             find_callback(callback)
-        _ = self.optimizer_factory
-        build = self.schedule_factory
+        optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
+        build = schedule_factory(self.schedule, self.steps)
         # Schedules of torch refuse options when they are built. The first optimizer of a process
         # imports torch's compiler, which takes 0.4 s.
         if self.schedule.name not in SHAPES:
@@ -470,25 +462,6 @@ class RunConfig:
                 "name a function",
             )
         self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the settings only: the factories cannot be pickled and are built again."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    @cached_property
-    def optimizer_factory(self) -> OptimizerFactory:
-        """The function that builds the optimizer over named parameters."""
-        from distmp.optim.build import optimizer_factory
-
-        stochastic = self.precision.rounds_stochastically
-        return optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
-
-    @cached_property
-    def schedule_factory(self) -> ScheduleFactory:
-        """The function that builds the learning-rate schedule on an optimizer."""
-        from distmp.optim.build import schedule_factory
-
-        return schedule_factory(self.schedule, self.steps)
 
     @property
     def hang_seconds(self) -> float:

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from distmp.config import BatchConfig, RunConfig, load
-from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.optim import build
-from distmp.training.setup import build_engine, prepare
 from distmp.utils.settings import from_mapping, leaf_names, read_yaml, write_yaml
 from distmp.utils.settings.convert import setting_names
 
@@ -179,29 +176,10 @@ def test_what_is_no_option_is_not_called_one(values: dict[str, Any]) -> None:
     assert "options." not in str(caught.value)
 
 
-def test_optimizer_and_schedule_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    for name in ("optimizer_factory", "schedule_factory"):
-        original = getattr(build, name)
-
-        def counted(
-            *arguments: Any, original: Any = original, name: str = name, **options: Any
-        ) -> Any:
-            calls.append(name)
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(build, name, counted)
-    config = load(["--strategy=single", "--data.path=distmp"])
-    world = World.current("cpu")
-    build_engine(config, prepare(config, world), world, policy="fp32", attribution=False)
-    assert calls == ["optimizer_factory", "schedule_factory"]
-
-
 def test_a_configuration_can_be_pickled() -> None:
     config = RunConfig(steps=7)
     copied = pickle.loads(pickle.dumps(config))
     assert copied == config
-    assert copied.schedule_factory is not config.schedule_factory
 
 
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:

@@ -40,7 +40,7 @@ class ModelMemory(NamedTuple):
         parameters: Parameters in the dtypes in which the module holds them.
         stepped: Parameters in the dtypes in which the optimizer steps them.
         masters: FP32 master weights of 16-bit parameters; 0 if the parameters are stepped.
-        optimizer_state: State of an optimizer with two moments, as AdamW.
+        optimizer_state: Two moments of each weight in its dtype, as in AdamW.
         average: FP32 average of the weights (setting `ema`), sharded like them; 0 without one.
         gradients: FP32 gradients.
         root: Parameters outside of the blocks, which FSDP gathers as one unit and keeps.
@@ -107,7 +107,6 @@ def model_memory(
     policy: PrecisionPolicy,
     sharding: ShardingConfig,
     *,
-    moment_bytes: int | None,
     averaged: bool,
 ) -> ModelMemory:
     """Return the memory that training a model needs; the values of its parameters do not matter.
@@ -116,7 +115,6 @@ def model_memory(
         model: The model before a strategy changes it.
         policy: The resolved policy.
         sharding: Determines the blocks.
-        moment_bytes: Bytes of an element of a moment of the optimizer; None: those of the weights.
         averaged: Whether the run averages its weights.
     """
     dtypes = storage_dtypes(model, policy)
@@ -142,7 +140,7 @@ def model_memory(
         in_fp32 = id(parameter) in kept
         itemsize = 4 if in_fp32 else policy.param_dtype.itemsize
         stepped += count * itemsize
-        moments += 2 * count * (moment_bytes or itemsize)
+        moments += 2 * count * itemsize
         if not in_fp32 and policy.casts_parameters and policy.has_masters:
             masters += 4 * count
     return ModelMemory(

@@ -29,7 +29,7 @@ from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.loss import NO_POSITIONS, takes_positions
 from distmp.models.settings import ModelConfig
-from distmp.optim.build import OptimizerFactory, optimizer_factory
+from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES, Recomputation
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
@@ -217,7 +217,8 @@ def build_engine(
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
     """
-    round_frozen(config, parts, resolve(policy, world.device)[0])
+    resolved, _ = resolve(policy, world.device)
+    round_frozen(config, parts, resolved)
     settings = replace(
         config.engine(parts.microbatches),
         policy=policy,
@@ -227,21 +228,14 @@ def build_engine(
     return Engine(
         parts.model,
         parts.loss,
-        _optimizer_factory(config, resolve(policy, world.device)[0]),
+        optimizer_factory(
+            config.optim, stochastic_rounding=resolved.stochastic_rounding, seed=config.seed
+        ),
         settings,
-        schedule=config.schedule_factory,
+        schedule=schedule_factory(config.schedule, config.steps),
         device=world.device,
         # Weights in files have no values for adapters.
         initialize=not load and (parts.weights is None or config.model.peft is not None),
-    )
-
-
-def _optimizer_factory(config: RunConfig, policy: PrecisionPolicy) -> OptimizerFactory:
-    """Return the factory for a policy, which need not be that of the configuration."""
-    if policy.stochastic_rounding == config.precision.rounds_stochastically:
-        return config.optimizer_factory
-    return optimizer_factory(
-        config.optim, stochastic_rounding=policy.stochastic_rounding, seed=config.seed
     )
 
 

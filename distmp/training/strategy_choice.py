@@ -12,6 +12,7 @@ from torch import nn
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, DistmpError
+from distmp.optim.build import optimizer_factory
 from distmp.optim.sharded import works_on_shards
 from distmp.optim.stepped import build_on
 from distmp.parallel.accumulation import least_free_bytes
@@ -115,7 +116,6 @@ def choose(
         parts.model,
         policy,
         config.sharding,
-        moment_bytes=2 if config.optim.state == "bf16" else None,
         averaged=config.ema.decay > 0,
     )
     needs = {option: _of_rank(memory, option, config, policy, parts, world) for option in options}
@@ -182,7 +182,8 @@ def _works_on_shards(config: RunConfig, model: nn.Module) -> bool:
     with FakeTensors():
         named = [(name, nn.Parameter(torch.empty(p.shape))) for name, p in trainable(model)]
         try:
-            return works_on_shards(type(build_on(config.optimizer_factory, named)))
+            factory = optimizer_factory(config.optim, stochastic_rounding=False, seed=config.seed)
+            return works_on_shards(type(build_on(factory, named)))
         except DistmpError:
             raise
         except Exception:  # noqa: BLE001 - code of users may need values; the engine checks it

@@ -20,7 +20,7 @@ def test_the_settings_load_with_their_defaults() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     config = from_mapping(RunConfig, yaml.safe_load(text))
     assert config.optim == type(config.optim)("muon", options=config.optim.options)
-    assert config.optimizer_factory is not None
+    config.check_names()
 
 
 def test_names_and_sizes_are_those_of_the_code() -> None:
