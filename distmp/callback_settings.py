@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.models.settings import EMA_PREFIX
 from distmp.utils.entries import Entry, parse_entries
 from distmp.utils.imports import check_arguments, load_callable
@@ -75,14 +75,12 @@ class EarlyStoppingConfig:
     metric `accuracy`; others need min or max."""
 
     def __post_init__(self) -> None:
-        if self.patience < 0:
-            raise ConfigError("early_stopping.patience", self.patience, "use 0 or more validations")
-        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ConfigError(
-                "early_stopping.min_delta", self.min_delta, "use a number of 0 or more"
-            )
-        if self.mode not in ("auto", "min", "max"):
-            raise ConfigError("early_stopping.mode", self.mode, "use auto, min or max")
+        valid = self.patience >= 0
+        require(valid, "early_stopping.patience", self.patience, "use 0 or more validations")
+        valid = 0 <= self.min_delta < math.inf
+        require(valid, "early_stopping.min_delta", self.min_delta, "use a number of 0 or more")
+        valid = self.mode in ("auto", "min", "max")
+        require(valid, "early_stopping.mode", self.mode, "use auto, min or max")
 
     @property
     def maximizes(self) -> bool:
@@ -92,17 +90,13 @@ class EarlyStoppingConfig:
             ConfigError: If `mode` is auto and the metric is not known.
         """
         name = self.metric.removeprefix(EMA_PREFIX)
-        if self.mode != "auto":
-            return self.mode == "max"
-        if name in _MINIMIZED:
-            return False
-        if name == "accuracy":
-            return True
-        raise ConfigError(
+        require(
+            self.mode != "auto" or name in (*_MINIMIZED, "accuracy"),
             "early_stopping.mode",
             "auto",
             f"does not know the metric {self.metric!r}; set min or max",
         )
+        return self.mode == "max" or (self.mode == "auto" and name == "accuracy")
 
     def check(self, metrics: Sequence[str], *, every: int, ema: bool) -> None:
         """Refuse settings under which a run would never stop early.
@@ -117,30 +111,29 @@ class EarlyStoppingConfig:
         """
         if self.patience == 0:
             for field in fields(self):
-                value = getattr(self, field.name)
-                if value != field.default:
-                    raise ConfigError(
-                        f"early_stopping.{field.name}",
-                        value,
-                        "has no effect without early_stopping.patience; set it, the number of "
-                        "validations without an improvement after which a run ends",
-                    )
+                require(
+                    getattr(self, field.name) == field.default,
+                    f"early_stopping.{field.name}",
+                    getattr(self, field.name),
+                    "has no effect without early_stopping.patience; set it, the number of "
+                    "validations without an improvement after which a run ends",
+                )
             return
-        if every == 0:
-            raise ConfigError(
-                "early_stopping.patience",
-                self.patience,
-                "needs validations during training; set validation.every",
-            )
+        require(
+            every > 0,
+            "early_stopping.patience",
+            self.patience,
+            "needs validations during training; set validation.every",
+        )
         known = ["loss", *metrics]
         of_average = [f"{EMA_PREFIX}{name}" for name in known]
-        if self.metric in of_average and not ema:
-            raise ConfigError(
-                "early_stopping.metric",
-                self.metric,
-                "needs an average of the weights; set ema.decay",
-            )
+        require(
+            ema or self.metric not in of_average,
+            "early_stopping.metric",
+            self.metric,
+            "needs an average of the weights; set ema.decay",
+        )
         known += of_average if ema else []
-        if self.metric not in known:
-            raise ConfigError("early_stopping.metric", self.metric, nearest(self.metric, known))
+        hint = nearest(self.metric, known)
+        require(self.metric in known, "early_stopping.metric", self.metric, hint)
         _ = self.maximizes

@@ -19,7 +19,7 @@ from distmp.engine.settings import (
     RankConsistencyConfig,
     parse_phases,
 )
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.masking import is_masked
 from distmp.models import contracts
 from distmp.models.settings import ModelConfig
@@ -112,8 +112,8 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "microbatch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"batch.{name}", getattr(self, name), "use 1 or more samples")
+            value = getattr(self, name)
+            require(value >= 1, f"batch.{name}", value, "use 1 or more samples")
         microbatches_per_rank(self.global_batch_size, self.microbatch_size, world_size=1)
 
 
@@ -216,12 +216,11 @@ class ValidationConfig:
     docs/metrics.md."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError("validation.every", self.every, "use 0 or more steps")
+        require(self.every >= 0, "validation.every", self.every, "use 0 or more steps")
         for name in ("samples", "final_samples"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"validation.{name}", value, "use 1 or more samples")
+            valid = value is None or value >= 1
+            require(valid, f"validation.{name}", value, "use 1 or more samples")
 
 
 @dataclass(frozen=True)
@@ -242,12 +241,9 @@ class SampleConfig:
     data, unless its tokenizer is `bytes`."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError("sample.every", self.every, "use 0 or more steps")
-        if not self.prompt:
-            raise ConfigError("sample.prompt", self.prompt, "use at least one character")
-        if self.length < 0:
-            raise ConfigError("sample.length", self.length, "use 0 or more tokens")
+        require(self.every >= 0, "sample.every", self.every, "use 0 or more steps")
+        require(bool(self.prompt), "sample.prompt", self.prompt, "use at least one character")
+        require(self.length >= 0, "sample.length", self.length, "use 0 or more tokens")
 
 
 @dataclass(frozen=True)
@@ -364,42 +360,36 @@ class RunConfig:
         self._check_metrics()
 
     def _check_run(self) -> None:
-        if not 1 <= self.steps <= _MAX_STEPS:
-            raise ConfigError("steps", self.steps, f"use 1 to {_MAX_STEPS:,} steps")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError("seed", self.seed, "use an integer from 0 to 2^63 - 1")
-        if Path(self.run_dir).name in ("", ".."):
-            raise ConfigError(
-                "run_dir", self.run_dir, "name a folder of the run's own, such as runs/first"
-            )
-        if self.resume == "":
-            raise ConfigError("resume", "", "give 'auto', the path of a checkpoint, or null")
-        resume = self.resume or ""
-        if resume.lower() in _WORDS_FOR_AUTO and not Path(resume).exists():
-            raise ConfigError("resume", resume, "write 'auto' for the latest checkpoint of the run")
+        valid = 1 <= self.steps <= _MAX_STEPS
+        require(valid, "steps", self.steps, f"use 1 to {_MAX_STEPS:,} steps")
+        valid = 0 <= self.seed < 2**63
+        require(valid, "seed", self.seed, "use an integer from 0 to 2^63 - 1")
+        valid = Path(self.run_dir).name not in ("", "..")
+        hint = "name a folder of the run's own, such as runs/first"
+        require(valid, "run_dir", self.run_dir, hint)
+        resume = self.resume
+        require(resume != "", "resume", "", "give 'auto', the path of a checkpoint, or null")
+        word = (resume or "").lower() in _WORDS_FOR_AUTO and not Path(resume or "").exists()
+        require(not word, "resume", resume, "write 'auto' for the latest checkpoint of the run")
 
     def _check_time(self) -> None:
-        if not 0 < self.timeout_minutes <= _MAX_TIMEOUT_MINUTES:
-            raise ConfigError(
-                "timeout_minutes",
-                self.timeout_minutes,
-                f"use a number above 0, up to {_MAX_TIMEOUT_MINUTES:,} (two weeks)",
-            )
-        if self.max_minutes is not None and not (0 < self.max_minutes < math.inf):
-            raise ConfigError("max_minutes", self.max_minutes, "use a number above 0, or null")
-        limit = 60 * self.timeout_minutes
+        minutes = self.timeout_minutes
+        valid = 0 < minutes <= _MAX_TIMEOUT_MINUTES
+        hint = f"use a number above 0, up to {_MAX_TIMEOUT_MINUTES:,} (two weeks)"
+        require(valid, "timeout_minutes", minutes, hint)
+        valid = self.max_minutes is None or 0 < self.max_minutes < math.inf
+        require(valid, "max_minutes", self.max_minutes, "use a number above 0, or null")
         watched = self.watchdog_seconds
-        if watched is not None and not (watched == 0 or 2 <= watched < limit):
-            raise ConfigError(
-                "watchdog_seconds",
-                watched,
-                f"use 0, or a number from 2, because ranks report once a second, to less than "
-                f"timeout_minutes ({limit:g} s), after which a collective times out",
-            )
+        valid = watched is None or watched == 0 or 2 <= watched < 60 * minutes
+        hint = (
+            f"use 0, or a number from 2, because ranks report once a second, to less than "
+            f"timeout_minutes ({60 * minutes:g} s), after which a collective times out"
+        )
+        require(valid, "watchdog_seconds", watched, hint)
 
     def _check_strategy(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
+        known = self.strategy in STRATEGIES
+        require(known, "strategy", self.strategy, nearest(self.strategy, STRATEGIES))
         if self.strategy != "auto":  # which chooses a strategy that supports the settings
             self.sharding.check(self.strategy)
         self.parallel(microbatches=None)
@@ -410,12 +400,12 @@ class RunConfig:
             accumulation.refuse_for(self.strategy)
 
     def _check_steps(self) -> None:
-        if self.schedule.warmup(self.steps) >= self.steps:
-            raise ConfigError(
-                "schedule.warmup_steps",
-                self.schedule.warmup_steps,
-                f"must be less than steps = {self.steps}, or null for 5% of them",
-            )
+        require(
+            self.schedule.warmup(self.steps) < self.steps,
+            "schedule.warmup_steps",
+            self.schedule.warmup_steps,
+            f"must be less than steps = {self.steps}, or null for 5% of them",
+        )
         self.profile.check(self.steps)
 
     def check_names(self) -> None:
@@ -454,13 +444,13 @@ class RunConfig:
     def _check_metrics(self) -> None:
         parse_callbacks(self.callbacks)
         metrics = self.validation.metrics
-        if "perplexity" in metrics.values() and self.model.loss != "next_token":
-            raise ConfigError(
-                "validation.metrics",
-                "perplexity",
-                f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
-                "name a function",
-            )
+        require(
+            "perplexity" not in metrics.values() or self.model.loss == "next_token",
+            "validation.metrics",
+            "perplexity",
+            f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
+            "name a function",
+        )
         self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
 
     @property

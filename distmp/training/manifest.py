@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +126,6 @@ def append(path: Path, start: Mapping[str, Any]) -> None:
     text = json.dumps({"starts": starts}, indent=2, default=str)
     with replacing(path, mode=PRIVATE) as file:
         file.write(text.encode() + b"\n")
-
-
-def starts_at(path: Path, step: int) -> int:
-    """Return how many consecutive jobs, up to the last one, started the run at `step`.
-
-    Restarts of the ranks within a job do not count. Returns 0 if there is no manifest.
-    """
-    try:
-        jobs = [start for start in read(path) if start.get("restart") == 0]
-    except OSError:
-        return 0
-    return len(list(takewhile(lambda job: job.get("first_step") == step, reversed(jobs))))
 
 
 def read(path: Path) -> Sequence[dict[str, Any]]:

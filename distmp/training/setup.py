@@ -13,17 +13,16 @@ import torch
 from torch import nn
 
 from distmp.checkpoint import store
-from distmp.checkpoint.manifest import check_number
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
-from distmp.data.loading import Batch, step_batches
+from distmp.data.loading import Batch, is_stream, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
-from distmp.errors import CheckpointError, ConfigError, listed
+from distmp.errors import CheckpointError, ConfigError, listed, require
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
@@ -89,6 +88,7 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
         check_power_of_two(microbatches)
     store.check_reachable(config.checkpoint.path, config.resume)
     datasets = build_datasets(config.data)
+    _check_datasets(config, datasets)
     torch.manual_seed(config.seed)
     model = _build(config, datasets.vocabulary_size, world)
     weights = _weights(config.model)
@@ -104,6 +104,25 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
         _warn_about_recomputed_attention(config, world.device)
     built = BuiltModel.of(model, has_adapters=config.model.peft is not None)
     return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
+
+
+def _check_datasets(config: RunConfig, datasets: Datasets) -> None:
+    size = config.batch.global_batch_size
+    samples = None if is_stream(datasets.train) else len(datasets.train)
+    require(
+        samples is None or samples >= size,
+        "batch.global_batch_size",
+        size,
+        f"is more than the {samples} samples of the training data, so a step would repeat samples; "
+        "use a smaller batch, or more data",
+    )
+    require(
+        config.early_stopping.patience == 0 or datasets.validation is not None,
+        "early_stopping.patience",
+        config.early_stopping.patience,
+        "needs held-out data; set data.held_out or data.validation_path, or return a dataset for "
+        "the split 'validation'",
+    )
 
 
 def _with_weights(
@@ -324,20 +343,13 @@ def stored_progress(checkpoint: store.StoredCheckpoint) -> Progress:
     """Return the progress of the run that wrote a checkpoint.
 
     Raises:
-        CheckpointError: If its numbers are not those of a run.
+        CheckpointError: If it has no numbers of a run.
     """
-    numbers = checkpoint.numbers
-    try:
-        for name in ("configuration", "data", "ranks", "versions", "callbacks"):
-            if not isinstance(numbers.get(name, {}), dict):
-                raise CheckpointError(f"{name} is a {type(numbers[name]).__name__}")
-        found = {
-            field.name: check_number(field.name, numbers[field.name])
-            for field in dataclasses.fields(Progress)
-            if numbers.get(field.name) is not None
-        }
-        if not {"step", "samples"} <= found.keys():
-            raise CheckpointError("they lack the step or the position in the data")
-    except CheckpointError as error:
-        raise CheckpointError(f"the numbers in {checkpoint} cannot be used: {error}") from error
+    names = [field.name for field in dataclasses.fields(Progress)]
+    found = {name: checkpoint.numbers[name] for name in names if name in checkpoint.numbers}
+    if not {"step", "samples"} <= found.keys():
+        raise CheckpointError(
+            f"the numbers in {checkpoint} cannot be used: they lack the step or the position in "
+            "the data"
+        )
     return Progress(**found)

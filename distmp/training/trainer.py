@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from types import TracebackType
@@ -27,7 +26,6 @@ from distmp.training.callbacks.order import in_order
 from distmp.training.restarts import Restarts
 from distmp.training.setup import training_batches
 from distmp.training.spikes import action_for
-from distmp.training.time_budget import job_started
 from distmp.utils.generators import seed_generators
 
 _Exit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
@@ -113,8 +111,6 @@ class Trainer:
                     f"stopped after step {self.progress.step} ({self._why_stopped()}); "
                     "continue with --resume auto"
                 )
-        if not finished:
-            self.world.ranks.from_rank_0(self._check_gain)
         return finished
 
     @contextmanager
@@ -314,14 +310,6 @@ class Trainer:
 
     def _has_to_stop(self) -> bool:
         return self._stopping or self.rollback_from is not None
-
-    def _check_gain(self) -> None:
-        """Raise if the last jobs that a scheduler started made no progress."""
-        if self._stop.received == signal.SIGINT:
-            return
-        seconds = time.time() - job_started()
-        cause = f"{self._why_stopped()}, {seconds:.0f} s after the start of the job"
-        self.restarts.check_gain(self.directory, self.progress.step, cause)
 
     def _seed_step(self) -> None:
         """Make what callbacks draw a function of the seed and the position in the data."""

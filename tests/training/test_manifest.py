@@ -15,11 +15,9 @@ from distmp.errors import SetupError
 from distmp.masking import HIDDEN, masked
 from distmp.training import manifest
 from distmp.training.manifest import (
-    append,
     read,
     record,
     revision,
-    starts_at,
 )
 from distmp.utils.settings.flat import digest
 from tests.ranks import run_ranks
@@ -44,17 +42,6 @@ def test_a_start_of_several_ranks(tmp_path: Path) -> None:
     assert first["environment"]["WORLD_SIZE"] == "2"
     assert first["started"] <= second["started"]
     assert first["started"].endswith("+00:00")
-
-
-def test_jobs_that_began_at_the_same_step(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    assert starts_at(path, 0) == 0
-    for first_step, restart in [(5, 0), (0, 0), (5, 0), (5, 1), (7, 1), (5, 0)]:
-        append(path, {"first_step": first_step, "restart": restart})
-    assert starts_at(path, 5) == 2
-    assert starts_at(path, 0) == 0
-    append(path, {"restart": 0})  # of an earlier version
-    assert starts_at(path, 5) == 0
 
 
 def git(folder: Path, *arguments: str) -> str:
