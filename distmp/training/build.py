@@ -34,6 +34,7 @@ from distmp.training.setup import (
     Progress,
     RunComponents,
     build_engine,
+    check_datasets,
     find_checkpoint,
     prepare,
     start_from_weights,
@@ -80,7 +81,7 @@ class _Builder:
     def build(self) -> Run:
         """Return the run; see `build_run`."""
         config, world, ranks = self._config, self._world, self._world.ranks
-        components = ranks.all_or_none(lambda: prepare(config, world))
+        components = ranks.all_or_none(self._prepare)
         checkpoint = self._find_checkpoint()
         progress = Progress() if checkpoint is None else stored_progress(checkpoint)
         # Counted before a sharded strategy leaves only a part of each parameter on this rank.
@@ -131,6 +132,11 @@ class _Builder:
             progress,
             None if self._choice is None else self._choice.lease,
         )
+
+    def _prepare(self) -> RunComponents:
+        components = prepare(self._config, self._world)
+        check_datasets(self._config, components.datasets)
+        return components
 
     def _find_checkpoint(self) -> store.StoredCheckpoint | None:
         """Claim the directory to continue, and return the checkpoint to continue from."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distmp.checkpoint import store
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
@@ -18,6 +18,7 @@ from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
 from distmp.data.loading import Batch, is_stream, step_batches
 from distmp.data.order import microbatches_per_rank
+from distmp.data.seeded import SeededMicrobatches
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
@@ -34,6 +35,7 @@ from distmp.parallel.settings import SHARDED_STRATEGIES, Recomputation
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
 from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
+from distmp.utils.generators import generators_kept
 
 logger = logging.getLogger("distmp")
 
@@ -88,7 +90,6 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
         check_power_of_two(microbatches)
     store.check_reachable(config.checkpoint.path, config.resume)
     datasets = build_datasets(config.data)
-    _check_datasets(config, datasets)
     torch.manual_seed(config.seed)
     model = _build(config, datasets.vocabulary_size, world)
     weights = _weights(config.model)
@@ -106,7 +107,14 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
 
 
-def _check_datasets(config: RunConfig, datasets: Datasets) -> None:
+def check_datasets(config: RunConfig, datasets: Datasets) -> None:
+    """Refuse data on which a run would not train as configured.
+
+    Raises:
+        ConfigError: If there are fewer samples than a step has, or none for early stopping; or if
+            inputs are not token ids where the loss needs them.
+        DataError: If the first sample cannot be read.
+    """
     size = config.batch.global_batch_size
     samples = None if is_stream(datasets.train) else len(datasets.train)
     require(
@@ -123,6 +131,17 @@ def _check_datasets(config: RunConfig, datasets: Datasets) -> None:
         "needs held-out data; set data.held_out or data.validation_path, or return a dataset for "
         "the split 'validation'",
     )
+    if samples is not None and config.data.is_import_path and config.model.loss == "next_token":
+        with generators_kept():
+            first = SeededMicrobatches(datasets.train, config.seed, list).sample(0, 0)
+        inputs = first.get("inputs") if isinstance(first, Mapping) else None
+        require(
+            not (isinstance(inputs, Tensor) and inputs.is_floating_point()),
+            "data.source",
+            config.data.source,
+            f"sample 0 has inputs of {getattr(inputs, 'dtype', None)}; the loss next_token needs "
+            "token ids, int64",
+        )
 
 
 def _with_weights(
