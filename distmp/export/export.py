@@ -162,12 +162,11 @@ def _best(checkpoint: store.StoredCheckpoint) -> store.StoredCheckpoint:
         )
     path = final_path(checkpoint.path.parent, check_number("its best step", step))
     if not has_checkpoint(path.parent, step):
-        # That of the run before, if this one continues another one.
-        stored = stopping.get("best_checkpoint") or "the one of the run that this run continues"
         raise ConfigError(
             "--best",
             str(checkpoint),
-            f"its best checkpoint, of step {step}, is not in {path.parent}: export {stored}",
+            f"its best checkpoint, of step {step}, is not in {path.parent}: export the one of the "
+            "run that this run continues",
         )
     found = store.resolve(str(path), path.parent, setting="--best")
     assert found is not None

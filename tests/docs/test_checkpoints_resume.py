@@ -33,7 +33,7 @@ def test_the_changes_are_told_as_the_page_shows(monkeypatch: pytest.MonkeyPatch)
     first, second = (flat(load(shlex.split(line))) for line in lines)
     shown = re.findall(r"^    (changed: .*)$", PAGE, re.MULTILINE)
     assert len(shown) == 2
-    found = compare(first, second, {})
+    found = compare(first, second)
     assert [f"changed: {line}" for line in found.consequential.values()] == shown
     assert found.harmless == found.dangerous == {}
 

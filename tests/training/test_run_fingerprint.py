@@ -123,9 +123,3 @@ def test_facts_that_one_side_lacks_are_not_compared() -> None:
     before = numbers()
     del before["data"]["digest"], before["versions"]
     assert changes_since(before, numbers(data=[1, 2, 3, 4, 5, 6, 7, 8])) == Changes()
-
-
-def test_a_checkpoint_without_configuration_is_noted() -> None:
-    found = changes_since({"step": 3, "samples": 24}, numbers())
-    assert "contains no settings" in found.note
-    assert found == Changes(note=found.note)

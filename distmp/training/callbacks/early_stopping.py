@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from distmp.checkpoint.layout import final_path, has_checkpoint
-from distmp.masking import masked_text
 from distmp.training.callbacks.callback import Callback, TrainingLoop
 
 if TYPE_CHECKING:
     from distmp.config import RunConfig
     from distmp.training.callbacks.checkpointing import Checkpointing
-
-# Where the best checkpoint is, if a state does not tell.
-ELSEWHERE = "in the run that this one continues"
 
 
 class EarlyStopping(Callback):
@@ -34,8 +30,6 @@ class EarlyStopping(Callback):
         self._final_counts = config.validation.final_samples == config.validation.samples
         self._best: float | None = None
         self._best_step = 0
-        # The checkpoint of that step, which may be in the run that this one continues.
-        self._best_checkpoint: str | None = None
         self._last_step = 0
         self._without_improvement = 0
 
@@ -44,7 +38,6 @@ class EarlyStopping(Callback):
         return {
             "best": self._best,
             "best_step": self._best_step,
-            "best_checkpoint": self._best_checkpoint,
             "last_step": self._last_step,
             "without_improvement": self._without_improvement,
         }
@@ -53,7 +46,6 @@ class EarlyStopping(Callback):
         """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
         self._best = state["best"]
         self._best_step = state["best_step"]
-        self._best_checkpoint = state.get("best_checkpoint")
         self._last_step = state["last_step"]
         self._without_improvement = state["without_improvement"]
         # Also after a rollback, which saves next and would remove the best checkpoint.
@@ -75,8 +67,6 @@ class EarlyStopping(Callback):
         value = loss if self._config.metric == "loss" else metrics[self._config.metric]
         if self._improves(value):
             self._best, self._best_step, self._without_improvement = value, step, 0
-            path = final_path(trainer.directory.checkpoints, step)
-            self._best_checkpoint = masked_text(str(path.absolute()))
             self._checkpointing.keep(step, save=True)
             return
         self._without_improvement += 1
@@ -92,7 +82,7 @@ class EarlyStopping(Callback):
         # The last step is saved after this.
         is_last = self._best_step == trainer.progress.step
         if trainer.world.rank == 0 and not (is_last or has_checkpoint(directory, self._best_step)):
-            where = f"no checkpoint in {directory}; it is {self._best_checkpoint or ELSEWHERE}"
+            where = f"no checkpoint in {directory}, but in the run that this one continues"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
             f"{where}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from distmp.data.evaluation import ForwardOnly, evaluation_batches
-from distmp.data.loading import Batch, is_stream
+from distmp.data.evaluation import evaluation_batches
+from distmp.data.loading import is_stream
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.evaluation import Evaluation
 from distmp.models.metrics import find_metric
@@ -20,8 +18,6 @@ from distmp.training.weight_unit import loss_unit
 if TYPE_CHECKING:
     from distmp.checkpoint.writer import CheckpointWriter
     from distmp.training.run import Run
-
-_SECONDS_BETWEEN_LINES = 30.0
 
 
 class Validation(Callback):
@@ -97,16 +93,12 @@ class Validation(Callback):
     ) -> Evaluation | None:
         """Evaluate the first `samples` held-out samples, or all; None if a rank is to stop."""
         batches = until_stop_requested(
-            _reported(
-                trainer,
-                evaluation_batches(
-                    dataset,
-                    samples=samples,
-                    microbatch_size=trainer.config.batch.microbatch_size,
-                    rank=trainer.world.rank,
-                    world_size=trainer.world.world_size,
-                ),
-                _count(dataset, samples),
+            evaluation_batches(
+                dataset,
+                samples=samples,
+                microbatch_size=trainer.config.batch.microbatch_size,
+                rank=trainer.world.rank,
+                world_size=trainer.world.world_size,
             ),
             trainer.is_asked_to_stop,
             trainer.world.group,
@@ -130,20 +122,6 @@ def _count(dataset: Any, samples: int | None) -> int | None:
     if is_stream(dataset):
         return samples
     return len(dataset) if samples is None else min(samples, len(dataset))
-
-
-def _reported(
-    trainer: TrainingLoop, batches: Iterator[Batch | ForwardOnly], count: int | None
-) -> Iterator[Batch | ForwardOnly]:
-    """Yield the microbatches of a validation; print its progress if it takes long."""
-    of_all = "" if count is None else f" of {count:,}"
-    samples = trainer.config.batch.microbatch_size * trainer.world.world_size
-    printed = time.monotonic()
-    for number, batch in enumerate(batches):
-        if time.monotonic() - printed >= _SECONDS_BETWEEN_LINES:
-            printed = time.monotonic()
-            trainer.console.message(f"validated {number * samples:,}{of_all} held-out samples")
-        yield batch
 
 
 def _perplexity(loss: float) -> float:

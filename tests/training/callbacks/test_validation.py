@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.telemetry import Console
-from distmp.training.callbacks import validation
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.training.test_resume import configuration
@@ -42,16 +39,3 @@ def test_the_final_validation_is_announced_and_others_are_not(tmp_path: Path) ->
     assert lines[0] == (
         f"validating on {count:,} held-out samples, with the weights and with their average"
     )
-
-
-@ranks(2)
-def test_a_long_validation_prints_its_progress(tmp_path: Path) -> None:
-    """Here each microbatch takes longer than the time between two lines."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "_SECONDS_BETWEEN_LINES", 0.0)
-        lines, _ = printed(tmp_path, validation={"final_samples": 10})
-    size = configuration(tmp_path).batch.microbatch_size
-    progress = [line for line in lines if line.startswith("validated")]
-    assert progress == [
-        f"validated {done} of 10 held-out samples" for done in range(0, 10, 2 * size)
-    ]
