@@ -92,7 +92,6 @@ _ADVICE = {
     "sample": "set sample.length; 0 disables it",
     "validation": "set validation.every and validation.samples; data.held_out = 0 disables it",
 }
-_WORDS_FOR_AUTO = ("true", "yes", "on", "1", "last", "latest")
 
 Config = TypeVar("Config", bound="RunConfig")
 
@@ -367,10 +366,8 @@ class RunConfig:
         valid = Path(self.run_dir).name not in ("", "..")
         hint = "name a folder of the run's own, such as runs/first"
         require(valid, "run_dir", self.run_dir, hint)
-        resume = self.resume
-        require(resume != "", "resume", "", "give 'auto', the path of a checkpoint, or null")
-        word = (resume or "").lower() in _WORDS_FOR_AUTO and not Path(resume or "").exists()
-        require(not word, "resume", resume, "write 'auto' for the latest checkpoint of the run")
+        valid = self.resume != ""
+        require(valid, "resume", "", "give 'auto', the path of a checkpoint, or null")
 
     def _check_time(self) -> None:
         minutes = self.timeout_minutes

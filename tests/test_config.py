@@ -84,7 +84,6 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--optim.options", "{a: %s}" % (3000 * "[" + 3000 * "]")], "optim.options = '{a: [[["),
         (["--checkpoint.path", "s3://***@bucket"], "is hidden in files that distmp writes"),
         (["--resume", ""], "resume"),
-        (["--resume", "true"], "resume = 'true': write 'auto' for the latest checkpoint"),
         (["--batch-size", "4"], "batch_size = '4': unknown setting; set batch.global_batch_size"),
         (
             ["--micro-batch-size", "4"],

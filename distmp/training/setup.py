@@ -23,15 +23,14 @@ from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
-from distmp.errors import CheckpointError, ConfigError, listed, require
+from distmp.errors import CheckpointError, listed, require
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
-from distmp.models.loss import NO_POSITIONS, takes_positions
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two
-from distmp.parallel.settings import SHARDED_STRATEGIES, Recomputation
+from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
 from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
@@ -99,10 +98,6 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
         adapters.add_adapters(model, config.model.peft, config.seed)
     if config.model.is_hugging_face and config.model.loss == "next_token":
         huggingface.prepare_loss(model)
-    if config.data.document_masking and not takes_positions(model):
-        raise ConfigError("data.document_masking", True, NO_POSITIONS.format(config.model.name))
-    if world.rank == 0:
-        _warn_about_recomputed_attention(config, world.device)
     built = BuiltModel.of(model, has_adapters=config.model.peft is not None)
     return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
 
@@ -184,22 +179,6 @@ def _check_ties(
         raise weights.error(
             f"has other values for {listed(untied)} than for the weights that the model ties to "
             "them; set model.options: {tie_word_embeddings: false}"
-        )
-
-
-def _warn_about_recomputed_attention(config: RunConfig, device: torch.device) -> None:
-    """Warn if `save` contains attention, and FlexAttention computes it.
-
-    FlexAttention is one compiled function, and selective checkpointing does not see its operators.
-    """
-    recomputation = Recomputation.of(config.activation_checkpointing)
-    saved = () if recomputation is None else recomputation.save
-    if "attention" in saved and config.data.document_masking and device.type == "cuda":
-        logger.warning(
-            "activation_checkpointing.save = %r: with data.document_masking on a GPU, distmp's "
-            "transformer runs FlexAttention, which backward recomputes; 'attention' has no effect "
-            "on it",
-            list(saved),
         )
 
 

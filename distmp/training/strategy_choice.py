@@ -7,23 +7,17 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
 from distmp.config import RunConfig
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, DistmpError
-from distmp.optim.build import optimizer_factory
-from distmp.optim.sharded import works_on_shards
-from distmp.optim.stepped import build_on
+from distmp.errors import ConfigError
 from distmp.parallel.accumulation import least_free_bytes
 from distmp.parallel.memory import ModelMemory, Option, model_memory
 from distmp.parallel.replicated import check_buckets
 from distmp.parallel.settings import Accumulation
 from distmp.parallel.sharded import check_shapes, shard_size
-from distmp.parallel.strategy import trainable
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.setup import RunComponents, round_frozen
-from distmp.utils.fake_tensors import FakeTensors
 from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")
@@ -38,8 +32,6 @@ OPTIONS = (Option("ddp"), Option("ddp", shard_optimizer=True), Option("hsdp"), O
 # Share of the free memory that parameters, gradients and optimizer state may take. The rest is for
 # activations, which no strategy shards, and for workspaces and fragments of the allocator.
 SHARE = 0.5
-# A model whose FP32 parameters take a smaller share of the memory fits under every strategy.
-SMALL_SHARE = 0.01
 
 
 class Choice(NamedTuple):
@@ -62,7 +54,7 @@ class Choice(NamedTuple):
         if self.accumulate is not None:
             sharding = replace(config.sharding, accumulate=self.accumulate)
             config = replace(config, sharding=sharding)
-        return with_option(config, self.option)
+        return _with_option(config, self.option)
 
 
 def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple[Config, str]:
@@ -105,13 +97,6 @@ def choose(
         ConfigError: If no strategy supports all settings.
     """
     options = _supported(config, parts, policy, world)
-    parameters = 4 * sum(parameter.numel() for parameter in parts.model.parameters())
-    available = f"the {bytes_text(free)} that are free for a rank"
-    if len(options) == 1:
-        return Choice(options[0], f"{options[0]} is the only strategy that supports the settings")
-    if parameters < SMALL_SHARE * free:
-        share = f"the FP32 parameters take {bytes_text(parameters)} of {available}"
-        return Choice(options[0], f"{options[0]} is the fastest, and {share}")
     memory = model_memory(
         parts.model,
         policy,
@@ -124,7 +109,10 @@ def choose(
     chosen = fitting[0] if fitting else min(needs, key=lambda option: needs[option])
     tried = [option for option in options[: options.index(chosen)] if option not in fitting]
     numbers = ", ".join(f"{option} {bytes_text(needs[option])}" for option in (*tried, chosen))
-    reason = f"without activations, a rank needs: {numbers}; limit: {SHARE:.0%} of {available}"
+    reason = (
+        f"without activations, a rank needs: {numbers}; limit: {SHARE:.0%} of the "
+        f"{bytes_text(free)} that are free for a rank"
+    )
     # The choice of `accumulate` does not know what else needs memory.
     full = needs[chosen] + memory.gradients > usable and policy.param_dtype == torch.float32
     free_to_choose = config.sharding.accumulate == "auto"
@@ -132,7 +120,7 @@ def choose(
     return Choice(chosen, reason, bool(fitting), accumulate)
 
 
-def with_option(config: Config, option: Option) -> Config:
+def _with_option(config: Config, option: Option) -> Config:
     """Return a configuration with a strategy in place of `auto`.
 
     Raises:
@@ -156,8 +144,6 @@ def _supported(
             refusals.append(error)
     if not options:
         raise refusals[0]
-    if len(options) > 1 and not _works_on_shards(config, parts.model):
-        options = [option for option in options if not option.shard_optimizer] or options
     return options
 
 
@@ -165,7 +151,7 @@ def _check(
     option: Option, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
 ) -> None:
     """Refuse a strategy that the settings, the model or the machines exclude."""
-    accumulation = with_option(config, option).engine(parts.microbatches).accumulation
+    accumulation = _with_option(config, option).engine(parts.microbatches).accumulation
     if option.strategy == "ddp":
         check_buckets(policy, accumulation)
         return
@@ -175,19 +161,6 @@ def _check(
             "strategy", "hsdp", "needs several machines with several ranks each; use fsdp"
         )
     check_shapes(parts.model, option.strategy)
-
-
-def _works_on_shards(config: RunConfig, model: nn.Module) -> bool:
-    """Return whether the optimizer of a run can step shards of flattened parameters."""
-    with FakeTensors():
-        named = [(name, nn.Parameter(torch.empty(p.shape))) for name, p in trainable(model)]
-        try:
-            factory = optimizer_factory(config.optim, stochastic_rounding=False, seed=config.seed)
-            return works_on_shards(type(build_on(factory, named)))
-        except DistmpError:
-            raise
-        except Exception:  # noqa: BLE001 - code of users may need values; the engine checks it
-            return True
 
 
 def _of_rank(
@@ -200,7 +173,7 @@ def _of_rank(
 ) -> int:
     """Return the predicted memory of a rank, in bytes."""
     if option.strategy == "ddp":
-        accumulation = with_option(config, option).engine(parts.microbatches).accumulation
+        accumulation = _with_option(config, option).engine(parts.microbatches).accumulation
         return memory.replicated(accumulation, world.world_size, parts.microbatches)
     shards, sharding = world.world_size, config.sharding
     if option.strategy == "hsdp":

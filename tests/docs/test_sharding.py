@@ -14,7 +14,7 @@ from distmp.distributed.awaited import BUSY_LIMITS
 from distmp.parallel.accumulation import SHARE_OF_FREE_MEMORY
 from distmp.parallel.collective_order import ANSWER_SECONDS
 from distmp.parallel.settings import SHARDED_STRATEGIES, Accumulation, ShardingConfig
-from distmp.training.strategy_choice import OPTIONS, SHARE, SMALL_SHARE
+from distmp.training.strategy_choice import OPTIONS, SHARE
 from distmp.utils.settings import from_mapping
 
 PAGE = (ROOT / "docs" / "sharding.md").read_text()
@@ -56,4 +56,3 @@ def test_the_automatic_strategy_is_that_of_the_code() -> None:
     ordered = re.findall(r"^\d\. (.*?)(?:, if .*)?$", section, flags=re.MULTILINE)
     assert [entry.replace("`", "") for entry in ordered] == [str(option) for option in OPTIONS]
     assert f"{SHARE:.0%} of the free memory" in " ".join(section.split())
-    assert f"less than {SMALL_SHARE:.0%} of the free memory" in " ".join(section.split())

@@ -135,8 +135,6 @@ def test_gradients_stay_in_shards_where_the_whole_would_not_fit() -> None:
         ({"sharding": {"accumulate": "sharded"}}, [HSDP, FSDP]),
         ({"sharding": {"reshard_after_forward": False}}, [HSDP, FSDP]),
         ({"precision": policy("bf16-pure")}, [DDP, HSDP, FSDP]),
-        ({"optim": {"name": "torch.optim:Adafactor"}}, [DDP, HSDP, FSDP]),
-        ({"optim": {"name": "muon"}}, list(OPTIONS)),
         ({}, list(OPTIONS)),
     ],
 )
@@ -178,11 +176,6 @@ def test_a_frozen_parameter_without_elements_excludes_no_strategy(
     config = replace(config_of(), model=ModelConfig(name))
     chosen(config, 10**6)
     assert list(needs) == list(OPTIONS)
-
-
-def test_a_small_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(strategy_choice, "model_memory")
-    assert "ddp is the fastest, and the FP32 parameters take" in chosen(config_of(), 10**12).reason
 
 
 def test_a_run_that_is_predicted_not_to_fit_is_warned(

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from distmp.data.evaluation import evaluation_batches
-from distmp.data.loading import is_stream
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.evaluation import Evaluation
 from distmp.models.metrics import find_metric
@@ -54,7 +53,7 @@ class Validation(Callback):
         settings = self._settings
         samples = settings.final_samples if last else settings.samples
         if last:
-            self._announce(trainer, _count(self._dataset, samples))
+            trainer.console.message("validating on the held-out samples")
         with trainer.timer.paused():
             found = self._evaluate_both(trainer, self._dataset, samples)
         if found is None:
@@ -64,13 +63,6 @@ class Validation(Callback):
             for name, value in found.metrics.items():
                 trainer.console.message(f"held-out {name} {value:.4f}")
         trainer.report_validation(found.loss, found.metrics)
-
-    def _announce(self, trainer: TrainingLoop, count: int | None) -> None:
-        """Print what the final validation computes: it may take longer than many steps."""
-        average = "" if self._ema is None else ", with the weights and with their average"
-        trainer.console.message(
-            f"validating on {'all' if count is None else f'{count:,}'} held-out samples{average}"
-        )
 
     def _evaluate_both(
         self, trainer: TrainingLoop, dataset: Any, samples: int | None
@@ -115,13 +107,6 @@ class Validation(Callback):
             name: _perplexity(found.loss) if path == PERPLEXITY else found.metrics[name]
             for name, path in self._settings.metrics.items()
         }
-
-
-def _count(dataset: Any, samples: int | None) -> int | None:
-    """Return the number of samples of a validation, or its maximum; None: a whole stream."""
-    if is_stream(dataset):
-        return samples
-    return len(dataset) if samples is None else min(samples, len(dataset))
 
 
 def _perplexity(loss: float) -> float:
