@@ -92,10 +92,6 @@ class Rollback(NamedTuple):
     problem: str
     samples_skipped: int
 
-    def to_record(self) -> dict[str, Any]:
-        """Return the entry of the step records."""
-        return self._asdict()
-
 
 class TrainingLoop(Protocol):
     """What callbacks may read and call; the trainer implements it.

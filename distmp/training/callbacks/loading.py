@@ -32,13 +32,11 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
             hook = getattr(callback, name)
             if name.startswith("_") or getattr(hook, "__func__", None) is function:
                 continue
-            expected = inspect.signature(function)
-            parameters = [*expected.parameters.values()][1:]
-            keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+            parameters = [*inspect.signature(function).parameters.values()][1:]
+            positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+            keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
             try:
-                inspect.signature(hook).bind(
-                    *parameters[: len(parameters) - len(keywords)], **keywords
-                )
+                inspect.signature(hook).bind(*positional, **keywords)
             except TypeError:
                 listed = ", ".join(parameter.name for parameter in parameters)
                 raise ConfigError(

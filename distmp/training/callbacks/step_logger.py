@@ -40,10 +40,7 @@ class StepLogger(Callback):
 
     def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         """Write the record of a step and print its messages."""
-        memory = peak_memory_bytes(trainer.world.device)
-        unit = weight_unit(trainer.config, result.numbers.weight)
-        operands = self._operands(result, trainer)
-        self._log.write(_record(result, memory, self._divergence(result), unit, operands))
+        self._log.write(self._record(result, trainer))
         for message in self._messages(result):
             trainer.console.message(message)
 
@@ -90,18 +87,43 @@ class StepLogger(Callback):
         if statistics is None or trainer.world.rank != 0:
             return None
         config = trainer.config
-        last = result.step >= config.steps
-        first = result.step == self._started
-        if first or last or result.numbers.skipped or result.step % config.log.every == 0:
-            return summarize(statistics)
-        return None
+        ends = result.step in (self._started, config.steps)
+        printed = ends or result.numbers.skipped or result.step % config.log.every == 0
+        return summarize(statistics) if printed else None
 
     def _divergence(self, result: StepResult) -> dict[str, Any] | None:
         """Return the spike of a step, and the rollback before it, if any."""
-        entry = {} if result.spike is None else result.spike.to_record()
+        entry = {} if result.spike is None else result.spike._asdict()
         if self._rollback is not None:
-            entry["rolled_back"], self._rollback = self._rollback.to_record(), None
+            entry["rolled_back"], self._rollback = self._rollback._asdict(), None
         return entry or None
+
+    def _record(self, result: StepResult, trainer: TrainingLoop) -> StepRecord:
+        numbers = result.numbers
+        return StepRecord(
+            step=result.step,
+            samples=result.samples,
+            loss=numbers.loss,
+            weight=numbers.weight,
+            grad_norm=numbers.grad_norm,
+            learning_rate=numbers.learning_rate,
+            loss_scale=numbers.loss_scale,
+            skipped=numbers.skipped,
+            dropped=numbers.dropped,
+            skipped_total=numbers.skipped_total,
+            applied_total=numbers.applied_total,
+            weight_per_second=numbers.weight / result.seconds,
+            step_seconds=result.seconds,
+            memory_bytes=peak_memory_bytes(trainer.world.device),
+            validation_loss=result.validation_loss,
+            validation_metrics=dict(result.validation_metrics) or None,
+            overflow=None if result.overflow is None else result.overflow.to_record(),
+            divergence=self._divergence(result),
+            unit=weight_unit(trainer.config, numbers.weight),
+            rank_seconds=result.rank_seconds,
+            formats=result.formats,
+            narrow_operands=self._operands(result, trainer),
+        )
 
 
 def _start_trackers(run: Run) -> Trackers:
@@ -111,38 +133,4 @@ def _start_trackers(run: Run) -> Trackers:
         hyperparameters=settings.to_mapping(run.config),
         after_step=run.progress.step,
         warn=run.console.message,
-    )
-
-
-def _record(
-    result: StepResult,
-    memory_bytes: int,
-    divergence: dict[str, Any] | None,
-    unit: str,
-    narrow_operands: dict[str, Any] | None,
-) -> StepRecord:
-    numbers = result.numbers
-    return StepRecord(
-        step=result.step,
-        samples=result.samples,
-        loss=numbers.loss,
-        weight=numbers.weight,
-        grad_norm=numbers.grad_norm,
-        learning_rate=numbers.learning_rate,
-        loss_scale=numbers.loss_scale,
-        skipped=numbers.skipped,
-        dropped=numbers.dropped,
-        skipped_total=numbers.skipped_total,
-        applied_total=numbers.applied_total,
-        weight_per_second=numbers.weight / result.seconds,
-        step_seconds=result.seconds,
-        memory_bytes=memory_bytes,
-        validation_loss=result.validation_loss,
-        validation_metrics=dict(result.validation_metrics) or None,
-        overflow=None if result.overflow is None else result.overflow.to_record(),
-        divergence=divergence,
-        unit=unit,
-        rank_seconds=result.rank_seconds,
-        formats=result.formats,
-        narrow_operands=narrow_operands,
     )
