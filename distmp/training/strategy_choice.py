@@ -14,7 +14,6 @@ from distmp.errors import ConfigError
 from distmp.parallel.accumulation import least_free_bytes
 from distmp.parallel.memory import ModelMemory, Option, model_memory
 from distmp.parallel.replicated import check_buckets
-from distmp.parallel.settings import Accumulation
 from distmp.parallel.sharded import check_shapes, shard_size
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.setup import RunComponents, round_frozen
@@ -23,9 +22,6 @@ from distmp.utils.units import bytes_text
 logger = logging.getLogger("distmp")
 
 Config = TypeVar("Config", bound=RunConfig)
-
-# The places of gradients that need the least memory.
-ACCUMULATE: dict[str, Accumulation] = {"fsdp": "sharded", "hsdp": "hybrid"}
 
 # From the fastest to the one that needs the least memory.
 OPTIONS = (Option("ddp"), Option("ddp", shard_optimizer=True), Option("hsdp"), Option("fsdp"))
@@ -41,20 +37,11 @@ class Choice(NamedTuple):
         option: The strategy.
         reason: Why, with the predicted memory, as text.
         fits: Whether it is predicted to fit in memory.
-        accumulate: Where gradients have to be accumulated to fit; None: as configured.
     """
 
     option: Option
     reason: str
     fits: bool = True
-    accumulate: Accumulation | None = None
-
-    def applied_to(self, config: Config) -> Config:
-        """Return a configuration with this strategy in place of `auto`."""
-        if self.accumulate is not None:
-            sharding = replace(config.sharding, accumulate=self.accumulate)
-            config = replace(config, sharding=sharding)
-        return _with_option(config, self.option)
 
 
 def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple[Config, str]:
@@ -78,7 +65,7 @@ def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple
             "lower batch.microbatch_size",
             choice.reason,
         )
-    return choice.applied_to(config), f"auto: {choice.reason}"
+    return _with_option(config, choice.option), f"auto: {choice.reason}"
 
 
 def choose(
@@ -97,12 +84,7 @@ def choose(
         ConfigError: If no strategy supports all settings.
     """
     options = _supported(config, parts, policy, world)
-    memory = model_memory(
-        parts.model,
-        policy,
-        config.sharding,
-        averaged=config.ema.decay > 0,
-    )
+    memory = model_memory(parts.model, policy, config.sharding, averaged=config.ema.decay > 0)
     needs = {option: _of_rank(memory, option, config, policy, parts, world) for option in options}
     usable = SHARE * free
     fitting = [option for option in options if needs[option] <= usable]
@@ -113,11 +95,7 @@ def choose(
         f"without activations, a rank needs: {numbers}; limit: {SHARE:.0%} of the "
         f"{bytes_text(free)} that are free for a rank"
     )
-    # The choice of `accumulate` does not know what else needs memory.
-    full = needs[chosen] + memory.gradients > usable and policy.param_dtype == torch.float32
-    free_to_choose = config.sharding.accumulate == "auto"
-    accumulate = ACCUMULATE.get(chosen.strategy) if full and free_to_choose else None
-    return Choice(chosen, reason, bool(fitting), accumulate)
+    return Choice(chosen, reason, bool(fitting))
 
 
 def _with_option(config: Config, option: Option) -> Config:

@@ -24,7 +24,6 @@ from distmp.training.build import build_run
 from distmp.training.restarts import Restarts
 from distmp.training.setup import Progress, build_engine, prepare, training_batches
 from distmp.training.strategy_choice import (
-    ACCUMULATE,
     OPTIONS,
     SHARE,
     Choice,
@@ -103,7 +102,6 @@ def test_the_fastest_that_fits_is_chosen_and_the_reason_has_the_numbers() -> Non
         free = int(0.99 * memory_in(choice) / SHARE)
     last = chosen(config, free)
     assert (last.option, last.fits) == (FSDP, False)
-    assert last.accumulate == "sharded"
 
 
 @pytest.mark.nightly
@@ -113,16 +111,6 @@ def test_hsdp_needs_several_machines() -> None:
     for local in (RANKS, 1):
         assert chosen(config, 2 * free, local).option != HSDP
         assert "hsdp" not in chosen(config, free, local).reason
-
-
-def test_gradients_stay_in_shards_where_the_whole_would_not_fit() -> None:
-    config = config_of()
-    tight = chosen(config, int(1.1 * memory_in(chosen(config, 2 * 10**7)) / SHARE))
-    assert tight.option in (HSDP, FSDP)
-    applied = tight.applied_to(config)
-    assert applied.sharding.accumulate == ACCUMULATE[tight.option.strategy]
-    explicit = config_of(sharding={"accumulate": "unsharded"})
-    assert chosen(explicit, 10**9).accumulate is None
 
 
 @pytest.mark.parametrize(
