@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.utils.annotations import check_types
 
 PHASES = "precision.phases"
@@ -40,12 +40,13 @@ class DivergenceConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "divergence")
-        if self.on_spike not in ("ignore", "warn", "skip", "rollback"):
-            self._refuse("on_spike", "use ignore, warn, skip or rollback")
-        if not (math.isfinite(self.threshold) and self.threshold > 0):
-            self._refuse("threshold", "use a number above 0")
-        if self.warmup_steps < 1:
-            self._refuse("warmup_steps", "use 1 or more steps")
+        known = self.on_spike in ("ignore", "warn", "skip", "rollback")
+        hint = "use ignore, warn, skip or rollback"
+        require(known, "divergence.on_spike", self.on_spike, hint)
+        valid = 0 < self.threshold < math.inf
+        require(valid, "divergence.threshold", self.threshold, "use a number above 0")
+        steps = self.warmup_steps
+        require(steps >= 1, "divergence.warmup_steps", steps, "use 1 or more steps")
 
     @property
     def rolls_back(self) -> bool:
@@ -56,9 +57,6 @@ class DivergenceConfig:
     def on_nonfinite_loss(self) -> str:
         """Reaction to a loss that is inf or NaN. Non-finite gradients are never applied."""
         return "rollback" if self.rolls_back else "skip"
-
-    def _refuse(self, name: str, problem: str) -> None:
-        raise ConfigError(f"divergence.{name}", getattr(self, name), problem)
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class RankConsistencyConfig:
     and loss scale; 0 disables them."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError("rank_consistency.every", self.every, "use 0 or more steps")
+        require(self.every >= 0, "rank_consistency.every", self.every, "use 0 or more steps")
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,8 @@ class EmaConfig:
     like the weights."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ConfigError(
-                "ema.decay", self.decay, "use a number from 0 to below 1, such as 0.999"
-            )
+        hint = "use a number from 0 to below 1, such as 0.999"
+        require(0 <= self.decay < 1, "ema.decay", self.decay, hint)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
@@ -87,10 +87,6 @@ class ModelConfig:
     """Patterns (`*` and `?`) for the names of weights that only the directory of a Hugging Face
     model has, which are left out, for example `model.layers.1.*` with fewer layers, or only the
     model, which get random values; others are an error."""
-
-    deferred: ClassVar[bool] = True
-    """Build the model without memory for its parameters, and compute them one at a time, so that a
-    rank of a sharded strategy keeps only its shards."""
 
     peft: dict[str, Any] | None = field(
         default=None, metadata=dangerous("other parameters are trained")

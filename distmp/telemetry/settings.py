@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.utils.entries import parse_entries
 
 ConsoleMode = Literal["auto", "live", "plain", "off"]
@@ -43,14 +43,11 @@ class LogConfig:
     slow ranks."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(
-                "log.every", self.every, "use 1 or more; `log.console: off` prints nothing"
-            )
-        if self.console not in get_args(ConsoleMode):
-            raise ConfigError(
-                "log.console", self.console, nearest(str(self.console), get_args(ConsoleMode))
-            )
+        hint = "use 1 or more; `log.console: off` prints nothing"
+        require(self.every >= 1, "log.every", self.every, hint)
+        modes = get_args(ConsoleMode)
+        hint = nearest(str(self.console), modes)
+        require(self.console in modes, "log.console", self.console, hint)
         for name in self.tracker_options:
             # Imported late: accelerate takes a second to import.
             from distmp.telemetry.trackers import find
@@ -85,16 +82,10 @@ class ProfileConfig:
         if self.steps is None:
             return
         first, last = self._parsed()
-        if first < 1:
-            raise ConfigError("profile.steps", self.steps, "steps are counted from 1")
-        if last < first:
-            raise ConfigError("profile.steps", self.steps, f"write {last}:{first}")
-        if last - first >= MAX_STEPS:
-            raise ConfigError(
-                "profile.steps",
-                self.steps,
-                f"record at most {MAX_STEPS} steps; a few are enough",
-            )
+        require(first >= 1, "profile.steps", self.steps, "steps are counted from 1")
+        require(last >= first, "profile.steps", self.steps, f"write {last}:{first}")
+        hint = f"record at most {MAX_STEPS} steps; a few are enough"
+        require(last - first < MAX_STEPS, "profile.steps", self.steps, hint)
 
     @property
     def window(self) -> range:
@@ -110,8 +101,8 @@ class ProfileConfig:
         Raises:
             ConfigError: If it does not.
         """
-        if self.window and self.window[-1] > steps:
-            raise ConfigError("profile.steps", self.steps, f"the run ends with step {steps}")
+        reached = not self.window or self.window[-1] <= steps
+        require(reached, "profile.steps", self.steps, f"the run ends with step {steps}")
 
     def _parsed(self) -> tuple[int, int]:
         match = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", str(self.steps).strip())

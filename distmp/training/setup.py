@@ -188,8 +188,6 @@ def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.M
     def build() -> nn.Module:
         return build_model(config.model, vocabulary_size, config.data.sequence_length)
 
-    if not config.model.deferred:
-        return build_whole(build, config.seed)
     try:
         return build_deferred(build, config.seed)
     except NotDeferrableError as error:
