@@ -18,10 +18,10 @@ from distmp.engine.saving import StateToSave, described_optimizer, skipped_in_a_
 from distmp.errors import TrainingError
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.callbacks.exits import exit_context
+from distmp.training.run import Run
 
 if TYPE_CHECKING:
     from distmp.training.callback_state import CallbackStates
-    from distmp.training.run import Run
 
 logger = logging.getLogger("distmp")
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distmp.checkpoint.layout import final_path, has_checkpoint
+from distmp.config import RunConfig
 from distmp.training.callbacks.callback import Callback, TrainingLoop
-
-if TYPE_CHECKING:
-    from distmp.config import RunConfig
-    from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.callbacks.checkpointing import Checkpointing
 
 
 class EarlyStopping(Callback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from distmp.training.callbacks.adapter_check import AdapterCheck
 from distmp.training.callbacks.callback import Callback
@@ -19,9 +18,7 @@ from distmp.training.callbacks.step_logger import StepLogger
 from distmp.training.callbacks.stragglers import StragglerDetection
 from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.callbacks.validation import Validation
-
-if TYPE_CHECKING:
-    from distmp.training.run import Run
+from distmp.training.run import Run
 
 
 def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) -> list[Callback]:

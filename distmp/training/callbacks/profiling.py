@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from distmp.telemetry.profiler import StepProfiler
 from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
 from distmp.training.callbacks.exits import exit_context
-
-if TYPE_CHECKING:
-    from distmp.training.run import Run
+from distmp.training.run import Run
 
 
 class Profiling(Callback):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from distmp.config import RunConfig
 from distmp.data import text
 from distmp.data.token_metadata import metadata_of
 from distmp.distributed.progress import current_phase
@@ -16,11 +17,7 @@ from distmp.errors import require
 from distmp.models.sampling import generate
 from distmp.models.tokenizers import load_tokenizer
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
-
-if TYPE_CHECKING:
-    from distmp.config import RunConfig
-    from distmp.training.run import Run
-
+from distmp.training.run import Run
 
 # Divisor of the logits.
 _TEMPERATURE = 0.7

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from distmp.engine.outcome import advice
 from distmp.telemetry import StepLog, StepRecord, peak_memory_bytes, trackers
 from distmp.telemetry.narrow_operands import summarize
 from distmp.telemetry.trackers import Trackers
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult, TrainingLoop
+from distmp.training.run import Run
 from distmp.training.weight_unit import weight_unit
 from distmp.utils import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from distmp.training.run import Run
 
 
 class StepLogger(Callback):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
+from distmp.training.run import Run
 from distmp.training.time_budget import TimeBudget, job_started
-
-if TYPE_CHECKING:
-    from distmp.training.run import Run
 
 
 class TimeLimit(Callback):

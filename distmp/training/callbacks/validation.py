@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from distmp.checkpoint.writer import CheckpointWriter
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.evaluation import Evaluation
@@ -12,11 +13,8 @@ from distmp.models.metrics import find_metric
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.callbacks.ema import Ema
+from distmp.training.run import Run
 from distmp.training.weight_unit import loss_unit
-
-if TYPE_CHECKING:
-    from distmp.checkpoint.writer import CheckpointWriter
-    from distmp.training.run import Run
 
 
 class Validation(Callback):
