@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from distmp.checkpoint import store
-from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
 from distmp.data.loading import Batch, is_stream, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.seeded import SeededMicrobatches
-from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
@@ -307,17 +305,11 @@ def find_checkpoint(
     """
     if config.resume is None:
         return None
-    return store.resolve(config.resume, (directory or _newest(config)).checkpoints)
-
-
-def _newest(config: RunConfig) -> RunDirectory:
     place = config.checkpoint.path
-    path = rank_0_or_checkpoint_error(
-        Ranks(None),
-        f"find the folder of {config.run_dir}",
-        lambda: str((latest_run(config.run_dir, place) or RunDirectory(Path(config.run_dir))).path),
-    )
-    return RunDirectory(Path(path), place)
+    if directory is None:
+        first = RunDirectory(Path(config.run_dir), place)
+        directory = latest_run(config.run_dir, place) or first
+    return store.resolve(config.resume, directory.checkpoints)
 
 
 def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from types import TracebackType
 
 from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint.store import StoredCheckpoint
@@ -27,8 +26,6 @@ from distmp.training.restarts import Restarts
 from distmp.training.setup import training_batches
 from distmp.training.spikes import action_for
 from distmp.utils.generators import seed_generators
-
-_Exit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
 
 
 class Trainer:
@@ -108,8 +105,9 @@ class Trainer:
                 )
             elif not finished:
                 self.console.message(
-                    f"stopped after step {self.progress.step} ({self._why_stopped()}); "
-                    "continue with --resume auto"
+                    f"stopped after step {self.progress.step} "
+                    f"({self._stop_reason() or 'another rank was asked to stop'}); continue with "
+                    "--resume auto"
                 )
         return finished
 
@@ -149,7 +147,7 @@ class Trainer:
         if message is not None:
             self.console.message(message)
 
-    def _exit_of(self, callback: Callback) -> _Exit:
+    def _exit_of(self, callback: Callback) -> Callable[..., None]:
         def leave(_kind: object, error: BaseException | None, _traceback: object) -> None:
             if callback in self._users_callbacks:
                 self._enter_hook("on_exit", callback)
@@ -172,7 +170,9 @@ class Trainer:
         batches = training_batches(self.config, self.components, self.world, self.progress)
         first = True
         with closing(batches):
-            while self.progress.step < self.config.steps and not self._has_to_stop():
+            while self.progress.step < self.config.steps:
+                if self._stopping or self.rollback_from is not None:
+                    break
                 self._begin_step(first=first)
                 first = False
                 outcome = self.engine.step(next(batches), stop=self.is_asked_to_stop())
@@ -199,7 +199,8 @@ class Trainer:
         for callback in self._each("on_step_begin", step):
             callback.on_step_begin(self, step)
         current_phase.begin_step(step, first=first)
-        self._seed_step()
+        # What callbacks draw is a function of the seed and the position in the data.
+        seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
 
     def read_step(self) -> None:
         """Read the numbers of the step that was launched last, if they have not been read.
@@ -304,16 +305,6 @@ class Trainer:
             return signal.Signals(self._stop.received).name
         reasons = (callback.stop_reason(self) for callback in self.callbacks)
         return next((reason for reason in reasons if reason is not None), None)
-
-    def _why_stopped(self) -> str:
-        return self._stop_reason() or "another rank was asked to stop"
-
-    def _has_to_stop(self) -> bool:
-        return self._stopping or self.rollback_from is not None
-
-    def _seed_step(self) -> None:
-        """Make what callbacks draw a function of the seed and the position in the data."""
-        seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
 
     def _each(self, hook: str, step: int | None = None) -> Iterator[Callback]:
         """Yield the callbacks in order; if one of the user's hangs, the report names it.
