@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -22,17 +21,9 @@ def find_callback(entry: Entry) -> Any:
     """Import and return the class or function of an entry of the setting `callbacks`.
 
     Raises:
-        ConfigError: If it does not exist, is a class that is no callback, or does not take the
-            options.
+        ConfigError: If it does not exist, or does not take the options.
     """
     found = load_callable("callbacks", entry.name)
-    # By name: the class belongs to a higher layer.
-    if inspect.isclass(found) and "Callback" not in {base.__name__ for base in found.__mro__}:
-        raise ConfigError(
-            "callbacks",
-            entry.name,
-            "is not a distmp.training.callbacks.Callback; inherit from it",
-        )
     check_arguments(
         "callbacks",
         entry.name,

@@ -337,7 +337,6 @@ def test_callbacks_with_and_without_options_are_built_from_the_command_line() ->
     ("entry", "message"),
     [
         ("json:dumps", "cannot be called with the options {} (missing a required argument: 'obj')"),
-        ("json:JSONDecoder", "is not a distmp.training.callbacks.Callback; inherit from it"),
         ("json:decoder", "is a module; name a function or a class"),
         ("no_such_module:A", "there is no module 'no_such_module' on the Python path"),
         (
