@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from distmp.errors import ConfigError, nearest, require
+from distmp.errors import nearest, require
 from distmp.models.settings import EMA_PREFIX
 from distmp.utils.entries import Entry, parse_entries
 from distmp.utils.imports import check_arguments, load_callable
