@@ -123,7 +123,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16, the loss scale grows and backs off": {
         "precision": {
             "policy": "fp16",
-            "loss_scale": {"init": 2.0**14, "growth_interval": 3},
+            "loss_scale": {"init": 2.0**14, "growth_interval": 1},
         },
         "model": {"options": {"dropout": 0.3}},
         "schedule": STRADDLED,
