@@ -45,7 +45,6 @@ COMMON = (
     f"--model.size={sized('22m', '1m')}",
     "--data.sequence-length=64",
     "--batch.microbatch-size=1",
-    "--precision.attribution=false",
     "--schedule.warmup-steps=0",
 )
 IN_16_BITS = "--precision.policy=bf16,reduce=bf16"

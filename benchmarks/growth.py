@@ -37,7 +37,6 @@ COMMON = (
     "--data.sequence-length=64",
     "--batch.microbatch-size=1",
     "--precision.policy=bf16",
-    "--precision.attribution=false",
     "--schedule.warmup-steps=0",
 )
 METHODS = {

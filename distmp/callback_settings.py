@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import nearest, require
 from distmp.models.settings import EMA_PREFIX
+from distmp.utils.entries import Entry, parse_entries
 from distmp.utils.imports import check_arguments, load_callable
 
 _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME: VALUE}}"
@@ -17,67 +17,30 @@ _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME:
 _MINIMIZED = ("loss", "perplexity")
 
 
-class CallbackSetting(NamedTuple):
-    """An entry of the setting `callbacks`.
-
-    Attributes:
-        path: Import path of a class or function that returns a callback.
-        options: Its keyword arguments.
-    """
-
-    path: str
-    options: dict[str, Any]
-
-    def factory(self) -> Any:
-        """Import and return the class or function.
-
-        Raises:
-            ConfigError: If it does not exist, is a class that is no callback, or does not take the
-                options.
-        """
-        found = load_callable("callbacks", self.path)
-        # By name: the class belongs to a higher layer.
-        if inspect.isclass(found) and "Callback" not in {base.__name__ for base in found.__mro__}:
-            raise ConfigError(
-                "callbacks",
-                self.path,
-                "is not a distmp.training.callbacks.Callback; inherit from it",
-            )
-        check_arguments(
-            "callbacks",
-            self.path,
-            found,
-            self.options,
-            f"cannot be called with the options {self.options} ({{reason}}); {_NOTATION}",
-        )
-        return found
-
-
-def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[CallbackSetting]:
-    """Return the entries of the setting `callbacks` as paths with options.
+def find_callback(entry: Entry) -> Any:
+    """Import and return the class or function of an entry of the setting `callbacks`.
 
     Raises:
-        ConfigError: If a section has other names than `name` and `options`, or values of other
-            types.
+        ConfigError: If it does not exist, or does not take the options.
     """
-    return [
-        CallbackSetting(entry, {})
-        if isinstance(entry, str)
-        else _parse(f"callbacks[{index}]", entry)
-        for index, entry in enumerate(entries)
-    ]
+    found = load_callable("callbacks", entry.name)
+    check_arguments(
+        "callbacks",
+        entry.name,
+        found,
+        entry.options,
+        f"cannot be called with the options {entry.options} ({{reason}}); {_NOTATION}",
+    )
+    return found
 
 
-def _parse(setting: str, entry: dict[str, Any]) -> CallbackSetting:
-    for name in entry:
-        if name not in ("name", "options"):
-            raise ConfigError(f"{setting}.{name}", entry[name], f"unknown setting; {_NOTATION}")
-    path, options = entry.get("name"), entry.get("options") or {}
-    if not isinstance(path, str):
-        raise ConfigError(f"{setting}.name", path, f"must be an import path; {_NOTATION}")
-    if not isinstance(options, dict):
-        raise ConfigError(f"{setting}.options", options, "must be a section of 'name: value' lines")
-    return CallbackSetting(path, options)
+def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[Entry]:
+    """Return the entries of the setting `callbacks`.
+
+    Raises:
+        ConfigError: If one has other keys than `name` and `options`, or values of other types.
+    """
+    return parse_entries("callbacks", entries, _NOTATION)
 
 
 @dataclass(frozen=True)
@@ -103,14 +66,12 @@ class EarlyStoppingConfig:
     metric `accuracy`; others need min or max."""
 
     def __post_init__(self) -> None:
-        if self.patience < 0:
-            raise ConfigError("early_stopping.patience", self.patience, "use 0 or more validations")
-        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ConfigError(
-                "early_stopping.min_delta", self.min_delta, "use a number of 0 or more"
-            )
-        if self.mode not in ("auto", "min", "max"):
-            raise ConfigError("early_stopping.mode", self.mode, "use auto, min or max")
+        valid = self.patience >= 0
+        require(valid, "early_stopping.patience", self.patience, "use 0 or more validations")
+        valid = 0 <= self.min_delta < math.inf
+        require(valid, "early_stopping.min_delta", self.min_delta, "use a number of 0 or more")
+        valid = self.mode in ("auto", "min", "max")
+        require(valid, "early_stopping.mode", self.mode, "use auto, min or max")
 
     @property
     def maximizes(self) -> bool:
@@ -120,17 +81,13 @@ class EarlyStoppingConfig:
             ConfigError: If `mode` is auto and the metric is not known.
         """
         name = self.metric.removeprefix(EMA_PREFIX)
-        if self.mode != "auto":
-            return self.mode == "max"
-        if name in _MINIMIZED:
-            return False
-        if name == "accuracy":
-            return True
-        raise ConfigError(
+        require(
+            self.mode != "auto" or name in (*_MINIMIZED, "accuracy"),
             "early_stopping.mode",
             "auto",
             f"does not know the metric {self.metric!r}; set min or max",
         )
+        return self.mode == "max" or (self.mode == "auto" and name == "accuracy")
 
     def check(self, metrics: Sequence[str], *, every: int, ema: bool) -> None:
         """Refuse settings under which a run would never stop early.
@@ -145,30 +102,29 @@ class EarlyStoppingConfig:
         """
         if self.patience == 0:
             for field in fields(self):
-                value = getattr(self, field.name)
-                if value != field.default:
-                    raise ConfigError(
-                        f"early_stopping.{field.name}",
-                        value,
-                        "has no effect without early_stopping.patience; set it, the number of "
-                        "validations without an improvement after which a run ends",
-                    )
+                require(
+                    getattr(self, field.name) == field.default,
+                    f"early_stopping.{field.name}",
+                    getattr(self, field.name),
+                    "has no effect without early_stopping.patience; set it, the number of "
+                    "validations without an improvement after which a run ends",
+                )
             return
-        if every == 0:
-            raise ConfigError(
-                "early_stopping.patience",
-                self.patience,
-                "needs validations during training; set validation.every",
-            )
+        require(
+            every > 0,
+            "early_stopping.patience",
+            self.patience,
+            "needs validations during training; set validation.every",
+        )
         known = ["loss", *metrics]
         of_average = [f"{EMA_PREFIX}{name}" for name in known]
-        if self.metric in of_average and not ema:
-            raise ConfigError(
-                "early_stopping.metric",
-                self.metric,
-                "needs an average of the weights; set ema.decay",
-            )
+        require(
+            ema or self.metric not in of_average,
+            "early_stopping.metric",
+            self.metric,
+            "needs an average of the weights; set ema.decay",
+        )
         known += of_average if ema else []
-        if self.metric not in known:
-            raise ConfigError("early_stopping.metric", self.metric, nearest(self.metric, known))
+        hint = nearest(self.metric, known)
+        require(self.metric in known, "early_stopping.metric", self.metric, hint)
         _ = self.maximizes

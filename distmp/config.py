@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from distmp.callback_settings import EarlyStoppingConfig, parse_callbacks
+from distmp.callback_settings import EarlyStoppingConfig, find_callback, parse_callbacks
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
@@ -19,7 +18,7 @@ from distmp.engine.settings import (
     RankConsistencyConfig,
     parse_phases,
 )
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.masking import is_masked
 from distmp.models.settings import ModelConfig
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
@@ -40,11 +39,13 @@ from distmp.utils.settings.flat import flat
 
 if TYPE_CHECKING:
     from distmp.engine.config import EngineConfig
-    from distmp.optim.build import OptimizerFactory, ScheduleFactory
 
 # Far above every real run, and within the types that hold these values.
 _MAX_STEPS = 10**12
 _MAX_TIMEOUT_MINUTES = 14 * 24 * 60
+
+# A run ends after this many consecutive skipped steps.
+MAX_CONSECUTIVE_SKIPS = 50
 
 _ACCUMULATION = (
     "follows from other settings: each rank runs batch.global_batch_size / (batch.microbatch_size "
@@ -62,44 +63,25 @@ _RANKS = "the launcher starts the ranks; run `distmp launch --nproc-per-node N -
 _POLICY = "set precision.policy, for example to bf16"
 # What to do instead of settings that people know from other tools, and of values for sections.
 _ADVICE = {
-    "batch": _BATCH,
-    "batch_size": _BATCH,
-    "per_device_train_batch_size": _BATCH,
-    "micro_batch_size": _BATCH,
-    "micro_batch": _BATCH,
-    "train_micro_batch_size_per_gpu": _BATCH,
-    "epochs": _EPOCHS,
-    "num_epochs": _EPOCHS,
-    "max_epochs": _EPOCHS,
-    "num_train_epochs": _EPOCHS,
-    "accumulate_grad_batches": _ACCUMULATION,
-    "grad_accum": _ACCUMULATION,
-    "grad_accum_steps": _ACCUMULATION,
-    "grad_accumulation_steps": _ACCUMULATION,
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "precision": _POLICY,
-    "bf16": _POLICY,
-    "fp16": _POLICY,
-    "dtype": _POLICY,
-    "mixed_precision": _POLICY,
+    **dict.fromkeys(
+        ("batch", "batch_size", "micro_batch_size", "per_device_train_batch_size"), _BATCH
+    ),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "grad_accum_steps", "gradient_accumulation_steps"),
+        _ACCUMULATION,
+    ),
+    **dict.fromkeys(("precision", "bf16", "fp16", "dtype", "mixed_precision"), _POLICY),
+    **dict.fromkeys(("devices", "gpus", "nproc_per_node"), _RANKS),
+    **dict.fromkeys(("data", "dataset"), "set data.source and data.path"),
+    **dict.fromkeys(("block_size", "max_length", "seq_len"), "set data.sequence_length"),
+    **dict.fromkeys(("eval_every", "eval_steps"), "set validation.every"),
+    **dict.fromkeys(("save_every", "save_steps"), "set checkpoint.every"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "set schedule.name"),
     "learning_rate": "set optim.lr",
     "optimizer": "set optim.name",
-    "scheduler": "set schedule.name",
-    "lr_scheduler": "set schedule.name",
     "model": "set model.name, or model.size for another size of distmp's transformer",
-    "data": "set data.source and data.path",
-    "dataset": "set data.source and data.path",
-    "block_size": "set data.sequence_length",
-    "max_length": "set data.sequence_length",
-    "seq_len": "set data.sequence_length",
     "output_dir": "set run_dir",
-    "eval_every": "set validation.every",
-    "eval_steps": "set validation.every",
-    "save_every": "set checkpoint.every",
-    "save_steps": "set checkpoint.every",
-    "devices": _RANKS,
-    "gpus": _RANKS,
-    "nproc_per_node": _RANKS,
     "lora": "set model.peft",
     "wandb": "set log.trackers",
     "ema": "set ema.decay; 0 disables it",
@@ -108,7 +90,6 @@ _ADVICE = {
     "sample": "set sample.length; 0 disables it",
     "validation": "set validation.every and validation.samples; data.held_out = 0 disables it",
 }
-_WORDS_FOR_AUTO = ("true", "yes", "on", "1", "last", "latest")
 
 Config = TypeVar("Config", bound="RunConfig")
 
@@ -128,9 +109,31 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "microbatch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"batch.{name}", getattr(self, name), "use 1 or more samples")
+            value = getattr(self, name)
+            require(value >= 1, f"batch.{name}", value, "use 1 or more samples")
         microbatches_per_rank(self.global_batch_size, self.microbatch_size, world_size=1)
+
+
+@dataclass(frozen=True)
+class LossScaleSettings:
+    """The loss scale of fp16 policies; it halves after an overflow, and doubles later."""
+
+    init: float = field(
+        default=LossScaleConfig.init,
+        metadata=consequential("the loss scale continues from its current value"),
+    )
+    """Loss scale of the first step."""
+
+    growth_interval: int = LossScaleConfig.growth_interval
+    """Number of consecutive steps without overflow before the scale grows."""
+
+    def __post_init__(self) -> None:
+        _ = self.rules
+
+    @property
+    def rules(self) -> LossScaleConfig:
+        """The rules of the engine's loss scale."""
+        return LossScaleConfig(init=self.init, growth_interval=self.growth_interval)
 
 
 @dataclass(frozen=True)
@@ -146,14 +149,11 @@ class PrecisionConfig:
     best one that the device supports. Append changes after a comma: bf16,keep_fp32=norm|head. In a
     file this may be a section: 'preset: bf16', and a line per change."""
 
-    loss_scale: LossScaleConfig = field(
-        default_factory=LossScaleConfig,
+    loss_scale: LossScaleSettings = field(
+        default_factory=LossScaleSettings,
         metadata=consequential("the loss scale follows this rule from here on"),
     )
     """Rules of the loss scale, for fp16 policies."""
-
-    max_consecutive_skips: int = field(default=50, metadata=HARMLESS)
-    """End the run after this many consecutive skipped steps."""
 
     on_nonfinite: Literal["skip_step", "drop_microbatch"] = field(
         default="skip_step",
@@ -162,7 +162,7 @@ class PrecisionConfig:
     """Skip a step with a non-finite gradient, or drop only the microbatch that produced it (single,
     ddp; takes 4 more bytes per parameter, and reductions wait for the end of backward)."""
 
-    attribution: bool = field(default=True, metadata=HARMLESS)
+    attribution: ClassVar[bool] = True
     """Repeat a step that overflowed, to report the rank, parameter and microbatch that caused
     it."""
 
@@ -175,34 +175,23 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         parse_phases(self.phases)
-        if self.max_consecutive_skips < 1:
-            raise ConfigError(
-                "precision.max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
-            )
 
-    def check_names(self) -> None:
-        """Check the policy, which imports torch.
+    def check_names(self) -> bool:
+        """Check the policy, which imports torch; return whether it rounds weights stochastically.
 
         Raises:
             ConfigError: If it is unknown, or does not fit the rules of the loss scale or the
                 phases.
         """
-        if self.policy != "auto":
-            from distmp.engine.precision_phases import phase_formats
-            from distmp.precision import policy
-
-            chosen = policy(self.policy)
-            loss_scale_rules(chosen.loss_scale, self.loss_scale)
-            phase_formats(chosen, parse_phases(self.phases))
-
-    @property
-    def rounds_stochastically(self) -> bool:
-        """Whether the policy rounds weights stochastically; imports torch."""
         if self.policy == "auto":
             return False
+        from distmp.engine.precision_phases import phase_formats
         from distmp.precision import policy
 
-        return policy(self.policy).stochastic_rounding
+        chosen = policy(self.policy)
+        loss_scale_rules(chosen.loss_scale, self.loss_scale.rules)
+        phase_formats(chosen, parse_phases(self.phases))
+        return chosen.stochastic_rounding
 
 
 @dataclass(frozen=True)
@@ -224,12 +213,11 @@ class ValidationConfig:
     docs/metrics.md."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError("validation.every", self.every, "use 0 or more steps")
+        require(self.every >= 0, "validation.every", self.every, "use 0 or more steps")
         for name in ("samples", "final_samples"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"validation.{name}", value, "use 1 or more samples")
+            valid = value is None or value >= 1
+            require(valid, f"validation.{name}", value, "use 1 or more samples")
 
 
 @dataclass(frozen=True)
@@ -242,9 +230,6 @@ class SampleConfig:
     length: int = 300
     """Tokens to generate; 0: no sample."""
 
-    temperature: float = 0.7
-    """Divisor of the logits; 0 always takes the most likely token."""
-
     every: int = 0
     """Steps between two samples; 0: only at the end."""
 
@@ -253,14 +238,9 @@ class SampleConfig:
     data, unless its tokenizer is `bytes`."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError("sample.every", self.every, "use 0 or more steps")
-        if not self.prompt:
-            raise ConfigError("sample.prompt", self.prompt, "use at least one character")
-        if self.length < 0:
-            raise ConfigError("sample.length", self.length, "use 0 or more tokens")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError("sample.temperature", self.temperature, "use a number of 0 or more")
+        require(self.every >= 0, "sample.every", self.every, "use 0 or more steps")
+        require(bool(self.prompt), "sample.prompt", self.prompt, "use at least one character")
+        require(self.length >= 0, "sample.length", self.length, "use 0 or more tokens")
 
 
 @dataclass(frozen=True)
@@ -375,42 +355,34 @@ class RunConfig:
         self._check_metrics()
 
     def _check_run(self) -> None:
-        if not 1 <= self.steps <= _MAX_STEPS:
-            raise ConfigError("steps", self.steps, f"use 1 to {_MAX_STEPS:,} steps")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError("seed", self.seed, "use an integer from 0 to 2^63 - 1")
-        if Path(self.run_dir).name in ("", ".."):
-            raise ConfigError(
-                "run_dir", self.run_dir, "name a folder of the run's own, such as runs/first"
-            )
-        if self.resume == "":
-            raise ConfigError("resume", "", "give 'auto', the path of a checkpoint, or null")
-        resume = self.resume or ""
-        if resume.lower() in _WORDS_FOR_AUTO and not Path(resume).exists():
-            raise ConfigError("resume", resume, "write 'auto' for the latest checkpoint of the run")
+        valid = 1 <= self.steps <= _MAX_STEPS
+        require(valid, "steps", self.steps, f"use 1 to {_MAX_STEPS:,} steps")
+        valid = 0 <= self.seed < 2**63
+        require(valid, "seed", self.seed, "use an integer from 0 to 2^63 - 1")
+        valid = Path(self.run_dir).name not in ("", "..")
+        hint = "name a folder of the run's own, such as runs/first"
+        require(valid, "run_dir", self.run_dir, hint)
+        valid = self.resume != ""
+        require(valid, "resume", "", "give 'auto', the path of a checkpoint, or null")
 
     def _check_time(self) -> None:
-        if not 0 < self.timeout_minutes <= _MAX_TIMEOUT_MINUTES:
-            raise ConfigError(
-                "timeout_minutes",
-                self.timeout_minutes,
-                f"use a number above 0, up to {_MAX_TIMEOUT_MINUTES:,} (two weeks)",
-            )
-        if self.max_minutes is not None and not (0 < self.max_minutes < math.inf):
-            raise ConfigError("max_minutes", self.max_minutes, "use a number above 0, or null")
-        limit = 60 * self.timeout_minutes
+        minutes = self.timeout_minutes
+        valid = 0 < minutes <= _MAX_TIMEOUT_MINUTES
+        hint = f"use a number above 0, up to {_MAX_TIMEOUT_MINUTES:,} (two weeks)"
+        require(valid, "timeout_minutes", minutes, hint)
+        valid = self.max_minutes is None or 0 < self.max_minutes < math.inf
+        require(valid, "max_minutes", self.max_minutes, "use a number above 0, or null")
         watched = self.watchdog_seconds
-        if watched is not None and not (watched == 0 or 2 <= watched < limit):
-            raise ConfigError(
-                "watchdog_seconds",
-                watched,
-                f"use 0, or a number from 2, because ranks report once a second, to less than "
-                f"timeout_minutes ({limit:g} s), after which a collective times out",
-            )
+        valid = watched is None or watched == 0 or 2 <= watched < 60 * minutes
+        hint = (
+            f"use 0, or a number from 2, because ranks report once a second, to less than "
+            f"timeout_minutes ({60 * minutes:g} s), after which a collective times out"
+        )
+        require(valid, "watchdog_seconds", watched, hint)
 
     def _check_strategy(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
+        known = self.strategy in STRATEGIES
+        require(known, "strategy", self.strategy, nearest(self.strategy, STRATEGIES))
         if self.strategy != "auto":  # which chooses a strategy that supports the settings
             self.sharding.check(self.strategy)
         self.parallel(microbatches=None)
@@ -421,12 +393,12 @@ class RunConfig:
             accumulation.refuse_for(self.strategy)
 
     def _check_steps(self) -> None:
-        if self.schedule.warmup(self.steps) >= self.steps:
-            raise ConfigError(
-                "schedule.warmup_steps",
-                self.schedule.warmup_steps,
-                f"must be less than steps = {self.steps}, or null for 5% of them",
-            )
+        require(
+            self.schedule.warmup(self.steps) < self.steps,
+            "schedule.warmup_steps",
+            self.schedule.warmup_steps,
+            f"must be less than steps = {self.steps}, or null for 5% of them",
+        )
         self.profile.check(self.steps)
 
     def check_names(self) -> None:
@@ -441,18 +413,19 @@ class RunConfig:
             ConfigError: If a name is unknown, or what it names does not take an option.
         """
         from distmp.models.metrics import find_metric
+        from distmp.optim.build import optimizer_factory, schedule_factory
 
         # Without options there is nothing to compare: the ranks import the module.
         for section in (self.data, self.model):
             if section.is_import_path and section.options:
                 section.function()
-        self.precision.check_names()
+        stochastic = self.precision.check_names()
         for name, path in self.validation.metrics.items():
             find_metric(name, path)
         for callback in parse_callbacks(self.callbacks):
-            callback.factory()
-        _ = self.optimizer_factory
-        build = self.schedule_factory
+            find_callback(callback)
+        optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
+        build = schedule_factory(self.schedule, self.steps)
         # Schedules of torch refuse options when they are built. The first optimizer of a process
         # imports torch's compiler, which takes 0.4 s.
         if self.schedule.name not in SHAPES:
@@ -463,33 +436,14 @@ class RunConfig:
     def _check_metrics(self) -> None:
         parse_callbacks(self.callbacks)
         metrics = self.validation.metrics
-        if "perplexity" in metrics.values() and self.model.loss != "next_token":
-            raise ConfigError(
-                "validation.metrics",
-                "perplexity",
-                f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
-                "name a function",
-            )
+        require(
+            "perplexity" not in metrics.values() or self.model.loss == "next_token",
+            "validation.metrics",
+            "perplexity",
+            f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
+            "name a function",
+        )
         self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the settings only: the factories cannot be pickled and are built again."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    @cached_property
-    def optimizer_factory(self) -> OptimizerFactory:
-        """The function that builds the optimizer over named parameters."""
-        from distmp.optim.build import optimizer_factory
-
-        stochastic = self.precision.rounds_stochastically
-        return optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
-
-    @cached_property
-    def schedule_factory(self) -> ScheduleFactory:
-        """The function that builds the learning-rate schedule on an optimizer."""
-        from distmp.optim.build import schedule_factory
-
-        return schedule_factory(self.schedule, self.steps)
 
     @property
     def hang_seconds(self) -> float:
@@ -507,8 +461,8 @@ class RunConfig:
             strategy=self.strategy,
             parallel=self.parallel(microbatches),
             max_norm=self.optim.max_norm,
-            loss_scale=self.precision.loss_scale,
-            max_consecutive_skips=self.precision.max_consecutive_skips,
+            loss_scale=self.precision.loss_scale.rules,
+            max_consecutive_skips=MAX_CONSECUTIVE_SKIPS,
             attribution=self.precision.attribution,
             shard_optimizer=self.shard_optimizer,
             reproducible=self.reproducible,
@@ -568,6 +522,8 @@ def _read_as(cls: type[Config], argv: Sequence[str], prog: str, description: str
 
 def _unusable(value: Any) -> str | None:
     """Return why no setting can have a value, or None."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
     if isinstance(value, (list, tuple)):
         return next(filter(None, map(_unusable, value)), None)
     if is_masked(value):

@@ -71,6 +71,22 @@ class ConfigError(DistmpError, ValueError):
         super().__init__(f"{setting} = {shown}: {masked_text(problem)}")
 
 
+def require(valid: bool, setting: str, value: object, problem: str) -> None:
+    """Refuse a value that is not valid.
+
+    Args:
+        valid: Whether the value can be used.
+        setting: Dotted name of the setting.
+        value: The value that was received.
+        problem: What is wrong with it, and what to do.
+
+    Raises:
+        ConfigError: If it is not valid.
+    """
+    if not valid:
+        raise ConfigError(setting, value, problem)
+
+
 def _shown(value: object) -> str:
     try:
         return repr(value)

@@ -9,11 +9,9 @@ from pathlib import Path
 
 from tests.progress import finished
 
+SIZES = "layers: 2, dimension: 32, heads: 2, hidden: 64"
 TINY = [
-    "--model.layers=2",
-    "--model.dimension=32",
-    "--model.heads=2",
-    "--model.hidden=64",
+    f"--model.options={{{SIZES}}}",
     "--data.sequence-length=32",
     "--batch.global-batch-size=8",
     "--batch.microbatch-size=2",

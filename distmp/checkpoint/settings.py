@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from distmp.checkpoint.retention import Retention
 from distmp.errors import ConfigError
@@ -20,9 +19,6 @@ class CheckpointConfig:
     """Continue training while a checkpoint is written; takes host memory for a copy of the state
     that the rank writes."""
 
-    on_failure: Literal["continue", "stop"] = "continue"
-    """Whether a run continues or ends with an error if a checkpoint cannot be written."""
-
     keep: int = 2
     """Number of latest checkpoints to keep."""
 
@@ -36,8 +32,6 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ConfigError("checkpoint.every", self.every, "give a number of steps, or 0")
-        if self.on_failure not in ("continue", "stop"):
-            raise ConfigError("checkpoint.on_failure", self.on_failure, "use continue or stop")
         if self.keep < 1:
             raise ConfigError("checkpoint.keep", self.keep, "keep at least 1 checkpoint")
         if self.keep_every < 0:

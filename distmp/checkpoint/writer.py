@@ -4,8 +4,7 @@ A save copies the state to host memory (see `snapshot`). A separate thread write
 `store.save`, whose collectives use a separate group. That thread waits for the disk, or copies and
 sums bytes in native code, so it rarely holds the interpreter lock.
 
-A failed save is reported immediately. `checkpoint.on_failure` selects whether the run continues or
-stops. Earlier checkpoints are unchanged.
+A failed save is reported immediately, and training continues. Earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class CheckpointWriter:
     inside a `with` block. After the block no save is pending, so process groups can be destroyed.
 
     Args:
-        settings: When and how to save, and what to do if a save fails.
+        settings: When and how to save.
         directory: Directory of the run's checkpoints.
         world: The ranks.
         timeout_seconds: Timeout of a collective of a save, in seconds.
@@ -107,7 +106,6 @@ class CheckpointWriter:
         self.stalled_seconds = 0.0
         self.best_step: int | None = None
         self._failure: str | None = None
-        self._stopped = False
         self._pending: _Pending | None = None
         self._buffers = HostBuffers()
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -201,8 +199,6 @@ class CheckpointWriter:
         if self._world.group is not None and self._group is None:
             raise RuntimeError("a checkpoint writer saves only inside its `with` block")
         self.finish()
-        if self._stopped:  # the trainer saves with `wait` next
-            return
         started = time.perf_counter()
         written = written_here(tensors, self._world.rank, self._world.world_size)
         pending = _Pending(step, Snapshot(written, held, self._buffers))
@@ -232,11 +228,6 @@ class CheckpointWriter:
         self.stalled_seconds += time.perf_counter() - started
 
     @property
-    def wants_stop(self) -> bool:
-        """Whether the run should stop after this step because a save failed."""
-        return self._stopped
-
-    @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written on this rank."""
         return self._pending is not None and self._pending.thread.is_alive()
@@ -263,7 +254,7 @@ class CheckpointWriter:
             self._join(timeout=None)
 
     def check(self) -> None:
-        """Raise once if the last save failed, and always if a failed save has stopped the run.
+        """Raise once if the last save failed.
 
         Call it after `finish`.
 
@@ -273,11 +264,6 @@ class CheckpointWriter:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(f"{failure}; {self._last_saved()}")
-        if self._stopped:
-            raise CheckpointError(
-                "the run has stopped because a checkpoint could not be written "
-                f"(checkpoint.on_failure = stop); {self._last_saved()}"
-            )
 
     def __enter__(self) -> CheckpointWriter:
         if self._settings.asynchronous and self._world.group is not None:
@@ -343,12 +329,8 @@ class CheckpointWriter:
             return
         if self._world.rank == 0:
             self._discard(step)
-        self._stopped = self._stopped or self._settings.on_failure == "stop"
         # Also logged when the process ends, after the last step.
-        effect = (
-            "stops the run (checkpoint.on_failure)" if self._stopped else "does not stop the run"
-        )
-        self._log(f"NOT SAVED: {problem}; {self._last_saved()}; this {effect}")
+        self._log(f"NOT SAVED: {problem}; {self._last_saved()}; this does not stop the run")
 
     def _discard(self, step: int) -> None:
         """Remove the files of a failed save: other files of the run may need their space."""

@@ -7,9 +7,13 @@ interruption, with any number of workers and ranks.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from distmp.data.errors import DataError
+from distmp.distributed.ranks import describe
+from distmp.errors import DistmpError
 from distmp.utils.generators import generators_kept, seed_generators
 
 
@@ -60,10 +64,28 @@ class SeededMicrobatches:
         return [self.sample(position, index) for position, index in places]
 
     def sample(self, position: int, index: int) -> Any:
-        """Return one sample; changes the state of the generators."""
+        """Return one sample; changes the state of the generators.
+
+        Raises:
+            DataError: If the dataset fails.
+        """
         self._seed_generators(position)
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except DistmpError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"sample {index} of the dataset {type(self.dataset).__qualname__} cannot be read: "
+                f"{describe(error)} ({_place(error)})"
+            ) from error
 
     def _seed_generators(self, position: int) -> None:
         if self._draws:
             seed_generators(f"sample {self.seed} {position}")
+
+
+def _place(error: Exception) -> str:
+    """Return the file and line in which an error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -432,7 +432,7 @@ def _how_to_lower(floor: float | None, fitting: float) -> str:
     if floor is None:
         return "lower precision.loss_scale.init, or make the scale dynamic"
     if fitting < floor:
-        return f"lower precision.loss_scale.min_scale = {floor:g}, or {_USE_BF16}"
+        return f"lower min_scale = {floor:g}, or {_USE_BF16}"
     return "nothing to do: the loss scale is lowered automatically"
 
 

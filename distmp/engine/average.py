@@ -159,8 +159,6 @@ class WeightAverage:
         """Return the share of the weights in this update, FP32 0-dim; 0 after a skipped step."""
         applied, _, skipped_in_a_row = self._engine.step_counts.to(torch.float64).unbind()
         share = torch.full_like(applied, 1 - self._config.decay)
-        if self._config.warmup:
-            share = share.maximum(9 / (10 + applied))
         return torch.where(skipped_in_a_row == 0, share, 0.0).float()
 
     @torch.no_grad()

@@ -322,14 +322,12 @@ class Engine:
             return
         if numbers.scale_exhausted:
             problem = (
-                f"precision.loss_scale.min_scale = {numbers.loss_scale:g}: overflow at the lowest "
+                f"min_scale = {numbers.loss_scale:g}: overflow at the lowest "
                 "loss scale that is allowed"
             )
         else:
             reason = "were skipped as spikes" if numbers.spike else "had no finite update"
-            problem = (
-                f"precision.max_consecutive_skips = {limit}: that many steps in a row {reason}"
-            )
+            problem = f"max_consecutive_skips = {limit}: that many steps in a row {reason}"
         raise TrainingError(f"{problem}; {self.explain(outcome) or advice(numbers)}")
 
     @torch.no_grad()

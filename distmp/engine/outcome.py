@@ -135,9 +135,9 @@ def advice(numbers: StepNumbers) -> str:
         return (
             f"loss {numbers.loss:.4g} (limit {numbers.loss_limit:.4g}), norm "
             f"{numbers.grad_norm:.4g} (limit {numbers.norm_limit:.4g}); lower optim.lr, or raise "
-            "divergence.loss_threshold and norm_threshold if such steps are normal in this run"
+            "divergence.threshold if such steps are normal in this run"
         )
     return (
         f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite, use a "
-        "bf16 policy or a lower precision.loss_scale.min_scale; otherwise lower optim.lr"
+        "bf16 policy or a lower min_scale; otherwise lower optim.lr"
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.utils.annotations import check_types
 
 PHASES = "precision.phases"
@@ -22,59 +22,46 @@ class DivergenceConfig:
         ConfigError: For a value of the wrong type or out of range.
 
     Example:
-        >>> DivergenceConfig(on_spike="rollback", loss_threshold=6).rolls_back
+        >>> DivergenceConfig(on_spike="rollback", threshold=6).rolls_back
         True
     """
 
     on_spike: Literal["ignore", "warn", "skip", "rollback"] = "warn"
     """Reaction to a spike of loss or norm: "warn" logs it, "skip" skips the update, "rollback"
-    returns to the last checkpoint and continues with the data after the spike."""
+    returns to the last checkpoint and continues with the data after the spike. A step with a loss
+    that is inf or NaN is rolled back under "rollback", and skipped otherwise."""
 
-    on_nonfinite_loss: Literal["ignore", "warn", "skip", "rollback"] = "skip"
-    """Reaction to a loss that is inf or NaN. Non-finite gradients are never applied."""
-
-    loss_threshold: float = 10.0
-    """A loss this many standard deviations above the median of the last 128 steps is a spike."""
-
-    norm_threshold: float = 10.0
-    """A gradient norm is a spike if its logarithm is this many standard deviations above the median
-    of the last 128 steps."""
+    threshold: float = 10.0
+    """A loss, or the logarithm of a gradient norm, is a spike if it is this many standard
+    deviations above the median of the last 128 steps."""
 
     warmup_steps: int = 100
     """Number of steps at the start of training that are never spikes."""
 
-    max_rollbacks: int = 5
-    """Maximum number of rollbacks of a run; the next one ends the run with an error."""
-
-    skip_data_steps: int = 0
-    """Steps of data after the spike that a rollback skips too."""
-
     def __post_init__(self) -> None:
         check_types(self, "divergence")
-        for name in ("on_spike", "on_nonfinite_loss"):
-            if getattr(self, name) not in ("ignore", "warn", "skip", "rollback"):
-                self._refuse(name, "use ignore, warn, skip or rollback")
-        for name in ("loss_threshold", "norm_threshold"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                self._refuse(name, "use a number above 0")
-        if self.warmup_steps < 1:
-            self._refuse("warmup_steps", "use 1 or more steps")
-        for name in ("max_rollbacks", "skip_data_steps"):
-            if getattr(self, name) < 0:
-                self._refuse(name, "use 0 or more")
+        known = self.on_spike in ("ignore", "warn", "skip", "rollback")
+        hint = "use ignore, warn, skip or rollback"
+        require(known, "divergence.on_spike", self.on_spike, hint)
+        valid = 0 < self.threshold < math.inf
+        require(valid, "divergence.threshold", self.threshold, "use a number above 0")
+        steps = self.warmup_steps
+        require(steps >= 1, "divergence.warmup_steps", steps, "use 1 or more steps")
 
     @property
     def rolls_back(self) -> bool:
-        """Whether any reaction is a rollback."""
-        return "rollback" in (self.on_spike, self.on_nonfinite_loss)
+        """Whether a spike causes a rollback."""
+        return self.on_spike == "rollback"
 
-    def _refuse(self, name: str, problem: str) -> None:
-        raise ConfigError(f"divergence.{name}", getattr(self, name), problem)
+    @property
+    def on_nonfinite_loss(self) -> str:
+        """Reaction to a loss that is inf or NaN. Non-finite gradients are never applied."""
+        return "rollback" if self.rolls_back else "skip"
 
 
 @dataclass(frozen=True)
 class RankConsistencyConfig:
-    """When ranks compare replicated weights and state.
+    """When ranks compare replicated weights and state; a difference ends the run.
 
     Raises:
         ConfigError: For a value out of range.
@@ -85,8 +72,7 @@ class RankConsistencyConfig:
     and loss scale; 0 disables them."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError("rank_consistency.every", self.every, "use 0 or more steps")
+        require(self.every >= 0, "rank_consistency.every", self.every, "use 0 or more steps")
 
 
 @dataclass(frozen=True)
@@ -98,17 +84,9 @@ class EmaConfig:
     step, average = decay * average + (1 - decay) * weights. Takes 4 bytes per parameter, sharded
     like the weights."""
 
-    warmup: bool = False
-    """Use min(decay, (1 + n) / (10 + n)) in update n, so that the average of a short run forgets
-    the initial weights."""
-
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ConfigError(
-                "ema.decay", self.decay, "use a number from 0 to below 1, such as 0.999"
-            )
-        if self.warmup and self.decay == 0:
-            raise ConfigError("ema.warmup", True, "has no effect without ema.decay")
+        hint = "use a number from 0 to below 1, such as 0.999"
+        require(0 <= self.decay < 1, "ema.decay", self.decay, hint)
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,7 @@ class DivergenceGuard:
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         if config is not None:
             # Created once: making a device tensor from Python numbers makes the host wait.
-            self._thresholds = torch.tensor(
-                [config.loss_threshold, config.norm_threshold], dtype=torch.float64, device=device
-            )
+            self._threshold = torch.tensor(config.threshold, dtype=torch.float64, device=device)
             self._indices = torch.arange(WINDOW, device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         self._infinite = torch.full((2,), math.inf, dtype=torch.float64, device=device)
@@ -126,7 +124,7 @@ class DivergenceGuard:
         medians = medians.squeeze(1)
         loss_deviation = deviations[0].maximum(SMALLEST_LOSS_DEVIATION * medians[0].abs())
         norm_deviation = deviations[1].clamp(min=SMALLEST_LOG_NORM_DEVIATION)
-        limits = medians + self._thresholds * torch.stack([loss_deviation, norm_deviation])
+        limits = medians + self._threshold * torch.stack([loss_deviation, norm_deviation])
         return torch.where(self._seen >= config.warmup_steps, limits, math.inf)
 
 

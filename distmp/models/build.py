@@ -53,28 +53,28 @@ def build_loss(config: ModelConfig) -> Loss:
 def _transformer_config(
     config: ModelConfig, vocabulary_size: int | None, sequence_length: int
 ) -> TransformerConfig:
-    vocabulary = config.vocabulary_size or vocabulary_size
+    vocabulary = config.options.get("vocabulary_size", vocabulary_size)
     if vocabulary is None:
         raise ConfigError(
-            "model.vocabulary_size",
+            "model.options.vocabulary_size",
             None,
             "set it: the data does not define the number of token ids",
         )
     if vocabulary_size is not None and vocabulary < vocabulary_size:
         raise ConfigError(
-            "model.vocabulary_size",
+            "model.options.vocabulary_size",
             vocabulary,
             f"the data has {vocabulary_size} token ids; set at least that, or leave it out",
         )
-    length = config.sequence_length or sequence_length
-    if length < sequence_length:
+    transformer = config.transformer(vocabulary, sequence_length)
+    if transformer.sequence_length < sequence_length:
         raise ConfigError(
-            "model.sequence_length",
-            length,
+            "model.options.sequence_length",
+            transformer.sequence_length,
             f"samples have data.sequence_length = {sequence_length} tokens; set at least that, or"
             " leave it out",
         )
-    return config.transformer(vocabulary, length)
+    return transformer
 
 
 def _build_from_callable(config: ModelConfig) -> nn.Module:

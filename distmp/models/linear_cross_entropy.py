@@ -107,7 +107,7 @@ def check_targets(targets: Tensor, vocabulary_size: int) -> None:
             f"targets from {smallest} to {largest}",
             f"the model returns logits of {vocabulary_size} token ids, for targets from 0 to "
             f"{vocabulary_size - 1}, and {IGNORED} for tokens without a target; correct the "
-            "targets, or enlarge the vocabulary of the model (model.vocabulary_size)",
+            "targets, or enlarge the vocabulary of the model (model.options.vocabulary_size)",
         )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
 from distmp.utils.imports import check_arguments, load_callable
-from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
+from distmp.utils.resume_rules import IGNORED, dangerous
 
 if TYPE_CHECKING:
     from distmp.models.transformer import TransformerConfig
@@ -50,8 +50,14 @@ last three have the shapes of Llama 3."""
 
 # No machine can hold a model with more.
 _MOST_LAYERS, _MOST = 10_000, 2**31
-_OVERRIDES = ("layers", "dimension", "heads", "key_value_heads", "hidden")
-_TRANSFORMER_OPTIONS = ("tied_head", "rotary_base", "qk_norm", "norm_epsilon")
+_COUNTS = (
+    *("layers", "dimension", "heads", "key_value_heads", "hidden"),
+    *("vocabulary_size", "sequence_length"),
+)
+
+
+def _is_transformer_option(section: Mapping[str, Any], name: str) -> bool:
+    return section.get("name", "transformer") == "transformer" and name in _COUNTS
 
 
 @dataclass(frozen=True)
@@ -66,28 +72,6 @@ class ModelConfig:
     """Named size of the transformer: 1m, 22m, 125m, 350m, 1.3b, or 3b, 8b or 70b, the shapes of
     Llama 3."""
 
-    layers: int | None = None
-    """Number of blocks (default: that of the named size)."""
-
-    dimension: int | None = None
-    """Width of the residual stream (default: that of the named size)."""
-
-    heads: int | None = None
-    """Number of attention heads (default: that of the named size)."""
-
-    key_value_heads: int | None = None
-    """Number of heads of keys and values, for grouped-query attention; it divides `heads` (default:
-    that of the named size, which is `heads` up to 1.3b)."""
-
-    hidden: int | None = None
-    """Width of the hidden layer of the feed-forward part (default: that of the named size)."""
-
-    vocabulary_size: int | None = None
-    """Number of token ids of the model (default: that of the data)."""
-
-    sequence_length: int | None = field(default=None, metadata=HARMLESS)
-    """Longest sequence the model accepts, in tokens (default: that of the data)."""
-
     loss: str = field(
         default="next_token", metadata=dangerous("the model is trained for another objective")
     )
@@ -98,24 +82,23 @@ class ModelConfig:
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
 
-    deferred: bool = field(default=True, metadata=HARMLESS)
-    """Build the model without memory for its parameters, and compute them one at a time, so that a
-    rank of a sharded strategy keeps only its shards; false builds the whole model on every host
-    first, once for each rank."""
-
     peft: dict[str, Any] | None = field(
         default=None, metadata=dangerous("other parameters are trained")
     )
     """Freeze the model and train adapters (LoRA) instead: settings of peft's LoraConfig, such as
     {r: 16, lora_alpha: 32, target_modules: [q_proj, v_proj]}; null: train all parameters."""
 
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata={"takes": _is_transformer_option}
+    )
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
-    replace those in config.json. The transformer takes `tied_head` (true, false), `rotary_base` (a
+    replace those in config.json. The transformer takes `layers`, `dimension`, `heads`,
+    `key_value_heads` and `hidden` in place of those of the named size, `vocabulary_size` and
+    `sequence_length` in place of those of the data, `tied_head` (true, false), `rotary_base` (a
     number), `qk_norm` (true, false) and `norm_epsilon`."""
 
     def __post_init__(self) -> None:
-        """Check each value, and that the dimensions are consistent.
+        """Check each value.
 
         Raises:
             ConfigError: If a value is invalid; it names the setting, the value and what to do.
@@ -134,19 +117,9 @@ class ModelConfig:
             )
         if self.size not in SIZES:
             raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
-        for name in (*_OVERRIDES, "vocabulary_size", "sequence_length"):
-            self._check_count(name)
-        if self.name == "transformer":
-            for option, value in self.options.items():
-                if option not in _TRANSFORMER_OPTIONS:
-                    raise ConfigError(
-                        f"model.options.{option}",
-                        value,
-                        f"the transformer has no such option; "
-                        f"{nearest(option, _TRANSFORMER_OPTIONS)}",
-                    )
-            if self.options or any(getattr(self, name) is not None for name in _OVERRIDES):
-                self.transformer(vocabulary_size=1, sequence_length=1)
+        if self.name == "transformer" and self.options:
+            self._check_counts()
+            self.transformer(vocabulary_size=1, sequence_length=1)
         if self.peft is not None:
             from distmp.models import adapters  # imports torch
 
@@ -179,17 +152,12 @@ class ModelConfig:
         )
         return found
 
-    @property
-    def dimensions(self) -> Size:
-        """The named size with the overrides applied."""
-        size = SIZES[self.size]
-        given = {name: getattr(self, name) for name in _OVERRIDES}
-        if given["heads"] is not None and given["key_value_heads"] is None:
-            size = size._replace(key_value_heads=None)
-        return size._replace(**{k: v for k, v in given.items() if v is not None})
-
     def transformer(self, vocabulary_size: int, sequence_length: int) -> TransformerConfig:
         """Return the configuration of the transformer.
+
+        Args:
+            vocabulary_size: Number of token ids, unless `options` has it.
+            sequence_length: Longest sequence, unless `options` has it.
 
         Raises:
             ConfigError: If an option is invalid.
@@ -199,20 +167,17 @@ class ModelConfig:
         from distmp.models.transformer import TransformerConfig
         from distmp.utils.settings import from_mapping
 
-        sizes = {"vocabulary_size": 1, "sequence_length": 1, **self.dimensions._asdict()}
-        config = from_mapping(TransformerConfig, {**sizes, **self.options}, "model.options")
-        return replace(config, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
+        size = SIZES[self.size]
+        if "heads" in self.options:
+            size = size._replace(key_value_heads=None)
+        lengths = {"vocabulary_size": vocabulary_size, "sequence_length": sequence_length}
+        return from_mapping(
+            TransformerConfig, {**lengths, **size._asdict(), **self.options}, "model.options"
+        )
 
-    def _check_count(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if self.name != "transformer":
-            raise ConfigError(
-                f"model.{name}",
-                value,
-                f"{self.name} does not use this setting; pass it in model.options",
-            )
-        most = _MOST_LAYERS if name == "layers" else _MOST
-        if not 1 <= value <= most:
-            raise ConfigError(f"model.{name}", value, f"must be from 1 to {most:,}")
+    def _check_counts(self) -> None:
+        for name in _COUNTS:
+            value = self.options.get(name, 1)
+            most = _MOST_LAYERS if name == "layers" else _MOST
+            if isinstance(value, int) and not 1 <= value <= most:
+                raise ConfigError(f"model.options.{name}", value, f"must be from 1 to {most:,}")

@@ -271,7 +271,7 @@ class Transformer(nn.Module):
         time = tokens.shape[1]
         if time > self.config.sequence_length:
             raise ValueError(
-                f"a sequence of {time} tokens, and model.sequence_length is"
+                f"a sequence of {time} tokens, and model.options.sequence_length is"
                 f" {self.config.sequence_length}"
             )
         config = self.config

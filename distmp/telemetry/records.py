@@ -62,8 +62,6 @@ class StepRecord:
         rank_seconds: Own time of each rank in seconds, if ranks were compared after this step; NaN
             for a rank that was not measured.
         validation_metrics: Metrics of the validation after this step, by name; None without one.
-        layer_grad_norms: Norm of the gradient of each layer before clipping, by name, if it was
-            measured.
         formats: The policy of `precision.phases` in this step; None without phases.
         narrow_operands: How well the operands of narrow products fit their formats, in the steps
             of `log.every`: by "input", "weight", "grad", "wgrad_input" and "wgrad_grad" the shares
@@ -92,7 +90,6 @@ class StepRecord:
     unit: str = "token"
     rank_seconds: list[float] | None = None
     validation_metrics: dict[str, float] | None = None
-    layer_grad_norms: dict[str, float] | None = None
     formats: str | None = None
     narrow_operands: dict[str, Any] | None = None
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
+from distmp.utils.entries import parse_entries
 
 ConsoleMode = Literal["auto", "live", "plain", "off"]
+
+_NOTATION = "write a name, or {name: NAME, options: {OPTION: VALUE}}"
 
 # A trace of more steps is too large to open.
 MAX_STEPS = 100
@@ -19,8 +22,8 @@ class LogConfig:
     """Output of the first rank during training.
 
     Raises:
-        ConfigError: If `every` is below 1, `ranks_every` or `grad_norms_every` below 0, `console`
-            is not one of its choices, or a tracker does not exist.
+        ConfigError: If `every` is below 1, `console` is not one of its choices, or a tracker does
+            not exist.
     """
 
     every: int = 10
@@ -30,50 +33,36 @@ class LogConfig:
     """`live` redraws one line in place, `plain` prints a line every `every` steps, `off` prints
     nothing. `auto` is `live` on a terminal and `plain` elsewhere."""
 
-    files: bool = True
-    """Copy the output of each rank to the folder `logs` of the run, including library warnings."""
-
-    ranks_every: int = 50
-    """Steps between two comparisons of the ranks' step times without waiting. A comparison reports
-    slow ranks; 0 disables it."""
-
-    grad_norms_every: int = 0
-    """Steps between two measurements of the gradient norm of each layer, before clipping, for the
-    records and trackers; 0 disables them."""
-
-    trackers: tuple[str, ...] = ()
+    trackers: tuple[str | dict[str, Any], ...] = ()
     """Trackers that log every step: tensorboard, wandb and others that accelerate supports, or the
-    import path 'module:Class' of an accelerate.tracking.GeneralTracker."""
+    import path 'module:Class' of an accelerate.tracking.GeneralTracker. With arguments:
+    '{name: wandb, options: {project: first, mode: offline}}'."""
 
-    tracker_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of trackers, by name: `wandb: {mode: offline}`."""
-
-    project: str = "distmp"
-    """Project name for the trackers."""
+    ranks_every: ClassVar[int] = 50
+    """Steps between two comparisons of the ranks' step times without waiting. A comparison reports
+    slow ranks."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(
-                "log.every", self.every, "use 1 or more; `log.console: off` prints nothing"
-            )
-        for name in ("ranks_every", "grad_norms_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"log.{name}", getattr(self, name), "use 0 or more steps")
-        if self.console not in get_args(ConsoleMode):
-            raise ConfigError(
-                "log.console", self.console, nearest(str(self.console), get_args(ConsoleMode))
-            )
-        for name, options in self.tracker_options.items():
-            setting = f"log.tracker_options.{name}"
-            if name not in self.trackers:
-                raise ConfigError(setting, options, "add it to log.trackers")
-            if not isinstance(options, dict):
-                raise ConfigError(setting, options, "must be a mapping of keyword arguments")
-        for name in self.trackers:
+        hint = "use 1 or more; `log.console: off` prints nothing"
+        require(self.every >= 1, "log.every", self.every, hint)
+        modes = get_args(ConsoleMode)
+        hint = nearest(str(self.console), modes)
+        require(self.console in modes, "log.console", self.console, hint)
+        for name in self.tracker_options:
             # Imported late: accelerate takes a second to import.
             from distmp.telemetry.trackers import find
 
             find(name)
+
+    @property
+    def tracker_options(self) -> dict[str, dict[str, Any]]:
+        """The arguments of all trackers, by name.
+
+        Raises:
+            ConfigError: If an entry has other keys than `name` and `options`, or values of other
+                types.
+        """
+        return dict(parse_entries("log.trackers", self.trackers, _NOTATION))
 
 
 @dataclass(frozen=True)
@@ -93,16 +82,10 @@ class ProfileConfig:
         if self.steps is None:
             return
         first, last = self._parsed()
-        if first < 1:
-            raise ConfigError("profile.steps", self.steps, "steps are counted from 1")
-        if last < first:
-            raise ConfigError("profile.steps", self.steps, f"write {last}:{first}")
-        if last - first >= MAX_STEPS:
-            raise ConfigError(
-                "profile.steps",
-                self.steps,
-                f"record at most {MAX_STEPS} steps; a few are enough",
-            )
+        require(first >= 1, "profile.steps", self.steps, "steps are counted from 1")
+        require(last >= first, "profile.steps", self.steps, f"write {last}:{first}")
+        hint = f"record at most {MAX_STEPS} steps; a few are enough"
+        require(last - first < MAX_STEPS, "profile.steps", self.steps, hint)
 
     @property
     def window(self) -> range:
@@ -118,8 +101,8 @@ class ProfileConfig:
         Raises:
             ConfigError: If it does not.
         """
-        if self.window and self.window[-1] > steps:
-            raise ConfigError("profile.steps", self.steps, f"the run ends with step {steps}")
+        reached = not self.window or self.window[-1] <= steps
+        require(reached, "profile.steps", self.steps, f"the run ends with step {steps}")
 
     def _parsed(self) -> tuple[int, int]:
         match = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", str(self.steps).strip())

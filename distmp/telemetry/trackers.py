@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +56,8 @@ class Trackers:
 
 
 def start(
-    names: Sequence[str],
-    options: Mapping[str, Any],
+    trackers: Mapping[str, Mapping[str, Any]],
     *,
-    project: str,
     directory: Path,
     hyperparameters: Mapping[str, Any],
     after_step: int,
@@ -68,9 +66,8 @@ def start(
     """Start trackers; called on the first rank only.
 
     Args:
-        names: Names of trackers, as in `log.trackers`.
-        options: Keyword arguments of each tracker, by name.
-        project: Project name for the trackers.
+        trackers: Keyword arguments of each tracker, by the names in `log.trackers`. `project` is
+            the name of the project, by default "distmp".
         directory: Folder of the run; a tracker that writes files gets a subfolder of its name.
         hyperparameters: The configuration as nested mappings.
         after_step: The step from which the run continues, or 0.
@@ -79,7 +76,7 @@ def start(
     Raises:
         ConfigError: If a tracker does not start.
     """
-    if not names:
+    if not trackers:
         return Trackers({}, warn)
     # accelerate's trackers use its logger, which needs the state of the process.
     from accelerate import PartialState
@@ -90,12 +87,12 @@ def start(
         "wandb": {"dir": str(directory)},
     }
     started = {}
-    for name in names:
+    for name, options in trackers.items():
         tracker_class = find(name)
         folder = [str(directory / name)] if tracker_class.requires_logging_directory else []
-        arguments = {**defaults.get(name, {}), **options.get(name, {})}
+        arguments = {"project": "distmp", **defaults.get(name, {}), **options}
         try:
-            tracker = tracker_class(project, *folder, **arguments)
+            tracker = tracker_class(arguments.pop("project"), *folder, **arguments)
             tracker.start()
             settings = flat(masked(hyperparameters)).items()
             tracker.store_init_configuration({name: _plain(value) for name, value in settings})
@@ -134,14 +131,12 @@ def scalars(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted.
 
     The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
-    `validation_NAME`, and the norm of a layer `layer_grad_norms/NAME`. A share of narrow
-    operands is `narrow_operands/OPERAND/NAME`.
+    `validation_NAME`. A share of narrow operands is `narrow_operands/OPERAND/NAME`.
     """
     values = dataclasses.asdict(record)
     del values["step"]
     values[f"{record.unit}s_per_second"] = values.pop("weight_per_second")
     values |= {f"validation_{n}": value for n, value in (record.validation_metrics or {}).items()}
-    values |= {f"layer_grad_norms/{n}": norm for n, norm in (record.layer_grad_norms or {}).items()}
     for operand, statistics in (record.narrow_operands or {}).items():
         values |= {f"narrow_operands/{operand}/{n}": value for n, value in statistics.items()}
     return {

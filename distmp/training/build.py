@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
@@ -21,12 +17,10 @@ from distmp.optim import Muon
 from distmp.quantization.description import describe_formats, formats_record
 from distmp.telemetry.console import Console
 from distmp.training import manifest
-from distmp.training.accelerate_launch import overridden_options
-from distmp.training.callbacks import Callback
-from distmp.training.callbacks.loading import load_callbacks
 from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.restarts import Restarts
 from distmp.training.resume_compat import Changes
+from distmp.training.run import Run
 from distmp.training.run_directory import RunDirectory, try_to_write
 from distmp.training.run_fingerprint import (
     changes_since,
@@ -34,11 +28,12 @@ from distmp.training.run_fingerprint import (
     run_fingerprint,
     weights_folder,
 )
-from distmp.training.run_lease import RunLease, this_job
+from distmp.training.run_lease import this_job
 from distmp.training.setup import (
     Progress,
     RunComponents,
     build_engine,
+    check_datasets,
     find_checkpoint,
     prepare,
     start_from_weights,
@@ -46,39 +41,6 @@ from distmp.training.setup import (
 )
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import settings
-
-
-@dataclass(frozen=True)
-class Run:
-    """The components of a training run on one rank, in their state before the first step.
-
-    Attributes:
-        config: The configuration.
-        world: The ranks.
-        console: Prints messages; quiet on all ranks but the first.
-        components: Data, loss, and the model before it was distributed.
-        engine: Takes the optimizer steps. The state of the checkpoint, if any, has been loaded.
-        callbacks: The callbacks of the setting `callbacks`.
-        fingerprint: Properties of the run that a checkpoint stores, see `run_fingerprint`.
-        directory: The folder of the run.
-        restarts: Earlier attempts of this job.
-        checkpoint: The checkpoint that was loaded; None for a new run.
-        progress: Steps and samples up to now.
-        lease: On rank 0, the right to write to the folder; None on the others.
-    """
-
-    config: RunConfig
-    world: World
-    console: Console
-    components: RunComponents
-    engine: Engine
-    callbacks: list[Callback]
-    fingerprint: dict[str, Any]
-    directory: RunDirectory
-    restarts: Restarts
-    checkpoint: store.StoredCheckpoint | None
-    progress: Progress
-    lease: RunLease | None
 
 
 def build_run(config: RunConfig, world: World, console: Console, restarts: Restarts) -> Run:
@@ -91,127 +53,166 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
     if world.rank == 0:
         choice = DirectoryChoice(config, this_job(restarts.job()), console.message)
     try:
-        return _build_run(config, world, console, restarts, choice)
+        return _Builder(config, world, console, restarts, choice).build()
     except BaseException:
         if choice is not None:
             choice.release()
         raise
 
 
-def _build_run(
-    config: RunConfig,
-    world: World,
-    console: Console,
-    restarts: Restarts,
-    choice: DirectoryChoice | None,
-) -> Run:
-    callbacks = world.ranks.all_or_none(lambda: load_callbacks(parse_callbacks(config.callbacks)))
-    components = world.ranks.all_or_none(lambda: prepare(config, world))
-    checkpoint = _find_checkpoint(config, world, restarts, choice)
-    progress = Progress() if checkpoint is None else stored_progress(checkpoint)
-    # Counted before a sharded strategy leaves only a part of each parameter on this rank.
-    parameters = _count_parameters(components.model)
-    chosen, strategy_reason = choose_strategy(config, components, world)
-    engine = world.ranks.all_or_none(
-        lambda: _engine(chosen, components, world, load=checkpoint is not None)
-    )
-    if checkpoint is None:
-        start_from_weights(components, engine)
-    fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
-    fingerprint |= describe_model(components.model, config)
-    if checkpoint is None and _freezes_random_weights(config):
-        console.message(
-            "model.peft: the model has random weights, and they stay frozen; name its weights with "
-            "hf:FOLDER or model.weights"
+class _Builder:
+    """Builds a run; on rank 0, `choice` claims its directory."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        console: Console,
+        restarts: Restarts,
+        choice: DirectoryChoice | None,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._console = console
+        self._restarts = restarts
+        self._choice = choice
+
+    def build(self) -> Run:
+        """Return the run; see `build_run`."""
+        config, world, ranks = self._config, self._world, self._world.ranks
+        components = ranks.all_or_none(self._prepare)
+        checkpoint = self._find_checkpoint()
+        progress = Progress() if checkpoint is None else stored_progress(checkpoint)
+        # Counted before a sharded strategy leaves only a part of each parameter on this rank.
+        parameters = _count_parameters(components.model)
+        chosen, reason = choose_strategy(config, components, world)
+        engine = ranks.all_or_none(
+            lambda: build_engine(
+                chosen,
+                components,
+                world,
+                policy=config.precision.policy,
+                attribution=config.precision.attribution,
+                load=checkpoint is not None,
+            )
         )
-    changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
-    directory = _choose_directory(config, world, restarts, checkpoint, choice)
-    for line in _summary(chosen, world, components, engine, parameters, strategy_reason):
-        console.message(line)
-    _record_start(config, world, console, directory, checkpoint, progress.step, engine)
-    if checkpoint is not None:
-        if progress.step >= config.steps:
+        if checkpoint is None:
+            start_from_weights(components, engine)
+        fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
+        fingerprint |= describe_model(components.model, config)
+        if checkpoint is None and _freezes_random_weights(config):
+            self._console.message(
+                "model.peft: the model has random weights, and they stay frozen; name its weights "
+                "with hf:FOLDER or model.weights"
+            )
+        changes = Changes()
+        if checkpoint is not None:
+            changes = changes_since(checkpoint.numbers, fingerprint)
+            if not config.resume_force:
+                ranks.all_or_none(lambda: changes.refuse(str(checkpoint)))
+        directory = self._choose_directory(checkpoint)
+        for line in _summary(chosen, world, components, engine, parameters, reason):
+            self._console.message(line)
+        self._record_start(directory, checkpoint, progress.step, engine)
+        if checkpoint is not None:
+            self._continue_from(checkpoint, progress, engine, changes)
+        if (attempt := self._restarts.describe_attempt(progress.step)) is not None:
+            self._console.message(attempt)
+        return Run(
+            config,
+            world,
+            self._console,
+            components,
+            engine,
+            fingerprint,
+            directory,
+            self._restarts,
+            checkpoint,
+            progress,
+            None if self._choice is None else self._choice.lease,
+        )
+
+    def _prepare(self) -> RunComponents:
+        components = prepare(self._config, self._world)
+        check_datasets(self._config, components.datasets)
+        return components
+
+    def _find_checkpoint(self) -> store.StoredCheckpoint | None:
+        """Claim the directory to continue, and return the checkpoint to continue from."""
+        config = self._config
+
+        def claim() -> str | None:
+            assert self._choice is not None
+            directory = self._choice.continued(self._restarts.directory)
+            return None if directory is None else str(directory.path)
+
+        def configured() -> store.StoredCheckpoint | None:
+            if config.resume == "auto" and path is None:
+                return None
+            directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
+            return find_checkpoint(config, directory)
+
+        path = self._world.ranks.from_rank_0(claim)
+        return self._world.ranks.all_or_none(lambda: self._restarts.checkpoint(configured))
+
+    def _choose_directory(self, checkpoint: store.StoredCheckpoint | None) -> RunDirectory:
+        """Return the directory of the run that wrote the checkpoint, or create one, on rank 0."""
+
+        def choose() -> str:
+            assert self._choice is not None
+            directory = self._restarts.directory or self._choice.final(checkpoint)
+            self._restarts.begin(directory, checkpoint)
+            return str(directory.path)
+
+        path = self._world.ranks.from_rank_0(choose)
+        return RunDirectory(Path(path), self._config.checkpoint.path)
+
+    def _record_start(
+        self,
+        directory: RunDirectory,
+        checkpoint: store.StoredCheckpoint | None,
+        step: int,
+        engine: Engine,
+    ) -> None:
+        """Write the configuration and the manifest, and print the directory of the run."""
+        config, log = self._config, self._console.message
+        log(f"run directory: {directory.path}")
+        if checkpoint is not None:
+            log(f"continuing from {checkpoint}")
+            if step >= config.steps:
+                log(
+                    f"nothing is left to train: the checkpoint is of step {step}, and "
+                    f"steps = {config.steps}"
+                )
+        if self._world.rank == 0:
+            try_to_write(directory.config, lambda path: settings.write_yaml(config, path), log)
+        layers = engine.narrow_products.layers
+        manifest.record(
+            directory.manifest,
+            self._world,
+            settings.to_mapping(config),
+            first_step=step,
+            narrow_products=None if layers is None else formats_record(layers),
+        )
+
+    def _continue_from(
+        self,
+        checkpoint: store.StoredCheckpoint,
+        progress: Progress,
+        engine: Engine,
+        changes: Changes,
+    ) -> None:
+        """Report what changed since the checkpoint, and load it."""
+        if progress.step >= self._config.steps:
             # `steps` would change the learning rates of later steps, and there are none.
             changes.consequential.pop("steps", None)
-        _continue_from(checkpoint, engine, world, console, changes)
-    if (attempt := restarts.describe_attempt(progress.step)) is not None:
-        console.message(attempt)
-    return Run(
-        config,
-        world,
-        console,
-        components,
-        engine,
-        callbacks,
-        fingerprint,
-        directory,
-        restarts,
-        checkpoint,
-        progress,
-        None if choice is None else choice.lease,
-    )
-
-
-def _find_checkpoint(
-    config: RunConfig, world: World, restarts: Restarts, choice: DirectoryChoice | None
-) -> store.StoredCheckpoint | None:
-    """Claim the directory to continue, and return the checkpoint to continue from."""
-
-    def claim() -> str | None:
-        assert choice is not None
-        directory = choice.continued(restarts.directory)
-        return None if directory is None else str(directory.path)
-
-    def configured() -> store.StoredCheckpoint | None:
-        if config.resume == "auto" and path is None:
-            return None
-        directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
-        return find_checkpoint(config, directory)
-
-    path = world.ranks.from_rank_0(claim)
-    return world.ranks.all_or_none(lambda: restarts.checkpoint(configured))
-
-
-def _engine(config: RunConfig, components: RunComponents, world: World, *, load: bool) -> Engine:
-    precision = config.precision
-    return build_engine(
-        config,
-        components,
-        world,
-        policy=precision.policy,
-        attribution=precision.attribution,
-        load=load,
-    )
-
-
-def _compare(
-    config: RunConfig, fingerprint: dict[str, Any], checkpoint: store.StoredCheckpoint | None
-) -> Changes:
-    """Return what changed since the checkpoint; raise if it belongs to another run."""
-    if checkpoint is None:
-        return Changes()
-    changes = changes_since(checkpoint.numbers, fingerprint)
-    if not config.resume_force:
-        changes.refuse(str(checkpoint))
-    return changes
-
-
-def _choose_directory(
-    config: RunConfig,
-    world: World,
-    restarts: Restarts,
-    checkpoint: store.StoredCheckpoint | None,
-    choice: DirectoryChoice | None,
-) -> RunDirectory:
-    """Return the folder of the run that wrote the checkpoint, or create one, on rank 0."""
-
-    def choose() -> str:
-        assert choice is not None
-        directory = restarts.directory or choice.final(checkpoint)
-        restarts.begin(directory, checkpoint)
-        return str(directory.path)
-
-    return RunDirectory(Path(world.ranks.from_rank_0(choose)), config.checkpoint.path)
+        current_phase.enter("loading a checkpoint", transfers=True)
+        if self._world.rank == 0:
+            changes.report(self._console.message)
+        same_optimizer = "optim.name" not in changes.dangerous
+        self._world.ranks.all_or_none(
+            lambda: load_checkpoint(engine, checkpoint, optimizer=same_optimizer)
+        )
 
 
 def _summary(
@@ -241,7 +242,6 @@ def _summary(
         yield f"optimizer: {engine.optimizer.describe()}"
     if strategy_reason:
         yield f"strategy: {config.strategy} ({strategy_reason})"
-    yield from overridden_options(os.environ, engine.policy, engine.strategy)
 
 
 def _freezes_random_weights(config: RunConfig) -> bool:
@@ -261,60 +261,3 @@ def _backend(world: World) -> str:
         return ""
     shared = world.device.type == "cuda" and world.backend == "gloo"
     return f" ({world.backend}{', because ranks share a GPU' if shared else ''})"
-
-
-def _record_start(
-    config: RunConfig,
-    world: World,
-    console: Console,
-    directory: RunDirectory,
-    checkpoint: store.StoredCheckpoint | None,
-    step: int,
-    engine: Engine,
-) -> None:
-    """Write the configuration and the manifest, and print the folder of the run."""
-    console.message(f"run directory: {directory.path}")
-    if checkpoint is not None:
-        console.message(f"continuing from {checkpoint}{_which(config, directory)}")
-        if step >= config.steps:
-            console.message(
-                f"nothing is left to train: the checkpoint is of step {step}, and "
-                f"steps = {config.steps}"
-            )
-    if world.rank == 0:
-        try_to_write(
-            directory.config, lambda path: settings.write_yaml(config, path), console.message
-        )
-    layers = engine.narrow_products.layers
-    manifest.record(
-        directory.manifest,
-        world,
-        settings.to_mapping(config),
-        first_step=step,
-        narrow_products=None if layers is None else formats_record(layers),
-    )
-
-
-def _which(config: RunConfig, directory: RunDirectory) -> str:
-    """Return why another directory than `run_dir` is continued, for a message."""
-    if config.resume != "auto" or directory.path == Path(config.run_dir):
-        return ""
-    return (
-        f", the newest directory of run_dir = {config.run_dir!r}; for another one, set resume to "
-        "its path"
-    )
-
-
-def _continue_from(
-    checkpoint: store.StoredCheckpoint,
-    engine: Engine,
-    world: World,
-    console: Console,
-    changes: Changes,
-) -> None:
-    """Report what changed since the checkpoint, and load it."""
-    current_phase.enter("loading a checkpoint", transfers=True)
-    if world.rank == 0:
-        changes.report(console.message)
-    same_optimizer = "optim.name" not in changes.dangerous
-    world.ranks.all_or_none(lambda: load_checkpoint(engine, checkpoint, optimizer=same_optimizer))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distmp.checkpoint import store
-from distmp.errors import CheckpointError, ConfigError, listed
+from distmp.errors import ConfigError, listed
 from distmp.training.callbacks.callback import Callback
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.flat_shard import FlatShard
@@ -33,13 +33,16 @@ class CallbackStates:
     """Saves and restores what `Callback.state_dict` returns.
 
     Args:
-        callbacks: All callbacks of the run, in the same order on every rank.
         quiet: Do not log warnings; True on all ranks but rank 0.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], *, quiet: bool) -> None:
-        self._callbacks = dict(_named(callbacks))
+    def __init__(self, *, quiet: bool) -> None:
+        self._callbacks: dict[str, Callback] = {}
         self._quiet = quiet
+
+    def register(self, callbacks: Sequence[Callback]) -> None:
+        """Use these callbacks: all of the run, in the same order on every rank."""
+        self._callbacks = dict(_named(callbacks))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors of all callbacks, by their names in a checkpoint."""
@@ -97,21 +100,24 @@ class CallbackStates:
                 shape in it.
         """
         live = {name: state for name, state in self._states().items() if state}
-        stored = _stored_states(checkpoint)
+        values: dict[str, State] = checkpoint.numbers.get(NUMBERS, {})
+        tensors: dict[str, State] = {}
+        for full, spec in checkpoint.tensors.items():
+            if full.startswith(PREFIX):
+                name, _, key = full.removeprefix(PREFIX).partition("/")
+                tensors.setdefault(name, {})[key] = _target(live.get(name, {}).get(key), *spec)
+        stored = values.keys() | tensors.keys()
         targets = {
-            _stored_name(name, key): _target(live.get(name, {}).get(key), *value)
-            for name, (tensors, _) in stored.items()
-            if name in self._callbacks
-            for key, value in tensors.items()
+            _stored_name(name, key): tensor
+            for name in tensors.keys() & self._callbacks.keys()
+            for key, tensor in tensors[name].items()
         }
         if targets:
             checkpoint.load(targets)
         for name, callback in self._callbacks.items():
             if name in stored:
-                tensors, values = stored[name]
-                loaded = {key: targets[_stored_name(name, key)] for key in tensors}
-                callback.load_state_dict({**values, **loaded})
-        return _difference(checkpoint, live.keys() - stored.keys(), stored.keys() - self._callbacks)
+                callback.load_state_dict({**values.get(name, {}), **tensors.get(name, {})})
+        return _difference(checkpoint, live.keys() - stored, stored - self._callbacks.keys())
 
     def _states(self) -> dict[str, State]:
         states = {name: callback.state_dict() for name, callback in self._callbacks.items()}
@@ -132,23 +138,6 @@ def _named(callbacks: Sequence[Callback]) -> Iterator[tuple[str, Callback]]:
 
 def _stored_name(name: str, key: str) -> str:
     return f"{PREFIX}{name}/{key}"
-
-
-def _stored_states(
-    checkpoint: store.StoredCheckpoint,
-) -> dict[str, tuple[dict[str, tuple[torch.Size, torch.dtype]], State]]:
-    """Return the shapes and dtypes of the tensors, and the values, of each callback."""
-    numbers = checkpoint.numbers.get(NUMBERS, {})
-    if not isinstance(numbers, dict) or not all(isinstance(v, dict) for v in numbers.values()):
-        raise CheckpointError(f"the numbers in {checkpoint} have no states of callbacks by name")
-    stored: dict[str, tuple[dict[str, tuple[torch.Size, torch.dtype]], State]] = {
-        name: ({}, values) for name, values in numbers.items()
-    }
-    for full, spec in checkpoint.tensors.items():
-        if full.startswith(PREFIX):
-            name, _, key = full.removeprefix(PREFIX).partition("/")
-            stored.setdefault(name, ({}, {}))[0][key] = spec
-    return stored
 
 
 def _target(live: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:

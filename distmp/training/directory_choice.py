@@ -55,14 +55,8 @@ class DirectoryChoice:
         if found is None and self._config.resume == "auto":
             found = self._to_continue()
             self._found_none = found is None
-        if found is None:
-            return None
-        try:
+        if found is not None:
             self._claim(found)
-        except RunDirectoryInUseError as error:
-            if not _are_tasks_of_one_array(self._job, error.owner):
-                raise
-            return None
         return found
 
     def final(self, checkpoint: StoredCheckpoint | None) -> RunDirectory:
@@ -108,29 +102,22 @@ class DirectoryChoice:
     def _to_continue(self) -> RunDirectory | None:
         """Return the newest directory, but for a scheduler's job preferably the one it wrote to."""
         runs = existing_runs(self._config.run_dir, self._config.checkpoint.path)
-        scheduler = self._job.scheduler
-        if scheduler is not None:
+        if (scheduler := self._job.scheduler) is not None:
             owners = [(run, _last_owner(run)) for run in runs]
-            own = [
+            runs = [
                 run
                 for run, owner in owners
                 if owner and owner.scheduler and owner.scheduler.name == scheduler.name
-            ]
-            runs = own or [
-                run
-                for run, owner in owners
-                if owner is None or not _are_tasks_of_one_array(self._job, owner)
-            ]
+            ] or runs
         return runs[-1] if runs else None
 
     def _create(self) -> RunDirectory:
         """Create and claim a directory that no other job has used."""
         config = self._config
-        is_task = self._job.scheduler is not None and self._job.scheduler.array is not None
         first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
         while True:
             directory = create_run(config.run_dir, config.checkpoint.path)
-            if self._found_none and not is_task and first.path != directory.path:
+            if self._found_none and first.path != directory.path:
                 # The same command, started twice: the other one was a moment earlier.
                 directory.path.rmdir()
                 self._claim(first)
@@ -151,13 +138,6 @@ class DirectoryChoice:
         lease = RunLease(directory, self._job)
         lease.claim(self._log, first=first)
         self.lease = lease
-
-
-def _are_tasks_of_one_array(job: Owner, other: Owner) -> bool:
-    if job.scheduler is None or other.scheduler is None or job.scheduler.array is None:
-        return False
-    same_array = job.scheduler.array == other.scheduler.array
-    return same_array and job.scheduler.name != other.scheduler.name
 
 
 def _last_owner(run: RunDirectory) -> Owner | None:

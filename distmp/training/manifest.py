@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +73,7 @@ def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
         "configuration_hash": digest(masked(configuration)),
         "configuration": masked(configuration),
         "versions": versions(),
-        "code": {
-            "working_directory": revision(Path.cwd()),
-            "distmp": revision(Path(__file__).parent, tracked=Path(__file__).name),
-        },
+        "code": revision(Path.cwd()),
         "environment": relevant(os.environ),
     }
 
@@ -91,18 +87,13 @@ def device_name(world: World) -> str:
     return f"{world.device} ({torch.cuda.get_device_name(world.device)})"
 
 
-def revision(folder: Path, tracked: str | None = None) -> dict[str, Any] | None:
+def revision(folder: Path) -> dict[str, Any] | None:
     """Return the commit of a folder's git repository and whether it has changes; None without one.
 
     Args:
         folder: A folder of the repository.
-        tracked: A file in the folder that the repository has to track: an installed package may be
-            inside an unrelated repository.
     """
-    commit = _git(folder, "rev-parse", "HEAD")
-    if tracked is not None and _git(folder, "ls-files", "--error-unmatch", tracked) is None:
-        return None
-    if commit is None:
+    if (commit := _git(folder, "rev-parse", "HEAD")) is None:
         return None
     status = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if status is None else bool(status)}
@@ -129,18 +120,6 @@ def append(path: Path, start: Mapping[str, Any]) -> None:
         file.write(text.encode() + b"\n")
 
 
-def starts_at(path: Path, step: int) -> int:
-    """Return how many consecutive jobs, up to the last one, started the run at `step`.
-
-    Restarts of the ranks within a job do not count. Returns 0 if there is no manifest.
-    """
-    try:
-        jobs = [start for start in read(path) if start.get("restart") == 0]
-    except OSError:
-        return 0
-    return len(list(takewhile(lambda job: job.get("first_step") == step, reversed(jobs))))
-
-
 def read(path: Path) -> Sequence[dict[str, Any]]:
     """Return all starts of a run, in order.
 
@@ -148,9 +127,6 @@ def read(path: Path) -> Sequence[dict[str, Any]]:
         ManifestError: If the file is not a manifest.
     """
     try:
-        starts = json.loads(path.read_text())["starts"]
-        if not isinstance(starts, list):
-            raise TypeError("'starts' is not a list")
+        return [*json.loads(path.read_text())["starts"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestError(f"{path}: not a manifest ({error}); fix or delete it") from None
-    return starts

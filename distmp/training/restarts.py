@@ -26,7 +26,6 @@ from distmp.distributed.orphans import is_orphan
 from distmp.errors import TrainingError
 from distmp.faults.watchdog import ending_of
 from distmp.telemetry.records import RecordError, read_records
-from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
 
 # A run is not restarted after this many consecutive starts that completed no further step.
@@ -120,24 +119,11 @@ class Restarts:
         self._store_value("futile", futile)
         if futile >= RESTARTS_WITHOUT_GAIN:
             self.give_up(TrainingError.exit_code)
-            raise _no_gain(futile + 1, reached, self.cause(), "Fix the cause", directory)
-
-    def check_gain(self, directory: RunDirectory, step: int, cause: str) -> None:
-        """Check that the last jobs of a stopped run completed a step. Rank 0 calls it.
-
-        Args:
-            directory: Folder of the run.
-            step: The current step, which has a checkpoint.
-            cause: Why the run was stopped.
-
-        Raises:
-            TrainingError: If the last `RESTARTS_WITHOUT_GAIN` jobs started at this step.
-        """
-        starts = manifest.starts_at(directory.manifest, step)
-        if starts >= RESTARTS_WITHOUT_GAIN:
-            self.give_up(TrainingError.exit_code)
-            remedy = "Give a job more time than startup, one step and one save take"
-            raise _no_gain(starts, step, cause, remedy, directory)
+            raise TrainingError(
+                f"{futile + 1} times in a row the run ended after step {reached}, the last time "
+                f"because of: {self.cause()}; it is not restarted. Fix the cause, and continue "
+                f"with --resume {directory.checkpoints}"
+            )
 
     def job(self) -> str:
         """Return the identity of this job, the same in all its attempts. Rank 0 calls it."""
@@ -206,16 +192,6 @@ class Restarts:
         if self._values is None or not self._values.check([key]):
             return None
         return json.loads(self._values.get(key))
-
-
-def _no_gain(
-    times: int, step: int, cause: str, remedy: str, directory: RunDirectory
-) -> TrainingError:
-    return TrainingError(
-        f"{times} times in a row the run ended after step {step}, the last time because of: "
-        f"{cause}; it is not restarted. {remedy}, and continue with --resume "
-        f"{directory.checkpoints}"
-    )
 
 
 def _last_step(directory: RunDirectory) -> int:

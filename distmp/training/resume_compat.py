@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
@@ -20,38 +20,27 @@ from distmp.utils.resume_rules import ResumeRule, resume_rules
 _OTHER_SAMPLES = "the position in the data refers to other samples"
 
 
-class RunProperty(NamedTuple):
-    """A property of a run that is compared and is not a setting.
-
-    Attributes:
-        section: Section of the run's fingerprint that holds it.
-        key: Name within that section.
-        rule: The effect of a change.
-    """
-
-    section: str
-    key: str
-    rule: ResumeRule
-
-
+# Properties of a run that are compared and are not settings, by their name in messages: the section
+# of the run's fingerprint that holds each, its name there, and the effect of a change.
 RUN_PROPERTIES = {
-    "samples in the data": RunProperty("data", "samples", ResumeRule("dangerous", _OTHER_SAMPLES)),
-    "vocabulary of the data": RunProperty(
-        "data", "vocabulary", ResumeRule("dangerous", "token ids have another meaning")
+    "samples in the data": ("data", "samples", ResumeRule("dangerous", _OTHER_SAMPLES)),
+    "vocabulary of the data": (
+        "data",
+        "vocabulary",
+        ResumeRule("dangerous", "token ids have another meaning"),
     ),
-    "digest of the data": RunProperty("data", "digest", ResumeRule("dangerous", _OTHER_SAMPLES)),
-    "number of ranks": RunProperty("ranks", "number", ResumeRule("harmless")),
-    "device": RunProperty("ranks", "device", ResumeRule("harmless")),
-    "resolved precision": RunProperty(
+    "digest of the data": ("data", "digest", ResumeRule("dangerous", _OTHER_SAMPLES)),
+    "number of ranks": ("ranks", "number", ResumeRule("harmless")),
+    "device": ("ranks", "device", ResumeRule("harmless")),
+    "resolved precision": (
         "ranks",
         "precision",
         ResumeRule("consequential", "forward, backward and reductions round differently"),
     ),
-    "version of distmp": RunProperty("versions", "distmp", ResumeRule("harmless")),
-    "version of torch": RunProperty("versions", "torch", ResumeRule("harmless")),
-    "version of Python": RunProperty("versions", "python", ResumeRule("harmless")),
+    "version of distmp": ("versions", "distmp", ResumeRule("harmless")),
+    "version of torch": ("versions", "torch", ResumeRule("harmless")),
+    "version of Python": ("versions", "python", ResumeRule("harmless")),
 }
-"""Properties by their name in messages."""
 
 _MISSING = object()
 # A setting that exists in one of two versions of distmp only.
@@ -63,7 +52,7 @@ logger = logging.getLogger("distmp")
 @functools.cache
 def all_rules() -> Mapping[str, ResumeRule]:
     """Return the rules of all settings and properties, by name."""
-    return resume_rules(RunConfig) | {name: entry.rule for name, entry in RUN_PROPERTIES.items()}
+    return resume_rules(RunConfig) | {name: rule for name, (_, _, rule) in RUN_PROPERTIES.items()}
 
 
 @dataclass(frozen=True)
@@ -74,18 +63,14 @@ class Changes:
         harmless: Changes without an effect except for rounding.
         consequential: Changes that are allowed, with their effect.
         dangerous: Changes that make it another run, with their effect.
-        note: A message about the comparison itself; empty if there is none.
     """
 
     harmless: dict[str, str] = field(default_factory=dict)
     consequential: dict[str, str] = field(default_factory=dict)
     dangerous: dict[str, str] = field(default_factory=dict)
-    note: str = ""
 
     def report(self, log: Callable[[str], object]) -> None:
         """Pass harmless changes to `log`, and log the others as warnings."""
-        if self.note:
-            log(self.note)
         for line in self.harmless.values():
             log(f"changed: {line}")
         for line in (*self.consequential.values(), *self.dangerous.values()):
@@ -111,37 +96,23 @@ class Changes:
             )
 
 
-def compare(
-    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Changes:
+def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Compare the settings and properties of two runs, name by name.
 
     Args:
         before: Values when the checkpoint was written, by dotted name.
         now: Values of the run that resumes.
-        defaults: Values of settings that did not exist when the checkpoint was written.
     """
     rules, changes = all_rules(), Changes()
-    for name, old, new in _differences(before, now, defaults):
-        rule = rules.get(name, _OTHER_VERSION)
-        line = f"{name}: {_as_configured(old)} -> {_as_configured(new)}"
-        if rule.kind == "dangerous":
-            changes.dangerous[name] = f"{line} ({rule.effect})"
-        elif rule.kind == "consequential":
-            changes.consequential[name] = f"{line} ({rule.effect})"
-        elif rule.kind == "harmless":
-            changes.harmless[name] = line
-    return changes
-
-
-def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
     for name in (*now, *(name for name in before if name not in now)):
-        old = before.get(name, defaults.get(name, _MISSING))
-        new = now.get(name, _MISSING)
-        if old != new:
-            yield name, old, new
+        old, new = before.get(name, _MISSING), now.get(name, _MISSING)
+        rule = rules.get(name, _OTHER_VERSION)
+        if old == new or rule.kind == "ignored":
+            continue
+        line = f"{name}: {_as_configured(old)} -> {_as_configured(new)}"
+        effect = f" ({rule.effect})" if rule.effect else ""
+        getattr(changes, rule.kind)[name] = f"{line}{effect}"
+    return changes
 
 
 def _as_configured(value: Any) -> str:

@@ -99,20 +99,15 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         before: The numbers in the checkpoint, the fingerprint of its run among them.
         now: The fingerprint of the run that resumes.
     """
-    if "configuration" not in before:
-        return Changes(note="the checkpoint contains no settings: none are compared")
     leaves = frozenset(leaf_names(RunConfig))
-    settings_before = flat(masked(before["configuration"]), leaves)
-    settings_now = flat(now["configuration"], leaves)
-    for settings in (settings_before, settings_now):
+    values = []
+    shared = _properties(before).keys() & _properties(now).keys()
+    for fingerprint in (before, now):
+        settings = flat(masked(fingerprint.get("configuration", {})), leaves)
         _resolve_warmup(settings)
-    properties_before, properties_now = _properties(before), _properties(now)
-    known = [name for name in properties_now if name in properties_before]
-    return compare(
-        settings_before | {name: properties_before[name] for name in known},
-        settings_now | {name: properties_now[name] for name in known},
-        defaults=flat(to_json(RunConfig()), leaves),
-    )
+        properties = _properties(fingerprint).items()
+        values.append(settings | {name: value for name, value in properties if name in shared})
+    return compare(*values)
 
 
 def _resolve_warmup(settings: dict[str, Any]) -> None:
@@ -125,7 +120,7 @@ def _resolve_warmup(settings: dict[str, Any]) -> None:
 def _properties(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties that a fingerprint contains, by the names of `RUN_PROPERTIES`."""
     values = {
-        name: fingerprint.get(entry.section, {}).get(entry.key)
-        for name, entry in RUN_PROPERTIES.items()
+        name: fingerprint.get(section, {}).get(key)
+        for name, (section, key, _) in RUN_PROPERTIES.items()
     }
     return {name: value for name, value in values.items() if value is not None}

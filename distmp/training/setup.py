@@ -10,30 +10,29 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distmp.checkpoint import store
-from distmp.checkpoint.manifest import check_number
-from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
-from distmp.data.loading import Batch, step_batches
+from distmp.data.loading import Batch, is_stream, step_batches
 from distmp.data.order import microbatches_per_rank
-from distmp.distributed.ranks import Ranks
+from distmp.data.seeded import SeededMicrobatches
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
-from distmp.errors import CheckpointError, ConfigError, listed
+from distmp.errors import CheckpointError, listed, require
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.settings import ModelConfig
-from distmp.optim.build import OptimizerFactory, optimizer_factory
+from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
 from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
+from distmp.utils.generators import generators_kept
 
 logger = logging.getLogger("distmp")
 
@@ -100,6 +99,43 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
 
 
+def check_datasets(config: RunConfig, datasets: Datasets) -> None:
+    """Refuse data on which a run would not train as configured.
+
+    Raises:
+        ConfigError: If there are fewer samples than a step has, or none for early stopping; or if
+            inputs are not token ids where the loss needs them.
+        DataError: If the first sample cannot be read.
+    """
+    size = config.batch.global_batch_size
+    samples = None if is_stream(datasets.train) else len(datasets.train)
+    require(
+        samples is None or samples >= size,
+        "batch.global_batch_size",
+        size,
+        f"is more than the {samples} samples of the training data, so a step would repeat samples; "
+        "use a smaller batch, or more data",
+    )
+    require(
+        config.early_stopping.patience == 0 or datasets.validation is not None,
+        "early_stopping.patience",
+        config.early_stopping.patience,
+        "needs held-out data; set data.held_out or data.validation_path, or return a dataset for "
+        "the split 'validation'",
+    )
+    if samples is not None and config.data.is_import_path and config.model.loss == "next_token":
+        with generators_kept():
+            first = SeededMicrobatches(datasets.train, config.seed, list).sample(0, 0)
+        inputs = first.get("inputs") if isinstance(first, Mapping) else None
+        require(
+            not (isinstance(inputs, Tensor) and inputs.is_floating_point()),
+            "data.source",
+            config.data.source,
+            f"sample 0 has inputs of {getattr(inputs, 'dtype', None)}; the loss next_token needs "
+            "token ids, int64",
+        )
+
+
 def _with_weights(
     model: nn.Module, weights: StoredWeights, config: ModelConfig, *, quiet: bool
 ) -> tuple[nn.Module, StoredWeights | None]:
@@ -149,23 +185,15 @@ def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.M
     def build() -> nn.Module:
         return build_model(config.model, vocabulary_size, config.data.sequence_length)
 
-    if not config.model.deferred:
-        return build_whole(build, config.seed)
     try:
         return build_deferred(build, config.seed)
     except NotDeferrableError as error:
-        reason = f"the constructor of {config.model.name} {error}"
-        if config.strategy in SHARDED_STRATEGIES:
-            raise ConfigError(
-                "model.deferred",
-                True,
-                f"{reason}; use false to build the whole model on every rank first",
-            ) from error
-        if config.strategy == "auto" and world.world_size > 1 and world.rank == 0:
+        sharded = config.strategy in ("auto", *SHARDED_STRATEGIES)
+        if sharded and world.world_size > 1 and world.rank == 0:
             logger.warning(
-                "model.deferred = True: %s, so every rank builds the whole model first; use false "
-                "if that is intended",
-                reason,
+                "model.name = %r: its constructor %s, so every rank builds the whole model first",
+                config.model.name,
+                error,
             )
         return build_whole(build, config.seed)
 
@@ -201,7 +229,8 @@ def build_engine(
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
     """
-    round_frozen(config, parts, resolve(policy, world.device)[0])
+    resolved, _ = resolve(policy, world.device)
+    round_frozen(config, parts, resolved)
     settings = replace(
         config.engine(parts.microbatches),
         policy=policy,
@@ -211,21 +240,14 @@ def build_engine(
     return Engine(
         parts.model,
         parts.loss,
-        _optimizer_factory(config, resolve(policy, world.device)[0]),
+        optimizer_factory(
+            config.optim, stochastic_rounding=resolved.stochastic_rounding, seed=config.seed
+        ),
         settings,
-        schedule=config.schedule_factory,
+        schedule=schedule_factory(config.schedule, config.steps),
         device=world.device,
         # Weights in files have no values for adapters.
         initialize=not load and (parts.weights is None or config.model.peft is not None),
-    )
-
-
-def _optimizer_factory(config: RunConfig, policy: PrecisionPolicy) -> OptimizerFactory:
-    """Return the factory for a policy, which need not be that of the configuration."""
-    if policy.stochastic_rounding == config.precision.rounds_stochastically:
-        return config.optimizer_factory
-    return optimizer_factory(
-        config.optim, stochastic_rounding=policy.stochastic_rounding, seed=config.seed
     )
 
 
@@ -282,17 +304,11 @@ def find_checkpoint(
     """
     if config.resume is None:
         return None
-    return store.resolve(config.resume, (directory or _newest(config)).checkpoints)
-
-
-def _newest(config: RunConfig) -> RunDirectory:
     place = config.checkpoint.path
-    path = rank_0_or_checkpoint_error(
-        Ranks(None),
-        f"find the folder of {config.run_dir}",
-        lambda: str((latest_run(config.run_dir, place) or RunDirectory(Path(config.run_dir))).path),
-    )
-    return RunDirectory(Path(path), place)
+    if directory is None:
+        first = RunDirectory(Path(config.run_dir), place)
+        directory = latest_run(config.run_dir, place) or first
+    return store.resolve(config.resume, directory.checkpoints)
 
 
 def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:
@@ -314,20 +330,13 @@ def stored_progress(checkpoint: store.StoredCheckpoint) -> Progress:
     """Return the progress of the run that wrote a checkpoint.
 
     Raises:
-        CheckpointError: If its numbers are not those of a run.
+        CheckpointError: If it has no numbers of a run.
     """
-    numbers = checkpoint.numbers
-    try:
-        for name in ("configuration", "data", "ranks", "versions", "callbacks"):
-            if not isinstance(numbers.get(name, {}), dict):
-                raise CheckpointError(f"{name} is a {type(numbers[name]).__name__}")
-        found = {
-            field.name: check_number(field.name, numbers[field.name])
-            for field in dataclasses.fields(Progress)
-            if numbers.get(field.name) is not None
-        }
-        if not {"step", "samples"} <= found.keys():
-            raise CheckpointError("they lack the step or the position in the data")
-    except CheckpointError as error:
-        raise CheckpointError(f"the numbers in {checkpoint} cannot be used: {error}") from error
+    names = [field.name for field in dataclasses.fields(Progress)]
+    found = {name: checkpoint.numbers[name] for name in names if name in checkpoint.numbers}
+    if not {"step", "samples"} <= found.keys():
+        raise CheckpointError(
+            f"the numbers in {checkpoint} cannot be used: they lack the step or the position in "
+            "the data"
+        )
     return Progress(**found)

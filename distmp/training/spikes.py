@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distmp.engine.outcome import StepNumbers
 from distmp.engine.settings import DivergenceConfig
@@ -19,10 +19,6 @@ class SpikeAction(NamedTuple):
 
     problem: str
     action: str
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the entry of the step records."""
-        return self._asdict()
 
 
 def action_for(numbers: StepNumbers, config: DivergenceConfig) -> SpikeAction | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from types import TracebackType
 
+from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.orphans import is_orphan
@@ -22,15 +21,12 @@ from distmp.training.build import build_run
 from distmp.training.callback_state import CallbackStates
 from distmp.training.callbacks import Callback, PendingStep, StepResult
 from distmp.training.callbacks.checkpointing import Checkpointing
-from distmp.training.callbacks.loading import check_hooks
+from distmp.training.callbacks.loading import check_hooks, load_callbacks
 from distmp.training.callbacks.order import in_order
 from distmp.training.restarts import Restarts
 from distmp.training.setup import training_batches
 from distmp.training.spikes import action_for
-from distmp.training.time_budget import job_started
 from distmp.utils.generators import seed_generators
-
-_Exit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
 
 
 class Trainer:
@@ -45,13 +41,10 @@ class Trainer:
 
     Attributes:
         components: Data, loss, and the model before it was distributed.
-        engine: Takes the steps; holds model, optimizer and loss scale.
-        directory: The folder of the run.
-        lease: On rank 0, the right to write to the folder; None on the others.
-        progress: Steps and samples up to now.
-        timer: Measures the time of steps.
-        pending: The step that was launched last, until its numbers are read.
         callbacks: All callbacks, in the order in which they are called.
+        checkpointing: The callback that saves.
+        lease: On rank 0, the right to write to the run directory; None on the others.
+        For the others see `distmp.training.callbacks.TrainingLoop`.
 
     Raises:
         SetupError: On every rank, if some rank cannot run this configuration.
@@ -67,24 +60,27 @@ class Trainer:
     ) -> None:
         if restarts is None:
             restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
+        configured = world.ranks.all_or_none(
+            lambda: load_callbacks(parse_callbacks(config.callbacks))
+        )
+        self._users_callbacks = [*configured, *callbacks]
+        world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))
         run = build_run(config, world, console, restarts)
+        self._checkpoint = run.checkpoint
         self.config = config
         self.world = world
         self.console = console
         self.components = run.components
         self.engine = run.engine
-        self.fingerprint = run.fingerprint
         self.directory = run.directory
-        self.restarts = run.restarts
+        self.restarts = restarts
         self.lease = run.lease
         self.progress = run.progress
         self.timer = StepTimer()
-        self.checkpointing = Checkpointing(run)
-        self._users_callbacks = [*run.callbacks, *callbacks]
-        run.world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))
+        self.states = CallbackStates(quiet=world.rank != 0)
+        self.checkpointing = Checkpointing(run, self.states)
         self.callbacks = in_order(run, self.checkpointing, self._users_callbacks)
-        self.states = CallbackStates(self.callbacks, quiet=world.rank != 0)
-        self._checkpoint = run.checkpoint
+        self.states.register(self.callbacks)
         self.pending: PendingStep | None = None
         self.rollback_from: StepResult | None = None
         self._stop = StopSignals()
@@ -106,11 +102,10 @@ class Trainer:
                 )
             elif not finished:
                 self.console.message(
-                    f"stopped after step {self.progress.step} ({self._why_stopped()}); "
-                    "continue with --resume auto"
+                    f"stopped after step {self.progress.step} "
+                    f"({self._stop_reason() or 'another rank was asked to stop'}); continue with "
+                    "--resume auto"
                 )
-        if not finished:
-            self.world.ranks.from_rank_0(self._check_gain)
         return finished
 
     @contextmanager
@@ -140,16 +135,16 @@ class Trainer:
             callback.setup(self)
         self.world.ranks.all_or_none(self.states.check)
         if self._checkpoint is not None:
-            self.restore_callbacks(self._checkpoint)
+            self._restore_callbacks(self._checkpoint)
             self._checkpoint = None
 
-    def restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
+    def _restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""
         message = self.world.ranks.all_or_none(lambda: self.states.restore(checkpoint))
         if message is not None:
             self.console.message(message)
 
-    def _exit_of(self, callback: Callback) -> _Exit:
+    def _exit_of(self, callback: Callback) -> Callable[..., None]:
         def leave(_kind: object, error: BaseException | None, _traceback: object) -> None:
             if callback in self._users_callbacks:
                 self._enter_hook("on_exit", callback)
@@ -172,7 +167,9 @@ class Trainer:
         batches = training_batches(self.config, self.components, self.world, self.progress)
         first = True
         with closing(batches):
-            while self.progress.step < self.config.steps and not self._has_to_stop():
+            while self.progress.step < self.config.steps:
+                if self._stopping or self.rollback_from is not None:
+                    break
                 self._begin_step(first=first)
                 first = False
                 outcome = self.engine.step(next(batches), stop=self.is_asked_to_stop())
@@ -199,7 +196,8 @@ class Trainer:
         for callback in self._each("on_step_begin", step):
             callback.on_step_begin(self, step)
         current_phase.begin_step(step, first=first)
-        self._seed_step()
+        # What callbacks draw is a function of the seed and the position in the data.
+        seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
 
     def read_step(self) -> None:
         """Read the numbers of the step that was launched last, if they have not been read.
@@ -246,7 +244,14 @@ class Trainer:
     def _roll_back(self, result: StepResult) -> None:
         # A step that was launched after the one that is out of bounds is discarded, unread.
         self.pending = None
-        done = rollback.roll_back(self, result)
+        current_phase.enter("going back to a checkpoint", transfers=True)
+        writer = self.checkpointing.writer
+        writer.finish()
+        checkpoint, self.progress, done = rollback.roll_back(
+            self.engine, self.directory.checkpoints, result, self.progress
+        )
+        self._restore_callbacks(checkpoint)
+        writer.resumed(self.progress.step, saved=False)
         self.rollback_from = None
         if self._finished_early is not None:  # after a step that the rollback has reverted
             self._stopping, self._finished_early = False, None
@@ -254,8 +259,7 @@ class Trainer:
             callback.on_rollback(self, done)
         # After the hooks, which may replace the state of their callbacks.
         self.checkpointing.save_now(self)
-        limit = self.config.divergence.max_rollbacks
-        self.console.message(rollback.message(done, self.progress, limit))
+        self.console.message(rollback.message(done, self.progress))
 
     def report_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
         """Pass loss and metrics on held-out data to the record of the step and to all callbacks."""
@@ -298,24 +302,6 @@ class Trainer:
             return signal.Signals(self._stop.received).name
         reasons = (callback.stop_reason(self) for callback in self.callbacks)
         return next((reason for reason in reasons if reason is not None), None)
-
-    def _why_stopped(self) -> str:
-        return self._stop_reason() or "another rank was asked to stop"
-
-    def _has_to_stop(self) -> bool:
-        return self._stopping or self.rollback_from is not None
-
-    def _check_gain(self) -> None:
-        """Raise if the last jobs that a scheduler started made no progress."""
-        if self._stop.received == signal.SIGINT:
-            return
-        seconds = time.time() - job_started()
-        cause = f"{self._why_stopped()}, {seconds:.0f} s after the start of the job"
-        self.restarts.check_gain(self.directory, self.progress.step, cause)
-
-    def _seed_step(self) -> None:
-        """Make what callbacks draw a function of the seed and the position in the data."""
-        seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
 
     def _each(self, hook: str, step: int | None = None) -> Iterator[Callback]:
         """Yield the callbacks in order; if one of the user's hangs, the report names it.

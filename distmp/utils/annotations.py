@@ -128,6 +128,8 @@ def expected(annotation: Any) -> str:
 
 def hint(annotation: Any, value: Any) -> str:
     """Return a suffix for a message that says how to write the intended value, or ""."""
+    if value is None:
+        return "; leave it out for its default"
     members = members_of(annotation)
     if int in members and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"

@@ -51,18 +51,17 @@ PRELOADED = (*PRELOAD, "distmp.cli", "distmp.launcher.command", "distmp.commands
 TINY: dict[str, Any] = {
     "run_dir": "run",
     "steps": 1,
-    "model": {"layers": 1, "dimension": 16, "heads": 2, "hidden": 16},
+    "model": {"options": {"layers": 1, "dimension": 16, "heads": 2, "hidden": 16}},
     "data": {"path": "corpus", "sequence_length": 16},
     "batch": {"global_batch_size": 4, "microbatch_size": 2},
     "precision": {"policy": "fp32"},
     "schedule": {"warmup_steps": 0},
     "validation": {"final_samples": 2},
     "sample": {"length": 0},
-    "log": {"files": False},
 }
 # What makes a run small, whatever its configuration says.
 SMALL = [
-    "--steps=1", "--model.layers=1", "--model.dimension=16", "--model.hidden=16", "--model.heads=2",
+    "--steps=1", "--model.options={layers: 1, dimension: 16, hidden: 16, heads: 2}",
     "--data.path=corpus", "--data.sequence-length=16", "--batch.global-batch-size=4",
     "--batch.microbatch-size=2", "--validation.final-samples=2", "--sample.length=0",
     "--schedule.warmup-steps=0",

@@ -32,7 +32,7 @@ from distmp.utils.dtypes import dtype_name
 from tests.ranks import run_ranks
 
 TINY = Work(
-    ModelConfig(layers=2, dimension=32, heads=2, hidden=32),
+    ModelConfig(options={"layers": 2, "dimension": 32, "heads": 2, "hidden": 32}),
     torch.device("cpu"),
     samples=2,
     length=8,

@@ -15,7 +15,6 @@ from distmp.errors import ConfigError
         ("every", -1),
         ("keep", 0),
         ("keep", -2),
-        ("on_failure", "ignore"),
         ("keep_every", -1),
         ("path", ""),
     ],

@@ -301,45 +301,31 @@ def test_writing_gives_way_to_training(tmp_path: Path, monkeypatch: pytest.Monke
 # Failures
 
 
-def _fail_in_every_way(directory: Path) -> dict[tuple[str, bool], dict[str, Any]]:
+def _fail_in_both_ways(directory: Path) -> dict[bool, dict[str, Any]]:
     return {
-        (on_failure, asynchronous): _fail_once(
-            directory / f"{on_failure} {asynchronous}", on_failure, asynchronous
-        )
-        for on_failure in ("continue", "stop")
+        asynchronous: _fail_once(directory / str(asynchronous), asynchronous)
         for asynchronous in (True, False)
     }
 
 
-def _fail_once(directory: Path, on_failure: str, asynchronous: bool) -> dict[str, Any]:
+def _fail_once(directory: Path, asynchronous: bool) -> dict[str, Any]:
     """Save steps 1 to 3, the second on a disk that is full for rank 1; return the results."""
     messages: list[str] = []
-    stops = []
-    with make_writer(
-        directory, messages, on_failure=on_failure, asynchronous=asynchronous, keep=1
-    ) as saving:
+    with make_writer(directory, messages, asynchronous=asynchronous, keep=1) as saving:
         for step in (1, 2, 3):
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if step == 2 and dist.get_rank() == 1:
                     monkeypatch.setattr(FileSystemWriter, "write_data", _disk_full)
                 tensors = {f"weight {n}": torch.full((5,), float(step)) for n in range(4)}
-                # A run that stops saves its last state in this way.
                 saving.save(step, tensors, {"step": step}, wait=step == 3)
                 saving.finish()
-            stops.append(saving.wants_stop)
             if step == 2:
                 with pytest.raises(CheckpointError) as error:
                     saving.check()
-        if on_failure == "stop":
-            with pytest.raises(
-                CheckpointError, match=r"has stopped .* last checkpoint is of step 3"
-            ):
-                saving.check()
-        else:
-            saving.check()
+        saving.check()
         left = sorted(path.name for path in directory.iterdir())
     dist.barrier()
-    return {"said": messages, "stops": stops, "error": str(error.value), "left": left}
+    return {"said": messages, "error": str(error.value), "left": left}
 
 
 def _disk_full(*_: Any, **__: Any) -> None:
@@ -347,18 +333,15 @@ def _disk_full(*_: Any, **__: Any) -> None:
 
 
 def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(tmp_path: Path) -> None:
-    for seen_on_rank in run_ranks(_fail_in_every_way, 2, tmp_path):
-        for (on_failure, asynchronous), seen in seen_on_rank.items():
-            directory = tmp_path / f"{on_failure} {asynchronous}"
+    for seen_on_rank in run_ranks(_fail_in_both_ways, 2, tmp_path):
+        for asynchronous, seen in seen_on_rank.items():
+            directory = tmp_path / str(asynchronous)
             cause = (
                 f"cannot save {directory / 'step-000002'}: rank 1: OSError: [Errno 28] No space "
                 "left on device; the last checkpoint is of step 1"
             )
-            stops = "stops the run (checkpoint.on_failure)"
-            effect = "does not stop the run" if on_failure == "continue" else stops
-            assert seen["said"] == [f"NOT SAVED: {cause}; this {effect}"]
+            assert seen["said"] == [f"NOT SAVED: {cause}; this does not stop the run"]
             assert seen["error"] == cause
-            assert seen["stops"] == [False, on_failure == "stop", on_failure == "stop"]
             # The third save has removed the first one, and the files of the failed second one.
             assert seen["left"] == ["step-000003"]
 

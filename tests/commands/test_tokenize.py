@@ -146,8 +146,10 @@ def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[s
     run = ["train", *TINY, "--data.source=tokens", "--data.path=out", "--steps=2"]
     assert cli.main([*run, "--run-dir=run"]) == 0
     assert "held out: " in capsys.readouterr().out
-    assert cli.main([*run, "--run-dir=other", "--model.vocabulary-size=100"]) == 2
-    assert "model.vocabulary_size = 100: the data has 257 token ids" in capsys.readouterr().err
+    assert cli.main([*run, "--run-dir=other", "--model.options={vocabulary_size: 100}"]) == 2
+    assert (
+        "model.options.vocabulary_size = 100: the data has 257 token ids" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_scale_too_high() -> None:
     ("floor", "advice"),
     [
         (None, "lower precision.loss_scale.init, or make the scale dynamic"),
-        (2.0**15, "lower precision.loss_scale.min_scale = 32768, or use a bf16 policy"),
+        (2.0**15, "lower min_scale = 32768, or use a bf16 policy"),
         (2.0**14, "nothing to do: the loss scale is lowered automatically"),
     ],
 )

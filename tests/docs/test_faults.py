@@ -42,7 +42,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert codes == ["0", str(STOPPED_EXIT_CODE), "130", *failed]
     for sentence, number in (
         ("asks all ranks every 8 microbatches", CHECK_EVERY == 8),
-        ("After three restarts in a row without a completed step", RESTARTS_WITHOUT_GAIN == 3),
+        ("After three restarts in a row", RESTARTS_WITHOUT_GAIN == 3),
         ("three times the slowest of the last 50 steps", time_budget._STEPS_TO_STOP == 3),
         ("slowest of the last 50", time_budget._STEPS_REMEMBERED == 50),
         ("1.5 times the longest save", time_budget._SAVES == 1.5),

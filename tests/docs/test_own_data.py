@@ -23,7 +23,7 @@ TINY = [
     *("--validation.final-samples=3", "--sample.length=0", "--steps=2"),
     *("--data.sequence-length=16", "--precision.policy=fp32"),
 ]
-TRANSFORMER = ["--model.layers=1", "--model.dimension=16", "--model.heads=2", "--model.hidden=16"]
+TRANSFORMER = ["--model.options={layers: 1, dimension: 16, heads: 2, hidden: 16}"]
 UNITS = {
     "Text files": ("token", "nats per byte"),
     "Tokenize text": ("token", "nats per token"),

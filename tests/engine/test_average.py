@@ -65,15 +65,13 @@ def check_recurrence(engine: Engine, config: EmaConfig) -> WeightAverage:
     """Train, and compare the average with the recurrence in float64 after each step."""
     average = WeightAverage(engine, config)
     expected = {name: value.double() for name, value in weights(engine).items()}
-    skipped, applied = [], 0
+    skipped = []
     for number in range(7):
         if step(engine, number):
             skipped.append(number)
         else:
-            applied += 1
-            decay = min(config.decay, (1 + applied) / (10 + applied) if config.warmup else 1.0)
             for name, value in weights(engine).items():
-                expected[name] = decay * expected[name] + (1 - decay) * value.double()
+                expected[name] = config.decay * expected[name] + (1 - config.decay) * value.double()
         average.update()
         for name, value in gathered(average.values).items():
             assert value.dtype == torch.float32
@@ -110,7 +108,6 @@ def test_the_average_follows_its_recurrence_and_can_be_evaluated() -> None:
     for options in CASES.values():
         engine = make_engine(**options)
         check_exchange(engine, check_recurrence(engine, EmaConfig(DECAY)))
-    check_recurrence(make_engine(), EmaConfig(DECAY, warmup=True))
 
 
 def test_a_save_in_the_background_has_the_weights_and_not_their_average(tmp_path: Path) -> None:
@@ -263,7 +260,6 @@ def test_a_rank_averages_only_what_it_holds() -> None:
     [
         ({"decay": 1.0}, "ema.decay = 1.0: use a number from 0 to below 1, such as 0.999"),
         ({"decay": -0.1}, "ema.decay = -0.1: use a number from 0 to below 1, such as 0.999"),
-        ({"warmup": True}, "ema.warmup = True: has no effect without ema.decay"),
     ],
 )
 def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
@@ -277,7 +273,7 @@ def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_the_device_decides_without_the_host(policy: str) -> None:
     engine = make_engine(policy=policy, device="cuda", max_norm=1.0)
-    average = WeightAverage(engine, EmaConfig(DECAY, warmup=True))
+    average = WeightAverage(engine, EmaConfig(DECAY))
     batches = [
         Batch(batch.inputs.cuda(), batch.labels.cuda(), batch.factor)
         for batch in microbatches(0, ONE_RANK[0])
@@ -296,8 +292,6 @@ def test_the_device_decides_without_the_host(policy: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert outcome.numbers.skipped
-    applied = outcome.numbers.applied_total
-    decay = min(DECAY, (1 + applied) / (10 + applied))
     for name, value in engine.weights().items():
-        wanted = decay * expected[name] + (1 - decay) * value.double()
+        wanted = DECAY * expected[name] + (1 - DECAY) * value.double()
         torch.testing.assert_close(average.values[name].double(), wanted, rtol=1e-6, atol=1e-7)

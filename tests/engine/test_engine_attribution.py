@@ -336,7 +336,7 @@ def test_every_rank_raises_in_the_same_step_with_the_cause(strategy: str) -> Non
     messages: list[Any] = [None, None]
     dist.all_gather_object(messages, message)
     assert messages[0] == messages[1]
-    assert message.startswith("precision.loss_scale.min_scale = 2: overflow at the lowest loss")
+    assert message.startswith("min_scale = 2: overflow at the lowest loss")
     assert "'head.weight'" in message
     assert "on rank 1 of 2 only" in message
     assert "use a bf16 policy" in message
@@ -541,7 +541,7 @@ def test_a_static_scale_gives_up_after_too_many_skips(attribution: bool) -> None
     with pytest.raises(TrainingError) as caught:
         engine.check(outcome)
     message = str(caught.value)
-    assert message.startswith("precision.max_consecutive_skips = 3: that many steps in a row")
+    assert message.startswith("max_consecutive_skips = 3: that many steps in a row")
     assert ("lower precision.loss_scale.init" in message) == attribution
     assert ("'head.weight'" in message) == attribution
 

@@ -54,8 +54,8 @@ def reference_limits(
         return 1.4826 * median(np.abs(values - median(values)))
 
     loss = median(losses)
-    loss_limit = loss + config.loss_threshold * max(deviation(losses), 0.01 * abs(loss))
-    norm_limit = median(norms) + config.norm_threshold * max(deviation(norms), 0.05)
+    loss_limit = loss + config.threshold * max(deviation(losses), 0.01 * abs(loss))
+    norm_limit = median(norms) + config.threshold * max(deviation(norms), 0.05)
     return loss_limit, math.exp(norm_limit)
 
 
@@ -77,9 +77,7 @@ STEPS = st.lists(
 def test_limits_are_those_of_a_plain_reference(
     steps: list[tuple[float, float, str]], warmup: int, window: int
 ) -> None:
-    config = DivergenceConfig(
-        on_spike="skip", warmup_steps=warmup, loss_threshold=3, norm_threshold=4
-    )
+    config = DivergenceConfig(on_spike="skip", warmup_steps=warmup, threshold=3)
     with mock.patch.object(divergence, "WINDOW", window):
         guard = DivergenceGuard(config, CPU)
         usable: list[tuple[float, float]] = []
@@ -158,12 +156,9 @@ def test_a_guard_without_rules_finds_nothing() -> None:
     ("options", "message"),
     [
         ({"on_spike": "stop"}, "divergence.on_spike = 'stop': use ignore, warn, skip or rollback"),
-        ({"on_nonfinite_loss": ""}, "divergence.on_nonfinite_loss = '': use ignore, warn"),
-        ({"loss_threshold": 0.0}, "divergence.loss_threshold = 0.0: use a number above 0"),
-        ({"norm_threshold": math.nan}, "divergence.norm_threshold = nan: use a number above 0"),
+        ({"threshold": 0.0}, "divergence.threshold = 0.0: use a number above 0"),
+        ({"threshold": math.nan}, "divergence.threshold = nan: use a number above 0"),
         ({"warmup_steps": 0}, "divergence.warmup_steps = 0: use 1 or more steps"),
-        ({"max_rollbacks": -1}, "divergence.max_rollbacks = -1: use 0 or more"),
-        ({"skip_data_steps": -1}, "divergence.skip_data_steps = -1: use 0 or more"),
     ],
 )
 def test_settings_are_checked(options: dict[str, object], message: str) -> None:

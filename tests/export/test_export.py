@@ -35,7 +35,7 @@ from tests.reference import (
     train,
     weights,
 )
-from tests.torchrun import TINY, corpus, environment, python
+from tests.torchrun import SIZES, TINY, corpus, environment, python
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp, fp32": {"strategy": "ddp"},
@@ -161,7 +161,7 @@ def test_a_run_its_export_and_a_run_from_there(
         f"--data.path={corpus(tmp_path / 'corpus')}",
         "--optim.lr=1e-2",
         "--schedule.name=constant",
-        f"--model.options={{tied_head: {str(tied).lower()}}}",
+        f"--model.options={{{SIZES}, tied_head: {str(tied).lower()}}}",
     ]
     bf16 = "--precision.policy=bf16"
     assert main([*arguments, bf16, "--steps=15", "--run-dir=run"]) == 0

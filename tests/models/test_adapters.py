@@ -284,7 +284,7 @@ def test_adapters_that_train_nothing_useful_are_reported(
     assert output.count("model.peft: 2 parameters of adapters have had no gradient, head.lora") == 1
     assert main([*arguments, "--model.peft={r: 2, target_modules: [first]}"]) == 0
     assert "model.peft" not in capsys.readouterr().out
-    options = ["--model.size=1m", "--model.layers=1", "--model.peft={r: 2, target_modules: [down]}"]
+    options = ["--model.options={layers: 1}", "--model.peft={r: 2, target_modules: [down]}"]
     assert main([*options, *arguments[1:], "--steps=1"]) == 0
     assert "the model has random weights, and they stay frozen" in capsys.readouterr().out
 

@@ -333,8 +333,6 @@ def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match=message) as caught:
             ModelConfig(name=name)
         assert caught.value.setting == "model.name"
-    with pytest.raises(ConfigError, match=r"pass it in model\.options"):
-        ModelConfig(name=f"hf:{path}", layers=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="run pip install 'distmp"):
         ModelConfig(name=f"hf:{path}")

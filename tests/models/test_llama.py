@@ -151,6 +151,7 @@ def test_a_description_with_everything_can_be_rebuilt() -> None:
 def test_settings_that_do_not_fit_are_one_message() -> None:
     message = r"^model\.options\.key_value_heads = 3: does not divide model\.options\.heads = 5"
     with pytest.raises(ConfigError, match=message):
-        ModelConfig(key_value_heads=3)
-    assert ModelConfig(size="8b", heads=64).dimensions.key_value_heads is None
-    assert ModelConfig(size="8b").dimensions.key_value_heads == 8
+        ModelConfig(options={"key_value_heads": 3})
+    other = ModelConfig(size="8b", options={"heads": 64}).transformer(10, 10)
+    assert other.key_value_heads is None
+    assert ModelConfig(size="8b").transformer(10, 10).key_value_heads == 8

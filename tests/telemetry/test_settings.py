@@ -12,7 +12,6 @@ from distmp.telemetry.settings import LogConfig
     ("changes", "message"),
     [
         ({"every": 0}, "log.every = 0: use 1 or more"),
-        ({"ranks_every": -1}, "log.ranks_every = -1: use 0 or more"),
         ({"console": "plane"}, "log.console = 'plane': did you mean 'plain'?"),
     ],
 )

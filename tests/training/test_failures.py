@@ -143,7 +143,7 @@ def test_other_failures(tmp_path: Path) -> None:
     assert full.stderr.count("distmp:") == 1
     assert "Traceback" not in full.stderr
     assert "rank 1 of 2 ran out of main memory in step 3, forward of microbatch 1" in full.stderr
-    assert "1024 TiB more were requested" in full.stderr
+    assert "allocate memory" in full.stderr
     assert "batch.microbatch_size = 1 instead of 2" in full.stderr
     assert (
         f"rank 0 of 1 on {platform.node()} is late: step 2, forward of microbatch 1" in alone.stderr

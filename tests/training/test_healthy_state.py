@@ -11,27 +11,26 @@ import torch
 from safetensors.torch import load_file
 
 from distmp.checkpoint import manifest
+from distmp.config import PrecisionConfig
 from distmp.engine.saving import skipped_in_a_row
 from distmp.export.export import export
-from distmp.training.callbacks.callback import Callback, StepResult
+from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
 from distmp.training.train import main
-from distmp.training.trainer import Trainer
 from tests.marks import nightly
 from tests.torchrun import TINY, corpus
 
 FIRST_BAD_STEP = 7
-SKIPS = ["--precision.max-consecutive-skips=12", "--precision.no-attribution"]
 ADVICE = "the last healthy checkpoint is run/checkpoints/step-000006, from which --resume auto"
 
 
-def first_parameter(trainer: Trainer) -> torch.Tensor:
+def first_parameter(trainer: TrainingLoop) -> torch.Tensor:
     return next(trainer.engine.model.parameters()).detach()
 
 
 class LeavesNaN(Callback):
     """Writes a NaN into the weights, as a broken optimizer does."""
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         def poison(*_: Any) -> None:
             if trainer.progress.step == FIRST_BAD_STEP - 1:
                 first_parameter(trainer)[0, 0] = math.nan
@@ -42,12 +41,12 @@ class LeavesNaN(Callback):
 class SkipsAll(Callback):
     """Makes every step skip, and leaves the weights finite."""
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
         if step >= FIRST_BAD_STEP:
             self.before = first_parameter(trainer).clone()
             first_parameter(trainer).fill_(math.nan)
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         if result.step >= FIRST_BAD_STEP:
             first_parameter(trainer).copy_(self.before)
 
@@ -55,12 +54,14 @@ class SkipsAll(Callback):
 @pytest.fixture(autouse=True)
 def folder_with_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 12)
+    monkeypatch.setattr(PrecisionConfig, "attribution", False)
     corpus(tmp_path / "corpus")
 
 
 def train(*arguments: str) -> int:
     fixed = [*TINY, "--data.path=corpus", "--steps=20", "--run-dir=run", "--checkpoint.every=2"]
-    return main([*fixed, *SKIPS, *arguments])
+    return main([*fixed, *arguments])
 
 
 def marks() -> dict[int, str | None]:
@@ -77,7 +78,7 @@ def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
     caplog.set_level("WARNING")
     assert train(f"--callbacks={__name__}:LeavesNaN") == 1
     error = capsys.readouterr().err
-    assert "precision.max_consecutive_skips = 12: that many steps in a row" in error
+    assert "max_consecutive_skips = 12: that many steps in a row" in error
     assert ADVICE in error
     found = marks()
     assert list(found) == [4, 6, 19], "the healthy ones stay, and the latest for examination"
@@ -108,13 +109,14 @@ def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
 
 
 def test_a_checkpoint_in_a_streak_that_ends_the_run_is_passed_over(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one of step 8, after two skipped steps; no later one is due before the limit."""
-    limit = ["--checkpoint.every=4", "--precision.max-consecutive-skips=3"]
-    assert train(f"--callbacks={__name__}:SkipsAll", "--checkpoint.no-asynchronous", *limit) == 1
+    monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 3)
+    rare = ["--checkpoint.every=4", "--checkpoint.no-asynchronous"]
+    assert train(f"--callbacks={__name__}:SkipsAll", *rare) == 1
     assert "the last healthy checkpoint is run/checkpoints/step-000004" in capsys.readouterr().err
-    problem = "precision.max_consecutive_skips = 3: that many steps in a row had no finite update"
+    problem = "max_consecutive_skips = 3: that many steps in a row had no finite update"
     assert marks() == {4: None, 9: problem}
 
 
@@ -126,10 +128,13 @@ def test_before_the_first_update_no_step_counts_as_skipped() -> None:
 
 @pytest.mark.parametrize("policy", [nightly("fp32"), "bf16"])
 def test_weights_that_one_step_ruined_displace_no_others(
-    policy: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    policy: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("WARNING")
-    rates = [f"--precision.policy={policy}", "--checkpoint.every=5", "--precision.no-attribution"]
+    rates = [f"--precision.policy={policy}", "--checkpoint.every=5"]
     assert train(*rates, "--steps=10") == 0
     ruined = [*rates, "--optim.lr=1e30", "--resume=auto"]
     # It ends as if killed, before a checkpoint is marked.
@@ -151,7 +156,8 @@ def test_weights_that_one_step_ruined_displace_no_others(
     assert ADVICE.replace("000006", "000010") in found.err
     assert list(marks()) == [5, 10, 20]
     assert str(marks()[20]).startswith("the last 9 steps were all skipped, so the weights after")
-    assert train(*ruined, "--steps=25", "--precision.max-consecutive-skips=50") == 1
+    monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 50)
+    assert train(*ruined, "--steps=25") == 1
     assert ADVICE.replace("000006", "000010") in capsys.readouterr().err
     assert list(marks()) == [5, 10, 25]
     assert marks()[25] == "the last 14 steps were all skipped"

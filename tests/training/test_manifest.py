@@ -15,11 +15,9 @@ from distmp.errors import SetupError
 from distmp.masking import HIDDEN, masked
 from distmp.training import manifest
 from distmp.training.manifest import (
-    append,
     read,
     record,
     revision,
-    starts_at,
 )
 from distmp.utils.settings.flat import digest
 from tests.ranks import run_ranks
@@ -46,17 +44,6 @@ def test_a_start_of_several_ranks(tmp_path: Path) -> None:
     assert first["started"].endswith("+00:00")
 
 
-def test_jobs_that_began_at_the_same_step(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    assert starts_at(path, 0) == 0
-    for first_step, restart in [(5, 0), (0, 0), (5, 0), (5, 1), (7, 1), (5, 0)]:
-        append(path, {"first_step": first_step, "restart": restart})
-    assert starts_at(path, 5) == 2
-    assert starts_at(path, 0) == 0
-    append(path, {"restart": 0})  # of an earlier version
-    assert starts_at(path, 5) == 0
-
-
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     done = subprocess.run(
@@ -79,11 +66,6 @@ def test_revision(tmp_path: Path) -> None:
     assert revision(tmp_path) == {"commit": commit, "dirty": False}
     (tmp_path / "train.py").write_text("2")
     assert revision(tmp_path) == {"commit": commit, "dirty": True}
-    # A package that only happens to lie inside.
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "package.py").write_text("")
-    assert revision(tmp_path / "site-packages", tracked="package.py") is None
-    assert revision(tmp_path, tracked="train.py") is not None
 
 
 def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +76,20 @@ def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "data": {"token_dtype": "uint16", "options": {"password": "hush", "key": 7}},
-        "log": {"tracker_options": {"wandb": {"api_key": "hush", "mode": "online"}}},
+        "log": {"trackers": [{"name": "x", "options": {"api_key": "hush", "mode": "online"}}]},
     }
     assert masked(settings) == {
         "data": {"token_dtype": "uint16", "options": {"password": HIDDEN, "key": 7}},
-        "log": {"tracker_options": {"wandb": {"api_key": HIDDEN, "mode": "online"}}},
+        "log": {"trackers": [{"name": "x", "options": {"api_key": HIDDEN, "mode": "online"}}]},
     }
-    words = ["--data.token-dtype=uint16", "--log.tracker-options={wandb: {api_key: hush}}", "a:b"]
+    words = [
+        "--data.token-dtype=uint16",
+        "--log.trackers={name: x, options: {api_key: hush}}",
+        "a:b",
+    ]
     assert masked(words) == [
         "--data.token-dtype=uint16",
-        f"--log.tracker-options={{wandb: {{api_key: {HIDDEN}}}}}",
+        f"--log.trackers={{name: x, options: {{api_key: {HIDDEN}}}}}",
         "a:b",
     ]
     monkeypatch.setattr(sys, "orig_argv", ["python", *words, '{"wandb": {"token" : "hush"}}'])

@@ -14,9 +14,8 @@ import pytest
 from distmp.commands import export
 from distmp.export.weights import load_model
 from distmp.telemetry.records import read_records
-from distmp.training.callbacks import Callback
+from distmp.training.callbacks import Callback, TrainingLoop
 from distmp.training.train import end_process, main
-from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs
 from tests.memory_limit import limit_memory, reset_peak, status
 from tests.torchrun import corpus
@@ -50,12 +49,8 @@ COMMON = [
     "--checkpoint.asynchronous=False",
     "--callbacks=tests.training.test_memory_limited:Peaks",
 ]
-TRANSFORMER = [
-    f"--model.layers={LAYERS}",
-    f"--model.dimension={DIMENSION}",
-    f"--model.hidden={HIDDEN}",
-    f"--model.heads={HEADS}",
-]
+SIZES = {"layers": LAYERS, "dimension": DIMENSION, "hidden": HIDDEN, "heads": HEADS}
+TRANSFORMER = [f"--model.options={json.dumps(SIZES)}"]
 
 
 def _job(*arguments: str, ranks: int, data: Path, **variables: str) -> Job:
@@ -126,16 +121,6 @@ def test_from_files_to_a_model_folder(tmp_path: Path, folder: Path) -> None:
         assert 0 < (value - start[name]).abs().max() < 1e-2, name
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("source", ["random", "files"])
-def test_without_deferral_the_limit_is_exceeded(tmp_path: Path, folder: Path, source: str) -> None:
-    model = TRANSFORMER if source == "random" else [f"--model.name=hf:{folder}"]
-    arguments = [*model, "--run-dir=run", "--steps=2", "--model.deferred=False"]
-    (done,) = run_jobs([_job(*arguments, ranks=4, data=corpus(tmp_path / "corpus"))], tmp_path)
-    assert done.exit_codes
-    assert "ran out of main memory" in done.stderr, done
-
-
 def assert_little_is_held_at_start(folder: Path, ranks: int) -> None:
     for rank in range(ranks):
         peaks = json.loads((folder / f"peaks-{rank}.json").read_text())
@@ -164,14 +149,14 @@ class Peaks(Callback):
 
     before = 0
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         self.start = status("VmHWM") - self.before
         reset_peak()
 
-    def on_step_end(self, trainer: Trainer, result: object) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: object) -> None:
         peaks = {"start": self.start, "steps": status("VmHWM") - self.before}
         Path(f"peaks-{trainer.world.rank}.json").write_text(json.dumps(peaks))
 
-    def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
+    def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
         if step == int(os.environ.get("KILL_AFTER_SAVE", "0")):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -21,7 +20,6 @@ from distmp.checkpoint import store
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.errors import SetupError
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
 from distmp.training.callbacks.time_limit import TimeLimit
@@ -127,48 +125,6 @@ def _time_is_over_on_rank_1(folder: Path) -> None:
 def test_a_time_limit_stops_all_ranks(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _time_is_over_on_rank_1(tmp_path)
-
-
-@ranks(2)
-def _stopped_jobs(folder: Path) -> None:
-    def job(*, stop_in_step: int = 0) -> Trainer:
-        """A start by a scheduler; rank 1 is asked to stop in that step, or before the first."""
-        stop = StopSignals()
-        started = trainer(folder, "--resume=auto")
-
-        def ask() -> None:
-            if started.world.rank == 1 and started.progress.step >= stop_in_step - 1:
-                stop.received = signal.SIGUSR1
-
-        ask()
-        started.engine.step = around(started.engine.step, ask)  # type: ignore[method-assign]
-        assert not started.run(stop)
-        return started
-
-    for _ in range(2):
-        assert job().progress.step == 0
-    assert job(stop_in_step=2).progress.step == 3
-    for _ in range(2):
-        assert job().progress.step == 3
-    with pytest.raises(SetupError) as futile:
-        job()
-    assert futile.value.exit_code == 1
-    assert re.fullmatch(
-        r"3 times in a row the run ended after step 3, the last time because of: another rank was "
-        r"asked to stop, \d+ s after the start of the job; it is not restarted\. Give a job more "
-        rf"time than startup, .*, and continue with --resume {folder}/run/checkpoints",
-        str(futile.value),
-    )
-    # A job that gains a step may be stopped again.
-    assert job(stop_in_step=5).progress.step == 6
-    assert job().progress.step == 6
-    assert not (folder / "run-2").exists()
-
-
-@pytest.mark.nightly
-def test_jobs_that_gain_no_step_are_not_restarted_endlessly(tmp_path: Path) -> None:
-    corpus(tmp_path / "corpus")
-    _stopped_jobs(tmp_path)
 
 
 @ranks(2)

@@ -258,30 +258,14 @@ def begin(chosen: DirectoryChoice) -> RunDirectory:
     return directory
 
 
-def test_tasks_of_an_array_come_back_to_their_directories(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leases, "LOOKS", 3000)
-    monkeypatch.setattr(leases, "RENEWALS", 3000)
-    tasks = ["101", "102", "103"]
-    array = [choice(tmp_path, other(task, SchedulerJob(task, 0, "100"))) for task in tasks]
-    first = [begin(task).path.name for task in array]
-    assert first == ["run", "run-2", "run-3"]
-    for task in array[:2]:
-        task.release()
-    # The third one was killed with its node.
-    assert array[2].lease is not None
-    array[2].lease._released.set()
-    for requeued in ([1, 2, 0], [2, 0, 1]):
-        again = {}
-        started = []
-        for number in requeued:
-            owner = other(f"{tasks[number]} again", SchedulerJob(tasks[number], 1, "100"))
-            started.append(choice(tmp_path, owner))
-            again[number] = begin(started[-1]).path.name
-        assert [again[number] for number in range(3)] == first
-        for task in started:
-            task.release()
+def test_a_requeued_job_comes_back_to_its_directory(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        job = choice(tmp_path, other(name, SchedulerJob(name, 0)), resume=None)
+        begin(job)
+        job.release()
+    again = choice(tmp_path, other("1 again", SchedulerJob("1", 1)))
+    assert begin(again).path.name == "run"
+    again.release()
 
 
 def test_other_jobs_of_a_scheduler_continue_the_newest(tmp_path: Path) -> None:

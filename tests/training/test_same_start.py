@@ -1,4 +1,4 @@
-"""Runs have the same bits at any number of ranks, with and without deferred initialization."""
+"""Runs have the same bits at any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from distmp.telemetry.records import read_records
-from distmp.training.callbacks import Callback
-from distmp.training.trainer import Trainer
+from distmp.training.callbacks import Callback, TrainingLoop
 from tests.elastic import Job, run_jobs
 from tests.reference import gathered
 from tests.torchrun import TINY, corpus
@@ -19,11 +18,8 @@ REPRODUCIBLE = ["--strategy=ddp", "--reproducible=True"]
 # Number of ranks, and options.
 RUNS = [
     (1, ["--strategy=single", "--reproducible=True"]),
-    (1, ["--strategy=single", "--reproducible=True", "--model.deferred=False"]),
     (2, REPRODUCIBLE),
-    (2, [*REPRODUCIBLE, "--model.deferred=False"]),
     (4, REPRODUCIBLE),
-    (4, [*REPRODUCIBLE, "--model.deferred=False"]),
     (4, ["--strategy=fsdp"]),
 ]
 
@@ -31,7 +27,7 @@ RUNS = [
 class InitialWeights(Callback):
     """Writes a digest of the weights before the first step."""
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         state = trainer.engine.state_dict()
         digest = hashlib.sha256()
         for name, value in sorted(gathered(state).items()):

@@ -10,7 +10,6 @@ import torch
 
 from distmp.config import load
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
 from distmp.training.setup import prepare
 from tests.torchrun import corpus
 from tests.utils.test_deferred import ReadsMemory
@@ -24,19 +23,16 @@ def build(folder: Path, *options: str) -> None:
     prepare(load([*settings, "--data.sequence-length=16"]), World(0, 2, torch.device("cpu"), None))
 
 
-def test_a_sharded_strategy_refuses_to_build_the_model_whole(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.deferred = True: .*ReadsMemory needs the val"):
-        build(tmp_path, "--strategy=fsdp")
-
-
 @pytest.mark.parametrize(
     ("option", "messages"),
-    [("--strategy=auto", 1), ("--strategy=ddp", 0), ("--model.deferred=false", 0)],
+    [("--strategy=auto", 1), ("--strategy=fsdp", 1), ("--strategy=ddp", 0)],
 )
-def test_a_model_is_built_whole_with_a_warning_or_on_demand(
+def test_a_model_that_cannot_be_deferred_is_built_whole(
     tmp_path: Path, option: str, messages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="distmp"):
         build(tmp_path, option)
-    warnings = [message for message in caplog.messages if message.startswith("model.deferred")]
+    warnings = [
+        message for message in caplog.messages if message.endswith("builds the whole model first")
+    ]
     assert len(warnings) == messages

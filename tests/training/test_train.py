@@ -14,9 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from distmp.checkpoint import store
-from distmp.config import RunConfig
+from distmp.config import RunConfig, load
+from distmp.models.build import build_model
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml
@@ -77,7 +79,8 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
 def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--run-dir=run", "--steps=10"]
     # A deferred model draws its weights on the device, whose generator has other numbers.
-    arguments += ["--optim.lr=1e-2", "--checkpoint.every=4", "--model.deferred=false"]
+    start = f"--model.weights={_weights(tmp_path)}"
+    arguments += ["--optim.lr=1e-2", "--checkpoint.every=4", start]
     cases = (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
     jobs = [Job([*arguments, f"--strategy={name}"], ranks=ranks) for name, ranks in cases]
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
@@ -186,13 +189,13 @@ def test_a_run_that_only_skips_gives_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 3)
     arguments = [
         f"--data.source={_module(tmp_path)}:line",
         "--data.options={slope: .nan}",
         "--model.name=users_models:affine",
         "--model.loss=users_models:squared",
         "--precision.policy=fp32",
-        "--precision.max-consecutive-skips=3",
         "--run-dir=run",
     ]
     assert main(arguments) == 1
@@ -243,7 +246,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
             "--precision.policy=fp16",
             f"--data.path={corpus(tmp / 'corpus')}",
             f"--model.name={_module(tmp)}:quantized",
-            *[f"--model.{name}=None" for name in ("layers", "dimension", "heads", "hidden")],
+            "--model.options={}",
         ],
         "parameter 'codes' is int8",
     ),
@@ -255,11 +258,45 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         ],
         "resume = ",
     ),
+    "null for a number": (
+        lambda tmp: ["--config", _file(tmp / "c.yaml", "sample:\n  every: null\n")],
+        "sample.every = None: must be an integer; leave it out for its default",
+    ),
+    "no optimizer": (
+        lambda tmp: [
+            *TINY,
+            f"--data.path={corpus(tmp / 'corpus')}",
+            f"--optim.name={_module(tmp)}:no_optimizer",
+        ],
+        "optim.name = 'users_models:no_optimizer': returned a NoneType; name a class or a function",
+    ),
+    "fewer samples than a step": (
+        lambda tmp: [
+            f"--data.source={_module(tmp)}:line",
+            "--data.options={slope: 1.0}",
+            "--model.name=users_models:affine",
+            "--model.loss=users_models:squared",
+            "--batch.global-batch-size=128",
+        ],
+        "batch.global_batch_size = 128: is more than the 64 samples of the training data",
+    ),
+    "floating-point token ids": (
+        lambda tmp: [f"--data.source={_module(tmp)}:floats", "--model.name=users_models:failing"],
+        "data.source = 'users_models:floats': sample 0 has inputs of torch.float32",
+    ),
     "sharding one process": (
         lambda tmp: [*TINY, f"--data.path={corpus(tmp / 'corpus')}", "--strategy=fsdp"],
         "strategy = 'fsdp': needs several ranks, but only one process was started",
     ),
 }
+
+
+def _weights(folder: Path) -> Path:
+    """Write initial weights of `TINY`."""
+    torch.manual_seed(0)
+    model = build_model(load(TINY).model, 257, 32)
+    save_file(model.state_dict(), folder / "start.safetensors")
+    return folder / "start.safetensors"
 
 
 def _file(path: Path, text: str) -> str:
@@ -300,6 +337,18 @@ def _module(folder: Path) -> str:
         "def line(split, sequence_length, slope):\n"
         "    points = torch.linspace(-1, 1, 64 if split == 'train' else 8)\n"
         "    return [(x.view(1), slope * x.view(1) + 1) for x in points]\n"
+        "def floats(split, sequence_length):\n"
+        "    sample = {'inputs': torch.zeros(4), 'targets': torch.zeros(4, dtype=torch.int64)}\n"
+        "    return [sample] * 64\n"
+        "class Keyed:\n"
+        "    def __len__(self):\n"
+        "        return 64\n"
+        "    def __getitem__(self, index):\n"
+        "        return {}['x']\n"
+        "def keyed(split, sequence_length):\n"
+        "    return Keyed()\n"
+        "def no_optimizer(groups, **options):\n"
+        "    return None\n"
         "def affine():\n"
         "    return nn.Linear(1, 1)\n"
         "def squared(model, batch):\n"
@@ -325,6 +374,29 @@ def test_a_wrong_configuration_is_one_message_and_exit_code_2(
     assert message in output.err
     assert output.out == ""
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_fails_is_one_message(
+    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        f"--data.source={_module(tmp_path)}:keyed",
+        f"--data.workers={workers}",
+        "--model.name=users_models:affine",
+        "--model.loss=users_models:squared",
+        "--run-dir=run",
+    ]
+    assert main(arguments) == 1
+    error = capfd.readouterr().err
+    assert re.search(
+        r"^distmp: sample \d+ of the dataset Keyed cannot be read: KeyError: 'x' "
+        r"\(.*users_models.py:\d+\)$",
+        error,
+        re.M,
+    )
+    assert "Traceback" not in error
 
 
 def test_all_ranks_together_print_the_message_once(tmp_path: Path) -> None:

@@ -107,11 +107,6 @@ def test_a_resumed_run_appends_to_logs_and_manifest(
     assert second["configuration_hash"] == digest(configuration)
     headers = (tmp_path / "run" / "logs" / "rank-0.log").read_text().splitlines()
     assert len([line for line in headers if ": rank 0 of 1 on " in line]) == 2
-    # `log.files` switches them off.
-    assert (
-        main([*TINY, f"--data.path={data}", "--run-dir=no", "--steps=1", "--log.files=False"]) == 0
-    )
-    assert not (tmp_path / "no" / "logs").exists()
 
 
 @pytest.mark.nightly

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from distmp.models.loss import next_token_loss
 from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.disks import disk, fill, mount, unmount
-from tests.elastic import Job, run_jobs
 from tests.torchrun import TINY, corpus
 
 Batch = dict[str, Tensor]
@@ -152,34 +150,3 @@ def test_a_disk_that_is_full_from_the_start(
         assert trained(tmp_path, monkeypatch, {4: lambda: (folder / "ballast").unlink()}) == 0
         assert "config.yaml: [Errno 28]" in capsys.readouterr().out
         assert [r.step for r in read_records(folder / "run-2" / "steps.jsonl")] == [*range(1, 11)]
-
-
-def test_a_run_that_is_told_to_stops_on_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "users_loss.py").write_text(
-        "from pathlib import Path\n"
-        "from distmp.models.loss import next_token_loss\n"
-        "def loss(model, batch):\n"
-        "    folder = Path('run/checkpoints')\n"
-        "    if not folder.exists():\n"
-        "        folder.touch()\n"  # a file, where a folder is to be made
-        "    return next_token_loss(model, batch)\n"
-    )
-    arguments = ["--steps=20000", "--checkpoint.every=5", "--checkpoint.on-failure=stop"]
-    data = f"--data.path={corpus(tmp_path / 'corpus')}"
-    arguments += ["--run-dir=run", "--model.loss=users_loss:loss"]
-    (done,) = run_jobs([Job([*TINY, data, *arguments])], tmp_path)
-    steps = [record.step for record in read_records(tmp_path / "0" / "run" / "steps.jsonl")]
-    assert 5 < steps[-1] < 20
-    codes = set(done.exit_codes.values())
-    assert 1 in codes, done
-    assert codes <= {1, -signal.SIGTERM}, "no rank is aborted"
-    failed = failures(done.stdout)
-    assert [step for step, *_ in failed] == [5, steps[-1]]
-    for *_, there_is in failed:
-        assert there_is == (
-            "no checkpoint has been saved yet; this stops the run (checkpoint.on_failure)"
-        )
-    messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
-    assert len(messages) == 1
-    assert "no checkpoint has been saved yet" in messages[0]

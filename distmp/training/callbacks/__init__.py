@@ -3,6 +3,12 @@
 A built-in callback is one file here; `order` lists them in the order in which they are called.
 """
 
-from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, StepResult
+from distmp.training.callbacks.callback import (
+    Callback,
+    PendingStep,
+    Rollback,
+    StepResult,
+    TrainingLoop,
+)
 
-__all__ = ["Callback", "PendingStep", "Rollback", "StepResult"]
+__all__ = ["Callback", "PendingStep", "Rollback", "StepResult", "TrainingLoop"]

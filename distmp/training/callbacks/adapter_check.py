@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from distmp.engine.state import UNUSED
 from distmp.errors import listed
 from distmp.models.adapters import is_adapter
-from distmp.training.callbacks.callback import Callback, StepResult
-
-if TYPE_CHECKING:
-    from distmp.training.trainer import Trainer
+from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
 
 
 class AdapterCheck(Callback):
@@ -19,7 +14,7 @@ class AdapterCheck(Callback):
     def __init__(self) -> None:
         self._is_done = False
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         """Look for them in the first step that is applied."""
         if self._is_done or result.numbers.skipped or trainer.config.model.peft is None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.engine.narrow_products import MatmulStatistics
@@ -12,7 +12,12 @@ from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.training.spikes import SpikeAction
 
 if TYPE_CHECKING:
-    from distmp.training.trainer import Trainer
+    from distmp.config import RunConfig
+    from distmp.distributed.world import World
+    from distmp.engine import Engine
+    from distmp.telemetry import Console, StepTimer
+    from distmp.training.run_directory import RunDirectory
+    from distmp.training.setup import Progress
 
 
 @dataclass
@@ -50,8 +55,6 @@ class StepResult:
         validation_loss: Mean loss on held-out data after this step; None if it was not validated.
         validation_metrics: Metrics on held-out data after this step, by name.
         rank_seconds: Compute seconds per step of each rank; None in steps without a comparison.
-        layer_grad_norms: Norm of the gradient of each layer by name, before clipping; None in steps
-            without a measurement.
         formats: The policy of `precision.phases` in this step; None without phases.
         narrow_statistics: Statistics of narrow products; None under policies without any.
     """
@@ -65,7 +68,6 @@ class StepResult:
     validation_loss: float | None = None
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: list[float] | None = None
-    layer_grad_norms: dict[str, float] | None = None
     formats: str | None = None
     narrow_statistics: MatmulStatistics | None = None
 
@@ -90,9 +92,56 @@ class Rollback(NamedTuple):
     problem: str
     samples_skipped: int
 
-    def to_record(self) -> dict[str, Any]:
-        """Return the entry of the step records."""
-        return self._asdict()
+
+class TrainingLoop(Protocol):
+    """What callbacks may read and call; the trainer implements it.
+
+    Attributes:
+        config: The configuration of the run.
+        world: The ranks.
+        console: Prints messages; quiet on all ranks but the first.
+        engine: Takes the steps; holds model, optimizer and loss scale.
+        directory: The directory of the run.
+        progress: Steps and samples up to now.
+        timer: Measures the time of steps.
+        pending: The step that was launched last, until its numbers are read.
+        rollback_from: The step that was out of bounds, until the run has gone back to a checkpoint.
+    """
+
+    config: RunConfig
+    world: World
+    console: Console
+    engine: Engine
+    directory: RunDirectory
+    progress: Progress
+    timer: StepTimer
+    pending: PendingStep | None
+    rollback_from: StepResult | None
+
+    def read_step(self) -> None:
+        """Read the numbers of the step that was launched last, if they have not been read.
+
+        The host waits for that step. Every callback receives the numbers. Collective.
+        """
+
+    def report_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
+        """Pass loss and metrics on held-out data to the record of the step and to all callbacks."""
+
+    def report_save(self, step: int, seconds: float) -> None:
+        """Report a complete checkpoint to all callbacks."""
+
+    def is_asked_to_stop(self) -> bool:
+        """Return whether this rank is asked to stop, by a signal or by a callback."""
+
+    def stop_unfinished(self) -> None:
+        """Stop after this step as unfinished: the run has to be resumed. Call it on every rank."""
+
+    def finish_early(self, reason: str) -> None:
+        """End the run after this step as finished, with exit code 0. Call it on every rank.
+
+        Args:
+            reason: Completes "finished after step N: ...".
+        """
 
 
 class Callback:
@@ -100,8 +149,7 @@ class Callback:
 
     Callbacks are called in order: first those of the setting `callbacks`, then those given to
     `Trainer`. The built-in callbacks log and validate a step before them and save it after them.
-    Each hook receives the trainer; its public attributes are `config`, `world`, `engine`,
-    `progress`, `directory`, `console` and `timer`.
+    Each hook receives the trainer, see `TrainingLoop`.
 
     Hooks at the start: `setup`; then `load_state_dict`, if a checkpoint with the state of this
     callback is loaded; then `on_train_begin`. A rollback calls `load_state_dict`, then
@@ -120,7 +168,7 @@ class Callback:
     first. Raise a `distmp.errors.DistmpError` on every rank for a plain message without traceback.
     """
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: TrainingLoop) -> None:
         """Called once, before everything else: create tensors that `state_dict` returns here.
 
         The engine has the weights of the checkpoint, if any.
@@ -146,10 +194,10 @@ class Callback:
                 with the stored values; other tensors are new ones.
         """
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Called once, before the first step. The checkpoint, if any, has been loaded."""
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
         """Called before a step.
 
         Args:
@@ -157,7 +205,7 @@ class Callback:
             step: Number of the step that begins, counted from 1.
         """
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Called when `Engine.step` has returned; a GPU may still be computing the step.
 
         Use it for work that needs the model after this step, such as a validation or a
@@ -168,7 +216,7 @@ class Callback:
             step: The step, not yet read.
         """
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         """Called with the numbers of a step, once for each step and in order.
 
         On a GPU the next step has been launched by then, so that the weights are no longer those
@@ -180,7 +228,9 @@ class Callback:
             result: The numbers of the step.
         """
 
-    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
+    def on_validation(
+        self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
+    ) -> None:
         """Called after a validation.
 
         Args:
@@ -190,7 +240,7 @@ class Callback:
                 average of the weights, if there is one, have the prefix `ema_`.
         """
 
-    def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
+    def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
         """Called when a checkpoint is complete.
 
         Checkpoints are written in the background and ranks may notice the end of a save in
@@ -202,7 +252,7 @@ class Callback:
             seconds: Time that the save took.
         """
 
-    def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
+    def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
         """Called when the run has gone back to a checkpoint. Discard data of later steps.
 
         Args:
@@ -210,7 +260,7 @@ class Callback:
             rollback: From where, to where and why.
         """
 
-    def stop_reason(self, trainer: Trainer) -> str | None:
+    def stop_reason(self, trainer: TrainingLoop) -> str | None:
         """Return why the run should stop, or None to continue.
 
         Called at least once per step. One rank is enough to stop all of them, after the same step
@@ -218,7 +268,7 @@ class Callback:
         """
         return None
 
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Called after the last step, whose numbers have been read. Not called after an error.
 
         Args:
@@ -226,7 +276,7 @@ class Callback:
             finished: Whether all steps are done. Otherwise the run was asked to stop.
         """
 
-    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """Called last, also after an error: close files and connections here.
 
         Args:

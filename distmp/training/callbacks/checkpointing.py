@@ -16,12 +16,12 @@ from distmp.distributed.ranks import describe
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.saving import StateToSave, described_optimizer, skipped_in_a_row
 from distmp.errors import TrainingError
-from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.callbacks.exits import exit_context
+from distmp.training.run import Run
 
 if TYPE_CHECKING:
-    from distmp.training.build import Run
-    from distmp.training.trainer import Trainer
+    from distmp.training.callback_state import CallbackStates
 
 logger = logging.getLogger("distmp")
 
@@ -33,12 +33,15 @@ class Checkpointing(Callback):
 
     Args:
         run: The run, in its state before the first step.
+        states: The states of all callbacks.
 
     Attributes:
         writer: Writes checkpoints in the background.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, states: CallbackStates) -> None:
+        self._states = states
+        self._fingerprint = run.fingerprint
         self.writer = CheckpointWriter(
             run.config.checkpoint,
             run.directory.checkpoints,
@@ -52,24 +55,24 @@ class Checkpointing(Callback):
         if run.checkpoint is not None:
             saved = run.directory.owns(run.checkpoint.path)
             self.writer.resumed(run.progress.step, saved=saved)
-        self._trainer: Trainer | None = None
+        self._trainer: TrainingLoop | None = None
         # The step after which this process started.
         self._first_step = run.progress.step
         self._is_prepared = False
         # The step after which a save was asked for.
         self._requested: int | None = None
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Start the writer; save once where a rollback may need a checkpoint."""
         self._trainer = trainer
         self.writer.__enter__()
         if trainer.config.divergence.rolls_back and self.writer.saved_step is None:
             self._save(trainer)
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Save if it is due; the last step is saved at the end."""
         if not self._is_prepared and _saves_later(trainer, step.step):
-            self.writer.prepare(_tensors(trainer))
+            self.writer.prepare(trainer.engine.state_dict() | self._states.tensors())
         self._is_prepared = True
         due = self.writer.is_due(step.step) or self._requested == step.step
         if step.step == trainer.config.steps or not due:
@@ -80,11 +83,7 @@ class Checkpointing(Callback):
         if trainer.rollback_from is None:
             self._save(trainer)
 
-    def stop_reason(self, trainer: Trainer) -> str | None:
-        """Stop if a save failed and `checkpoint.on_failure` is "stop"."""
-        return "a checkpoint could not be written" if self.writer.wants_stop else None
-
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Save the last step, and warn if it was skipped.
 
         Raises:
@@ -103,16 +102,16 @@ class Checkpointing(Callback):
             )
             logger.warning("%s%s", message, before if skipped else "")
 
-    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """Wait for a save in the background; raise if the last one failed."""
         exit_context(self.writer, error)
         if error is None:
             self.writer.check()
 
-    def save_now(self, trainer: Trainer) -> None:
+    def save_now(self, trainer: TrainingLoop) -> None:
         """Save the current state, unless it is saved, and wait until it is written."""
         current_phase.enter(SAVING, transfers=True)
-        self.writer.save(*_state(trainer), wait=True)
+        self.writer.save(*self._state(trainer), wait=True)
 
     def keep(self, step: int, *, save: bool = False) -> None:
         """Keep the checkpoint of a step until another one is named. Call it on every rank.
@@ -125,7 +124,7 @@ class Checkpointing(Callback):
         if save:
             self._requested = step
 
-    def give_up(self, trainer: Trainer, problem: str) -> str:
+    def give_up(self, trainer: TrainingLoop, problem: str) -> str:
         """Return which checkpoint a run that cannot continue goes back to. Collective.
 
         If steps were skipped since the last update, this saves the weights as unhealthy, which
@@ -138,44 +137,41 @@ class Checkpointing(Callback):
         self.writer.finish()
         if skipped_in_a_row(trainer.engine.step_counts):
             current_phase.enter(SAVING, transfers=True)
-            step, tensors, numbers, held, health = _state(trainer)
+            step, tensors, numbers, held, health = self._state(trainer)
             marked = health._replace(problem=health.problem or problem.partition(";")[0])
             self.writer.save(step, tensors, numbers, held, marked, wait=True)
         directory = trainer.directory.checkpoints
         return trainer.world.ranks.from_rank_0(lambda: _last_healthy(directory))
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: TrainingLoop) -> None:
         current_phase.enter(SAVING, transfers=True)
         with trainer.timer.paused():
-            self.writer.save(*_state(trainer))
+            self.writer.save(*self._state(trainer))
+
+    def _state(
+        self, trainer: TrainingLoop
+    ) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], Health]:
+        """Return the arguments of `CheckpointWriter.save`."""
+        step, tensors, held, health = StateToSave.of(trainer.engine)
+        tensors |= self._states.tensors()
+        numbers = {
+            **dataclasses.asdict(trainer.progress),
+            **described_optimizer(trainer.engine),
+            **self._fingerprint,
+            **self._states.numbers(),
+        }
+        return step, tensors, numbers, held, health
 
     def _note_save(self, seconds: float) -> None:
         if self._trainer is not None and self.writer.saved_step is not None:
             self._trainer.report_save(self.writer.saved_step, seconds)
 
 
-def _saves_later(trainer: Trainer, step: int) -> bool:
+def _saves_later(trainer: TrainingLoop, step: int) -> bool:
     """Return whether a save may be due after `step` and before the end."""
     settings = trainer.config.checkpoint
     every = settings.every
     return every > 0 and (step // every + 1) * every < trainer.config.steps
-
-
-def _state(trainer: Trainer) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], Health]:
-    """Return the arguments of `CheckpointWriter.save`."""
-    step, tensors, held, health = StateToSave.of(trainer.engine)
-    tensors |= trainer.states.tensors()
-    numbers = {
-        **dataclasses.asdict(trainer.progress),
-        **described_optimizer(trainer.engine),
-        **trainer.fingerprint,
-        **trainer.states.numbers(),
-    }
-    return step, tensors, numbers, held, health
-
-
-def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    return trainer.engine.state_dict() | trainer.states.tensors()
 
 
 def _last_healthy(directory: store.Location) -> str:

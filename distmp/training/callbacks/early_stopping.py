@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distmp.checkpoint.layout import final_path, has_checkpoint
-from distmp.errors import ConfigError
-from distmp.masking import masked_text
-from distmp.training.callbacks.callback import Callback
-
-if TYPE_CHECKING:
-    from distmp.config import RunConfig
-    from distmp.training.callbacks.checkpointing import Checkpointing
-    from distmp.training.trainer import Trainer
-
-# Where the best checkpoint is, if a state does not tell.
-ELSEWHERE = "in the run that this one continues"
+from distmp.config import RunConfig
+from distmp.training.callbacks.callback import Callback, TrainingLoop
+from distmp.training.callbacks.checkpointing import Checkpointing
 
 
 class EarlyStopping(Callback):
@@ -26,38 +18,24 @@ class EarlyStopping(Callback):
 
     Args:
         config: The configuration of the run, with a patience above 0.
+        checkpointing: Keeps the best checkpoint.
     """
 
-    _checkpointing: Checkpointing
-
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, checkpointing: Checkpointing) -> None:
+        self._checkpointing = checkpointing
         self._config = config.early_stopping
         self._maximizes = self._config.maximizes
         self._final_counts = config.validation.final_samples == config.validation.samples
         self._best: float | None = None
         self._best_step = 0
-        # The checkpoint of that step, which may be in the run that this one continues.
-        self._best_checkpoint: str | None = None
         self._last_step = 0
         self._without_improvement = 0
-
-    def setup(self, trainer: Trainer) -> None:
-        """Refuse data without held-out samples."""
-        if trainer.components.datasets.validation is None:
-            raise ConfigError(
-                "early_stopping.patience",
-                self._config.patience,
-                "needs held-out data; set data.held_out or data.validation_path, or return a "
-                "dataset for the split 'validation'",
-            )
-        self._checkpointing = trainer.checkpointing
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of validations since then."""
         return {
             "best": self._best,
             "best_step": self._best_step,
-            "best_checkpoint": self._best_checkpoint,
             "last_step": self._last_step,
             "without_improvement": self._without_improvement,
         }
@@ -66,17 +44,18 @@ class EarlyStopping(Callback):
         """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
         self._best = state["best"]
         self._best_step = state["best_step"]
-        self._best_checkpoint = state.get("best_checkpoint")
         self._last_step = state["last_step"]
         self._without_improvement = state["without_improvement"]
         # Also after a rollback, which saves next and would remove the best checkpoint.
         self._checkpointing.keep(self._best_step)
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Stop again if the run had stopped early."""
         self._finish_if_out_of_patience(trainer)
 
-    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
+    def on_validation(
+        self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
+    ) -> None:
         """Save the checkpoint after this step if it is the best, or end the run."""
         step = trainer.progress.step
         counts = self._final_counts or step < trainer.config.steps
@@ -86,24 +65,22 @@ class EarlyStopping(Callback):
         value = loss if self._config.metric == "loss" else metrics[self._config.metric]
         if self._improves(value):
             self._best, self._best_step, self._without_improvement = value, step, 0
-            path = final_path(trainer.directory.checkpoints, step)
-            self._best_checkpoint = masked_text(str(path.absolute()))
-            trainer.checkpointing.keep(step, save=True)
+            self._checkpointing.keep(step, save=True)
             return
         self._without_improvement += 1
         self._finish_if_out_of_patience(trainer)
 
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Print the best value and where its checkpoint is."""
         if self._best is None:
             return
-        trainer.checkpointing.writer.finish()
+        self._checkpointing.writer.finish()
         directory = trainer.directory.checkpoints
         where = str(final_path(directory, self._best_step))
         # The last step is saved after this.
         is_last = self._best_step == trainer.progress.step
         if trainer.world.rank == 0 and not (is_last or has_checkpoint(directory, self._best_step)):
-            where = f"no checkpoint in {directory}; it is {self._best_checkpoint or ELSEWHERE}"
+            where = f"no checkpoint in {directory}, but in the run that this one continues"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
             f"{where}"
@@ -116,7 +93,7 @@ class EarlyStopping(Callback):
         gain = value - self._best if self._maximizes else self._best - value
         return gain > self._config.min_delta
 
-    def _finish_if_out_of_patience(self, trainer: Trainer) -> None:
+    def _finish_if_out_of_patience(self, trainer: TrainingLoop) -> None:
         if self._without_improvement >= self._config.patience:
             best = (
                 "no value" if self._best is None else f"{self._best:.4g} at step {self._best_step}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distmp.engine.average import WeightAverage
 from distmp.engine.settings import EmaConfig
-from distmp.training.callbacks.callback import Callback, PendingStep, Rollback
-
-if TYPE_CHECKING:
-    from distmp.training.trainer import Trainer
+from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, TrainingLoop
 
 
 class Ema(Callback):
@@ -27,7 +24,7 @@ class Ema(Callback):
     def __init__(self, config: EmaConfig) -> None:
         self._config = config
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: TrainingLoop) -> None:
         """Start with the current weights; a checkpoint with an average replaces them."""
         self.average = WeightAverage(trainer.engine, self._config)
 
@@ -39,11 +36,11 @@ class Ema(Callback):
         """Continue from a stored average; shards have been loaded in place."""
         self.average.load(state)
 
-    def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
+    def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
         """Begin with the weights of the checkpoint if it has no average."""
         if self.average.is_replaced:
             self.average.restart()
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Include the weights of this step, unless it was skipped; the host does not wait."""
         self.average.update()

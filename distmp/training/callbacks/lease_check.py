@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distmp.training.callbacks.callback import Callback, StepResult
+from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
 from distmp.training.run_lease import LostLeaseError
 
 if TYPE_CHECKING:
-    from distmp.training.build import Run
-    from distmp.training.trainer import Trainer
+    from distmp.training.run import Run
 
 
 class LeaseCheck(Callback):
@@ -23,15 +22,15 @@ class LeaseCheck(Callback):
         self._lease = run.lease
         self._restarts = run.restarts
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
         """Check before the step."""
         self._check()
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         """Check before the record of the step."""
         self._check()
 
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Check before the last files."""
         self._check()
 

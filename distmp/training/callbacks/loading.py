@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 
-from distmp.callback_settings import CallbackSetting
+from distmp.callback_settings import find_callback
 from distmp.errors import ConfigError, nearest
 from distmp.training.callbacks.callback import Callback
+from distmp.utils.entries import Entry
 
 
-def load_callbacks(entries: Sequence[CallbackSetting]) -> list[Callback]:
+def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:
     """Build the callbacks of the setting `callbacks`.
 
     Raises:
@@ -31,13 +32,11 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
             hook = getattr(callback, name)
             if name.startswith("_") or getattr(hook, "__func__", None) is function:
                 continue
-            expected = inspect.signature(function)
-            parameters = [*expected.parameters.values()][1:]
-            keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+            parameters = [*inspect.signature(function).parameters.values()][1:]
+            positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+            keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
             try:
-                inspect.signature(hook).bind(
-                    *parameters[: len(parameters) - len(keywords)], **keywords
-                )
+                inspect.signature(hook).bind(*positional, **keywords)
             except TypeError:
                 listed = ", ".join(parameter.name for parameter in parameters)
                 raise ConfigError(
@@ -59,12 +58,12 @@ def _check_names(callback: Callback) -> None:
             )
 
 
-def _load(entry: CallbackSetting) -> Callback:
-    callback = entry.factory()(**entry.options)
+def _load(entry: Entry) -> Callback:
+    callback = find_callback(entry)(**entry.options)
     if not isinstance(callback, Callback):
         raise ConfigError(
             "callbacks",
-            entry.path,
+            entry.name,
             f"returned a {type(callback).__name__}; return a distmp.training.callbacks.Callback",
         )
     return callback

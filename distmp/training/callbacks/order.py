@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from distmp.training.callbacks.adapter_check import AdapterCheck
 from distmp.training.callbacks.callback import Callback
@@ -11,7 +10,6 @@ from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.callbacks.ema import Ema
 from distmp.training.callbacks.hugging_face import HuggingFaceExport
-from distmp.training.callbacks.layer_grad_norms import LayerGradNorms
 from distmp.training.callbacks.lease_check import LeaseCheck
 from distmp.training.callbacks.profiling import Profiling
 from distmp.training.callbacks.rank_consistency import RankConsistency
@@ -20,9 +18,7 @@ from distmp.training.callbacks.step_logger import StepLogger
 from distmp.training.callbacks.stragglers import StragglerDetection
 from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.callbacks.validation import Validation
-
-if TYPE_CHECKING:
-    from distmp.training.build import Run
+from distmp.training.run import Run
 
 
 def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) -> list[Callback]:
@@ -36,21 +32,19 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     """
     config = run.config
     ema = Ema(config.ema) if config.ema.decay > 0 else None
-    every = config.log.grad_norms_every
     return [
         LeaseCheck(run),
         Profiling(run),
         StragglerDetection(run),
         TimeLimit(run),
-        *([LayerGradNorms(every)] if every else []),
         StepLogger(run),
         RankConsistency(ema),
         AdapterCheck(),
         *([] if ema is None else [ema]),
-        Validation(config.validation, ema),
-        *([EarlyStopping(config)] if config.early_stopping.patience else []),
+        Validation(run, ema, checkpointing.writer),
+        *([EarlyStopping(config, checkpointing)] if config.early_stopping.patience else []),
         *users,
         checkpointing,
-        HuggingFaceExport(),
+        HuggingFaceExport(run.fingerprint),
         TextSample(run),
     ]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from distmp.telemetry.profiler import StepProfiler
-from distmp.training.callbacks.callback import Callback, StepResult
+from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
 from distmp.training.callbacks.exits import exit_context
-
-if TYPE_CHECKING:
-    from distmp.training.build import Run
-    from distmp.training.trainer import Trainer
+from distmp.training.run import Run
 
 
 class Profiling(Callback):
@@ -25,21 +20,21 @@ class Profiling(Callback):
             run.config.profile, run.directory.profile, run.world, run.console.message
         )
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
         """Start before the first step to record, stop before the step after the last one."""
         with trainer.timer.paused():
             self._profiler.before(step)
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         """Stop before a rollback, which is not part of a step."""
         if result.rolls_back:
             self._profiler.finish()
 
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Stop, and report if no step was recorded."""
         exit_context(self._profiler, None)
 
-    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """After an error, write what was recorded."""
         if error is not None:
             exit_context(self._profiler, error)

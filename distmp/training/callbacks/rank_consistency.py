@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from distmp.distributed.progress import COMPARISON, current_phase
 from distmp.engine import rank_consistency
-from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 
 if TYPE_CHECKING:
     from distmp.training.callbacks.ema import Ema
-    from distmp.training.trainer import Trainer
 
 
 class RankConsistency(Callback):
@@ -23,7 +22,7 @@ class RankConsistency(Callback):
     def __init__(self, ema: Ema | None) -> None:
         self._ema = ema
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Compare weights, average, optimizer state and loss scale of all ranks, if it is due."""
         settings = trainer.config.rank_consistency
         if settings.every and step.step % settings.every == 0:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from distmp.config import RunConfig
 from distmp.data import text
 from distmp.data.token_metadata import TokenMetadata
 from distmp.distributed.progress import current_phase
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.models.sampling import generate
-from distmp.models.tokenizers import DEFINITION, load_tokenizer, sha256
-from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.models.tokenizers import load_tokenizer
+from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
+from distmp.training.run import Run
 
-if TYPE_CHECKING:
-    from distmp.config import RunConfig
-    from distmp.training.build import Run
-    from distmp.training.trainer import Trainer
+# Divisor of the logits.
+_TEMPERATURE = 0.7
 
 
 class TextSample(Callback):
@@ -37,18 +37,18 @@ class TextSample(Callback):
         self._every = run.config.sample.every
         self._codec = run.world.ranks.all_or_none(lambda: _find_codec(run.config))
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Print a sample if it is due; the last step has one at the end."""
         if self._every and step.step % self._every == 0 and step.step < trainer.config.steps:
             with trainer.timer.paused():
                 self._print(trainer, f" after step {step.step}")
 
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Print a sample of the finished model."""
         if finished:
             self._print(trainer, "")
 
-    def _print(self, trainer: Trainer, when: str) -> None:
+    def _print(self, trainer: TrainingLoop, when: str) -> None:
         config = trainer.config
         if self._codec is None:
             return
@@ -62,7 +62,7 @@ class TextSample(Callback):
                 self._codec.encode(config.sample.prompt).to(trainer.world.device),
                 count=config.sample.length,
                 sequence_length=config.data.sequence_length,
-                temperature=config.sample.temperature,
+                temperature=_TEMPERATURE,
                 generator=torch.Generator().manual_seed(config.seed),
             )
         except ValueError as error:
@@ -86,40 +86,26 @@ def _find_codec(config: RunConfig) -> _Codec | None:
     """Return how the tokens of a run become text; None without a sample.
 
     Raises:
-        ConfigError: If `sample.tokenizer` is not that of the data, or cannot be used.
+        ConfigError: If `sample.tokenizer` cannot be used.
     """
     folder = config.sample.tokenizer
-    if config.data.source == "text" and folder is not None:
-        raise ConfigError(
-            "sample.tokenizer", folder, "data.source = 'text' has bytes as tokens; remove it"
-        )
     # The loss `next_token` requires that the model turns token ids into logits.
     if config.sample.length == 0 or config.model.loss != "next_token":
         return None
     if config.data.source == "text":
         return _BYTES
+    if folder is not None:
+        return _codec_of(folder, config.sample.prompt)
     data = None
     if config.data.source == "tokens":
         data = TokenMetadata.read(Path(config.data.path or "").expanduser())
-    if folder is None and data is not None and data.tokenizer == "bytes":
-        return _BYTES
-    return None if folder is None else _codec_of(folder, config.sample.prompt, data)
+    return _BYTES if data is not None and data.tokenizer == "bytes" else None
 
 
-def _codec_of(folder: str, prompt: str, data: TokenMetadata | None) -> _Codec:
-    """Return the codec of a tokenizer, after checking that the data was made with it."""
-    path = Path(folder).expanduser()
-    if not (path / DEFINITION).is_file():
-        raise ConfigError("sample.tokenizer", folder, f"has no {DEFINITION}; name its folder")
-    tokenizer = load_tokenizer("sample.tokenizer", path)
-    if data is not None and data.tokenizer_sha256 != sha256(tokenizer):
-        raise ConfigError(
-            "sample.tokenizer",
-            folder,
-            f"is not the tokenizer of data.path, which is {data.tokenizer!r}; name its folder",
-        )
-    if not tokenizer.encode(prompt, add_special_tokens=False):
-        raise ConfigError("sample.prompt", prompt, f"has no tokens in {folder}; write other text")
+def _codec_of(folder: str, prompt: str) -> _Codec:
+    tokenizer = load_tokenizer("sample.tokenizer", Path(folder).expanduser())
+    known = tokenizer.encode(prompt, add_special_tokens=False)
+    require(bool(known), "sample.prompt", prompt, f"has no tokens in {folder}; write other text")
     return _Codec(
         lambda prompt: torch.tensor(tokenizer.encode(prompt, add_special_tokens=False)),
         lambda tokens: str(tokenizer.decode(tokens.tolist())),

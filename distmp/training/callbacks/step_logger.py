@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from distmp.engine.outcome import advice
 from distmp.telemetry import trackers
@@ -11,15 +12,10 @@ from distmp.telemetry.narrow_operands import summarize
 from distmp.telemetry.records import StepRecord
 from distmp.telemetry.step_log import StepLog
 from distmp.telemetry.trackers import Trackers
-from distmp.training.callbacks.callback import Callback, Rollback, StepResult
+from distmp.training.callbacks.callback import Callback, Rollback, StepResult, TrainingLoop
+from distmp.training.run import Run
 from distmp.training.weight_unit import weight_unit
 from distmp.utils import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from distmp.training.build import Run
-    from distmp.training.trainer import Trainer
 
 
 class StepLogger(Callback):
@@ -42,26 +38,25 @@ class StepLogger(Callback):
         # Advice on skipped steps that was printed.
         self._advised: set[str] = set()
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         """Write the record of a step and print its messages."""
-        memory = peak_memory_bytes(trainer.world.device)
-        unit = weight_unit(trainer.config, result.numbers.weight)
-        operands = self._operands(result, trainer)
-        self._log.write(_record(result, memory, self._divergence(result), unit, operands))
+        self._log.write(self._record(result, trainer))
         for message in self._messages(result):
             trainer.console.message(message)
 
-    def on_validation(self, trainer: Trainer, loss: float, metrics: Mapping[str, float]) -> None:
+    def on_validation(
+        self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
+    ) -> None:
         """Add the numbers to the record of a step that was written before this run began."""
         if trainer.pending is None:
             self._log.add_validation(trainer.progress.step, loss, metrics)
 
-    def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
+    def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
         """Drop the records of later steps; the next record notes the rollback."""
         self._log.rewind(rollback.to_step)
         self._rollback = rollback
 
-    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """Close the record file and the trackers."""
         self._log.close()
 
@@ -86,69 +81,56 @@ class StepLogger(Callback):
         self._advised.add(hint)
         return "" if known else f"; {hint}"
 
-    def _operands(self, result: StepResult, trainer: Trainer) -> dict[str, Any] | None:
+    def _operands(self, result: StepResult, trainer: TrainingLoop) -> dict[str, Any] | None:
         """Return the statistics of narrow operands in the steps of which a line is printed."""
         statistics, self._started = result.narrow_statistics, self._started or result.step
         if statistics is None or trainer.world.rank != 0:
             return None
         config = trainer.config
-        last = result.step >= config.steps
-        first = result.step == self._started
-        if first or last or result.numbers.skipped or result.step % config.log.every == 0:
-            return summarize(statistics)
-        return None
+        ends = result.step in (self._started, config.steps)
+        printed = ends or result.numbers.skipped or result.step % config.log.every == 0
+        return summarize(statistics) if printed else None
 
     def _divergence(self, result: StepResult) -> dict[str, Any] | None:
         """Return the spike of a step, and the rollback before it, if any."""
-        entry = {} if result.spike is None else result.spike.to_record()
+        entry = {} if result.spike is None else result.spike._asdict()
         if self._rollback is not None:
-            entry["rolled_back"], self._rollback = self._rollback.to_record(), None
+            entry["rolled_back"], self._rollback = self._rollback._asdict(), None
         return entry or None
+
+    def _record(self, result: StepResult, trainer: TrainingLoop) -> StepRecord:
+        numbers = result.numbers
+        return StepRecord(
+            step=result.step,
+            samples=result.samples,
+            loss=numbers.loss,
+            weight=numbers.weight,
+            grad_norm=numbers.grad_norm,
+            learning_rate=numbers.learning_rate,
+            loss_scale=numbers.loss_scale,
+            skipped=numbers.skipped,
+            dropped=numbers.dropped,
+            skipped_total=numbers.skipped_total,
+            applied_total=numbers.applied_total,
+            weight_per_second=numbers.weight / result.seconds,
+            step_seconds=result.seconds,
+            memory_bytes=peak_memory_bytes(trainer.world.device),
+            validation_loss=result.validation_loss,
+            validation_metrics=dict(result.validation_metrics) or None,
+            overflow=None if result.overflow is None else result.overflow.to_record(),
+            divergence=self._divergence(result),
+            unit=weight_unit(trainer.config, numbers.weight),
+            rank_seconds=result.rank_seconds,
+            formats=result.formats,
+            narrow_operands=self._operands(result, trainer),
+        )
 
 
 def _start_trackers(run: Run) -> Trackers:
-    log = run.config.log
     return trackers.start(
-        log.trackers if run.world.rank == 0 else (),
-        log.tracker_options,
-        project=log.project,
+        run.config.log.tracker_options if run.world.rank == 0 else {},
         directory=run.directory.path,
         hyperparameters=settings.to_mapping(run.config),
         after_step=run.progress.step,
         warn=run.console.message,
-    )
-
-
-def _record(
-    result: StepResult,
-    memory_bytes: int,
-    divergence: dict[str, Any] | None,
-    unit: str,
-    narrow_operands: dict[str, Any] | None,
-) -> StepRecord:
-    numbers = result.numbers
-    return StepRecord(
-        step=result.step,
-        samples=result.samples,
-        loss=numbers.loss,
-        weight=numbers.weight,
-        grad_norm=numbers.grad_norm,
-        learning_rate=numbers.learning_rate,
-        loss_scale=numbers.loss_scale,
-        skipped=numbers.skipped,
-        dropped=numbers.dropped,
-        skipped_total=numbers.skipped_total,
-        applied_total=numbers.applied_total,
-        weight_per_second=numbers.weight / result.seconds,
-        step_seconds=result.seconds,
-        memory_bytes=memory_bytes,
-        validation_loss=result.validation_loss,
-        validation_metrics=dict(result.validation_metrics) or None,
-        overflow=None if result.overflow is None else result.overflow.to_record(),
-        divergence=divergence,
-        unit=unit,
-        rank_seconds=result.rank_seconds,
-        layer_grad_norms=result.layer_grad_norms,
-        formats=result.formats,
-        narrow_operands=narrow_operands,
     )

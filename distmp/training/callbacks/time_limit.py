@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
+from distmp.training.run import Run
 from distmp.training.time_budget import TimeBudget, job_started
-
-if TYPE_CHECKING:
-    from distmp.training.build import Run
-    from distmp.training.trainer import Trainer
 
 
 class TimeLimit(Callback):
@@ -28,15 +23,15 @@ class TimeLimit(Callback):
         saved_bytes = sum(tensor.nbytes for tensor in state.values())
         self.budget = TimeBudget(minutes, saved_bytes, job_started())
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Record how long the step took."""
         self.budget.add_step(step.seconds)
 
-    def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
+    def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
         """Record how long the save took."""
         self.budget.add_save(seconds)
 
-    def stop_reason(self, trainer: Trainer) -> str | None:
+    def stop_reason(self, trainer: TrainingLoop) -> str | None:
         """Stop if the remaining time only suffices to save and exit."""
         limit = trainer.config.max_minutes
         return f"max_minutes = {limit:g}" if limit is not None and self.budget.is_spent() else None

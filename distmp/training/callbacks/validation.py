@@ -3,62 +3,57 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distmp.data.evaluation import ForwardOnly, evaluation_batches
-from distmp.data.loading import Batch, is_stream
+from distmp.checkpoint.writer import CheckpointWriter
+from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.evaluation import Evaluation
 from distmp.models.metrics import find_metric
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
-from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.callbacks.ema import Ema
+from distmp.training.run import Run
 from distmp.training.weight_unit import loss_unit
-
-if TYPE_CHECKING:
-    from distmp.config import ValidationConfig
-    from distmp.training.trainer import Trainer
-
-_SECONDS_BETWEEN_LINES = 30.0
 
 
 class Validation(Callback):
     """Computes loss and metrics on held-out data; the record of the step contains them.
 
     Args:
-        settings: The section `validation`.
+        run: The run.
         ema: Has the average of the weights, which is evaluated, too; None without one.
+        writer: May be copying the weights.
     """
 
-    def __init__(self, settings: ValidationConfig, ema: Ema | None) -> None:
-        self._settings = settings
+    def __init__(self, run: Run, ema: Ema | None, writer: CheckpointWriter) -> None:
+        self._settings = settings = run.config.validation
+        self._dataset = run.components.datasets.validation
         self._ema = ema
+        self._writer = writer
         found = {name: find_metric(name, path) for name, path in settings.metrics.items()}
         self._metrics = {name: metric for name, metric in found.items() if metric is not None}
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Repeat the last validation of a run that has no steps left: it may have been stopped."""
         if trainer.progress.step == trainer.config.steps:
             self._validate(trainer, last=True)
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Validate if it is due."""
         every, last = self._settings.every, step.step == trainer.config.steps
         if last or (every > 0 and step.step % every == 0):
             self._validate(trainer, last=last)
 
-    def _validate(self, trainer: Trainer, *, last: bool) -> None:
-        dataset = trainer.components.datasets.validation
-        if dataset is None:
+    def _validate(self, trainer: TrainingLoop, *, last: bool) -> None:
+        if self._dataset is None:
             return
         settings = self._settings
         samples = settings.final_samples if last else settings.samples
         if last:
-            self._announce(trainer, _count(dataset, samples))
+            trainer.console.message("validating on the held-out samples")
         with trainer.timer.paused():
-            found = self._evaluate_both(trainer, dataset, samples)
+            found = self._evaluate_both(trainer, self._dataset, samples)
         if found is None:
             return
         if last:
@@ -67,21 +62,14 @@ class Validation(Callback):
                 trainer.console.message(f"held-out {name} {value:.4f}")
         trainer.report_validation(found.loss, found.metrics)
 
-    def _announce(self, trainer: Trainer, count: int | None) -> None:
-        """Print what the final validation computes: it may take longer than many steps."""
-        average = "" if self._ema is None else ", with the weights and with their average"
-        trainer.console.message(
-            f"validating on {'all' if count is None else f'{count:,}'} held-out samples{average}"
-        )
-
     def _evaluate_both(
-        self, trainer: Trainer, dataset: Any, samples: int | None
+        self, trainer: TrainingLoop, dataset: Any, samples: int | None
     ) -> Evaluation | None:
         """Evaluate the weights, and then their average, whose metrics get a prefix."""
         found = self._evaluate(trainer, dataset, samples)
         if found is None or self._ema is None:
             return found
-        trainer.checkpointing.writer.release()  # it may be copying the weights
+        self._writer.release()
         with self._ema.average.as_weights():
             averaged = self._evaluate(trainer, dataset, samples)
         if averaged is None:
@@ -90,19 +78,17 @@ class Validation(Callback):
         prefixed = {f"{EMA_PREFIX}{name}": value for name, value in metrics.items()}
         return Evaluation(found.loss, {**found.metrics, **prefixed})
 
-    def _evaluate(self, trainer: Trainer, dataset: Any, samples: int | None) -> Evaluation | None:
+    def _evaluate(
+        self, trainer: TrainingLoop, dataset: Any, samples: int | None
+    ) -> Evaluation | None:
         """Evaluate the first `samples` held-out samples, or all; None if a rank is to stop."""
         batches = until_stop_requested(
-            _reported(
-                trainer,
-                evaluation_batches(
-                    dataset,
-                    samples=samples,
-                    microbatch_size=trainer.config.batch.microbatch_size,
-                    rank=trainer.world.rank,
-                    world_size=trainer.world.world_size,
-                ),
-                _count(dataset, samples),
+            evaluation_batches(
+                dataset,
+                samples=samples,
+                microbatch_size=trainer.config.batch.microbatch_size,
+                rank=trainer.world.rank,
+                world_size=trainer.world.world_size,
             ),
             trainer.is_asked_to_stop,
             trainer.world.group,
@@ -119,27 +105,6 @@ class Validation(Callback):
             name: _perplexity(found.loss) if path == PERPLEXITY else found.metrics[name]
             for name, path in self._settings.metrics.items()
         }
-
-
-def _count(dataset: Any, samples: int | None) -> int | None:
-    """Return the number of samples of a validation, or its maximum; None: a whole stream."""
-    if is_stream(dataset):
-        return samples
-    return len(dataset) if samples is None else min(samples, len(dataset))
-
-
-def _reported(
-    trainer: Trainer, batches: Iterator[Batch | ForwardOnly], count: int | None
-) -> Iterator[Batch | ForwardOnly]:
-    """Yield the microbatches of a validation; print its progress if it takes long."""
-    of_all = "" if count is None else f" of {count:,}"
-    samples = trainer.config.batch.microbatch_size * trainer.world.world_size
-    printed = time.monotonic()
-    for number, batch in enumerate(batches):
-        if time.monotonic() - printed >= _SECONDS_BETWEEN_LINES:
-            printed = time.monotonic()
-            trainer.console.message(f"validated {number * samples:,}{of_all} held-out samples")
-        yield batch
 
 
 def _perplexity(loss: float) -> float:

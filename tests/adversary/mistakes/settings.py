@@ -143,10 +143,8 @@ for _name, _values in {
             argument="loss_scale",
         )
 for _name, _values in {
-    "loss_threshold": (0, -1, "3", math.nan, None),
-    "norm_threshold": (0, -1, "3", math.nan, None),
+    "threshold": (0, -1, "3", math.nan, None),
     "on_spike": ("stop", True, None),
-    "on_nonfinite_loss": ("stop", True, None),
 }.items():
     for _value in _values:
         value(

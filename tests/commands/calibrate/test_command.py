@@ -64,7 +64,7 @@ def test_policies_get_a_loss_scale_and_a_table(
     strategy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Settings of many ranks are calibrated by one process, too."""
-    size = ["--model.layers=1", "--model.dimension=32", "--model.heads=2"]
+    size = ["--model.options={layers: 1, dimension: 32, heads: 2}"]
     data = f"--data.path={corpus(tmp_path / 'corpus')}"
     assert calibrate(*size, data, strategy, "--policies=bf16,fp16") == 0
     captured = capsys.readouterr()

@@ -22,7 +22,7 @@ from distmp.scaling import LossScaleConfig
 from distmp.telemetry.console import Console
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
-from tests.torchrun import TINY, corpus, python, run
+from tests.torchrun import SIZES, TINY, corpus, python, run
 
 WORLD = World.current("cpu")
 
@@ -31,7 +31,7 @@ WORLD = World.current("cpu")
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     # A tied head is not a separate module.
-    untied = "--model.options={tied_head: false}"
+    untied = f"--model.options={{{SIZES}, tied_head: false}}"
     return [*TINY, untied, f"--data.path={corpus(tmp_path / 'corpus')}", "--calibrate-steps=4"]
 
 

@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
         "sequence_length": 32,
         "held_out": 0.0,
     },
-    "model": {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128},
+    "model": {"options": {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128}},
     "batch": {"global_batch_size": 16, "microbatch_size": 8},
     "steps": 20,
 }
@@ -27,11 +27,16 @@ SMALL: dict[str, Any] = {
 
 def run(**settings: Any) -> RunConfig:
     """Return the small run with some sections and values replaced."""
-    merged = dict(SMALL)
-    for name, value in settings.items():
+    return from_mapping(RunConfig, _merged(SMALL, settings))
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in changes.items():
         own = merged.get(name)
-        merged[name] = {**own, **value} if isinstance(own, dict) else value
-    return from_mapping(RunConfig, merged)
+        nested = isinstance(own, dict) and isinstance(value, dict)
+        merged[name] = _merged(own, value) if nested else value
+    return merged
 
 
 def policy(text: str) -> dict[str, Any]:

@@ -20,9 +20,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     """Two layers are large enough for several buckets, the first of which is reduced early."""
     arguments = [
         *TINY,
-        "--model.dimension=512",
-        "--model.hidden=2048",
-        "--model.layers=2",
+        "--model.options={layers: 2, dimension: 512, heads: 2, hidden: 2048}",
         f"--data.path={corpus(tmp_path / 'text')}",
         f"--run-dir={tmp_path / 'run'}",
         "--steps=3",

@@ -18,7 +18,13 @@ from distmp.distributed.world import World
 from distmp.engine.setup import Setup
 from distmp.errors import ConfigError
 from distmp.telemetry.console import Console
-from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult
+from distmp.training.callbacks import (
+    Callback,
+    PendingStep,
+    Rollback,
+    StepResult,
+    TrainingLoop,
+)
 from distmp.training.callbacks.loading import load_callbacks
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
@@ -69,38 +75,38 @@ class Recorder(Callback):
         self.results: list[StepResult] = []
         self.calls: list[str] = []
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
         self.calls.append("train begin")
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
         assert step == trainer.progress.step + 1
         self.calls.append(f"begin {step}")
 
-    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         assert step.step == trainer.progress.step
         self.calls.append(f"launched {step.step}")
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         # What a hang report names.
         assert current_phase.now.phase == f"on_step_end of callback {type(self).__name__}"
         order.append(self.name)
         self.results.append(result)
         self.calls.append(f"end {result.step}")
 
-    def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
+    def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
         self.calls.append(f"save {step}")
 
-    def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
+    def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
         self.calls.append(f"rollback {rollback.from_step} {rollback.to_step}")
 
-    def stop_reason(self, trainer: Trainer) -> str | None:
+    def stop_reason(self, trainer: TrainingLoop) -> str | None:
         last_rank = trainer.world.rank == trainer.world.world_size - 1
         return "enough" if last_rank and trainer.progress.step >= self.stop_after else None
 
-    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         self.calls.append(f"train end {finished}")
 
-    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         self.calls.append(f"exit {error!r}")
 
 
@@ -129,8 +135,7 @@ def trainer(folder: Path, *arguments: str, callbacks: tuple[Callback, ...] = ())
             "--checkpoint.every=3",
             "--divergence.on-spike=rollback",
             "--divergence.warmup-steps=6",
-            "--divergence.loss-threshold=100",
-            "--divergence.norm-threshold=30",
+            "--divergence.threshold=100",
             "--log.console=off",
             f"--run-dir={folder / 'run'}",
             *arguments,
@@ -228,7 +233,7 @@ class Failing(Recorder):
     def __init__(self) -> None:
         super().__init__("failing")
 
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         if result.step == 3 and trainer.world.rank == trainer.world.world_size - 1:
             raise ArithmeticError("the callback failed")
 
@@ -238,7 +243,7 @@ def test_after_an_error_every_callback_exits(tmp_path: Path) -> None:
     failing, other = Failing(), Recorder("other")
 
     class ExitFails(Callback):
-        def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+        def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
             raise KeyError("exit")
 
     run = trainer(tmp_path, callbacks=(failing, ExitFails(), other))

@@ -5,53 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.telemetry.console import Console
-from distmp.training.callbacks import validation
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.training.test_resume import configuration
 
 
-def printed(folder: Path, **values: Any) -> tuple[list[str], int]:
-    """Train, and return the lines about held-out data, and the number of held-out samples."""
+def printed(folder: Path, **values: Any) -> list[str]:
+    """Train, and return the lines about held-out data."""
     config = configuration(folder, steps=3, **values)
     world = World.current("cpu")
     run = Trainer(config, world, Console(config.log, quiet=world.rank != 0))
     lines: list[str] = []
     run.console.message = lines.append  # type: ignore[method-assign]
     assert run.run(StopSignals())
-    return (
-        [line for line in lines if line.startswith(("validat", "held-out"))],
-        len(run.components.datasets.validation or []),
-    )
+    return [line for line in lines if line.startswith(("validat", "held-out"))]
 
 
 @ranks(2)
 def test_the_final_validation_is_announced_and_others_are_not(tmp_path: Path) -> None:
     options: dict[str, Any] = {"every": 1, "samples": 4, "final_samples": 6}
-    lines, _ = printed(tmp_path / "some", validation=options)
+    lines = printed(tmp_path / "some", validation=options)
     assert [line.split(" loss")[0] for line in lines] == [
-        "validating on 6 held-out samples",
+        "validating on the held-out samples",
         "held-out",
-    ]
-    lines, count = printed(tmp_path / "all", ema={"decay": 0.9}, validation={"final_samples": None})
-    assert lines[0] == (
-        f"validating on {count:,} held-out samples, with the weights and with their average"
-    )
-
-
-@ranks(2)
-def test_a_long_validation_prints_its_progress(tmp_path: Path) -> None:
-    """Here each microbatch takes longer than the time between two lines."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "_SECONDS_BETWEEN_LINES", 0.0)
-        lines, _ = printed(tmp_path, validation={"final_samples": 10})
-    size = configuration(tmp_path).batch.microbatch_size
-    progress = [line for line in lines if line.startswith("validated")]
-    assert progress == [
-        f"validated {done} of 10 held-out samples" for done in range(0, 10, 2 * size)
     ]
