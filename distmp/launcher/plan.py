@@ -258,9 +258,9 @@ def _several(
     )
     endpoint_reason = f"{address_reason}; port: {port.reason}"
     id_reason = job.name.reason if job.name else "torchrun's default"
-    nodes = job.nodes or ExplainedValue("", "")
+    nodes_reason = job.nodes.reason if job.nodes else ""
     derived = (
-        (given.nnodes or not job.nodes, f"--nnodes={nodes.value}", nodes.reason),
+        (given.nnodes or not job.nodes, f"--nnodes={nodes}", nodes_reason),
         (given.rdzv_backend, "--rdzv-backend=c10d", "torchrun's backend that supports restarts"),
         (given.rdzv_endpoint, f"--rdzv-endpoint={endpoint}", endpoint_reason),
         (given.rdzv_id, f"--rdzv-id={run_id}", id_reason),

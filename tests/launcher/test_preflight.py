@@ -20,6 +20,7 @@ from distmp.distributed.attempt import AttemptError
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import leave
 from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
+from distmp.launcher import preflight
 from distmp.launcher.preflight import is_enabled, join_checked
 from distmp.training import failures
 from tests.ranks import run_ranks
@@ -102,7 +103,7 @@ def slow_link(rank: int) -> None:
 
 def hangs_in_the_middle(rank: int) -> None:
     if rank == 2:
-        dist.batch_isend_irecv = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+        preflight.inputs = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
 
 
 CASES: dict[str, Callable[[int], RunConfig | None]] = {
@@ -166,7 +167,7 @@ def test_a_rank_that_blocks_the_others_is_named(tmp_path: Path) -> None:
     host = os.uname().nodename
     assert f"rank 2 of 3 on {host} is late and does not answer: its process is" in reporter.output
     assert "ranks 0-1 wait in work.wait" in reporter.output
-    assert "preflight: exchanging data" in reporter.output
+    assert "preflight: comparing settings, code and data" in reporter.output
 
 
 def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

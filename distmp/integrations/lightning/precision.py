@@ -378,7 +378,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 def _restored(state: dict[str, Any]) -> MixedPrecision:
     plugin = MixedPrecision.__new__(MixedPrecision)
-    vars(plugin).update(state)
+    plugin.__dict__.update(state)
     return plugin
 
 
