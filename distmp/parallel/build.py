@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import nn
 
@@ -20,8 +18,6 @@ from distmp.parallel.settings import (
 from distmp.parallel.strategy import Strategy, check_parameters, refuse_shared_memory
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import narrow_layers
-
-logger = logging.getLogger("distmp")
 
 
 def resolve_strategy(name: str, world: World) -> str:

@@ -128,8 +128,9 @@ def _largest_magnitudes(matrix: Tensor, scaling: str, *, square: bool) -> Tensor
 def _largest_in_blocks(magnitudes: Tensor, size: int) -> Tensor:
     """Return the largest value of each `size` columns."""
     rows, columns = magnitudes.shape
-    padded = torch.nn.functional.pad(magnitudes, (0, -columns % size))
-    return padded.reshape(rows, -(-columns // size), size).amax(2)
+    if columns % size:
+        magnitudes = torch.nn.functional.pad(magnitudes, (0, -columns % size))
+    return magnitudes.reshape(rows, -(-columns // size), size).amax(2)
 
 
 def _scales(
