@@ -59,6 +59,7 @@ class PhaseSchedule:
         self._quiet = quiet
         # Phase of the last step; -1 before the first one.
         self._last = -1
+        self._copy: HostCopy
         self.continue_from_state()
 
     def begin_step(self, step: int) -> str:

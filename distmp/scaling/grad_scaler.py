@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -601,9 +602,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 "the same calls of DistributedGradScaler on every rank"
             )
         if never_scaled:
-            raise TrainingError(
+            warnings.warn(
                 "no rank has ever called scale(), so gradients are divided by a loss scale that "
-                "they were never multiplied by; call scaler.scale(loss).backward()"
+                "they were never multiplied by; call scaler.scale(loss).backward()",
+                RuntimeWarning,
+                stacklevel=3,
             )
         limit = self._max_consecutive_skips
         if exhausted:

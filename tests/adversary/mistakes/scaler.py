@@ -24,7 +24,13 @@ def lines(name: str, text: str, ends: Ends, truth: tuple[str, ...] | None = None
 NO_SCALE = ["zero", "backward without scale", "reduce", "step", "update"]
 CLIPS = ("zero", "backward", "clip", "step")
 lines("correct", "zero, backward, reduce, step, update", "right")
-scaler("no scale", lambda script: setattr(script, "lines", NO_SCALE), "error")
+scaler("no scale", lambda script: setattr(script, "lines", NO_SCALE), "error", ranks=(1,))
+scaler(
+    "no scale on two ranks",
+    lambda script: setattr(script, "lines", NO_SCALE),
+    "warning",
+    ranks=(2,),
+)
 lines("no step", "zero, backward, reduce, update", "error")
 lines("no update", "zero, backward, reduce, step", "error")
 lines("no backward", "zero, step, update", "either", ("zero", "step"))
