@@ -17,7 +17,7 @@ from distmp.config import RunConfig
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, policy
 from distmp.precision.keep import WORDS
-from distmp.precision.notation import _FIELDS
+from distmp.precision.policy import FIELDS
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.settings import from_mapping
 
@@ -112,7 +112,7 @@ def test_examples() -> None:
 
 def test_every_key_and_word_is_named() -> None:
     named = [row[0] for row in (*rows("Change a policy"), *rows("Keys", NARROW))]
-    assert sorted(key.strip("`") for key in named) == sorted(_FIELDS.keys() - {"name"})
+    assert sorted(key.strip("`") for key in named) == sorted(FIELDS.keys() - {"name"})
     section = PAGE.partition("## Modules kept in FP32")[2]
     assert all(f"`{word}`" in section for word in WORDS)
 
