@@ -51,5 +51,6 @@ def test_the_numbers_are_those_of_the_code() -> None:
 def test_the_automatic_strategy_is_that_of_the_code() -> None:
     section = PAGE.partition("## Automatic strategy")[2].partition("## Blocks")[0]
     ordered = re.findall(r"^\d\. (.*?)(?:, if .*)?$", section, flags=re.MULTILINE)
-    assert [entry.replace("`", "") for entry in ordered] == [str(option) for option in OPTIONS]
-    assert f"{SHARE:.0%} of the free memory" in " ".join(section.split())
+    assert tuple(entry.replace("`", "") for entry in ordered) == OPTIONS
+    assert "half of the free memory" in " ".join(section.split())
+    assert SHARE == 0.5
