@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from distmp.commands.calibrate.seeds import SeedComparison
 from distmp.commands.tables import counted, text_table
 from distmp.utils.units import bytes_text
 
@@ -25,6 +26,7 @@ class PolicyResult:
         seconds: Duration of every step after the warm-up.
         memory_bytes: Maximum over the ranks of the additional peak memory.
         skipped: Number of skipped steps.
+        held_out: "loss" and metrics on held-out samples after the last step; empty without seeds.
     """
 
     reason: str
@@ -32,6 +34,7 @@ class PolicyResult:
     seconds: tuple[float, ...]
     memory_bytes: int
     skipped: int
+    held_out: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def last_loss(self) -> float:
@@ -53,12 +56,14 @@ class Comparison:
         world_size: Number of ranks.
         tolerance: Largest accepted relative difference of the last loss from the reference.
         results: The result of each policy by its name, or why the run cannot use it.
+        seeds: The comparison over seeds; None if the policies ran with one seed.
     """
 
     steps: int
     world_size: int
     tolerance: float
     results: dict[str, PolicyResult | str]
+    seeds: SeedComparison | None = None
 
     @property
     def measured(self) -> dict[str, PolicyResult]:
@@ -71,13 +76,18 @@ class Comparison:
         apart = abs(self.measured[name].last_loss - first)
         return apart / abs(first) if first else math.inf if apart else 0.0
 
+    def is_accurate(self, name: str) -> bool:
+        """Return whether the last loss is within the tolerance, and agrees over seeds."""
+        within = self.difference(name) <= self.tolerance
+        return within and (self.seeds is None or self.seeds.agrees(name))
+
     def recommendation(self) -> tuple[str | None, str]:
         """Return the recommended policy and the reason; None if no policy is accurate enough.
 
         It is the fastest of the accurate policies; of equally fast ones, the one with least memory.
         """
         measured = self.measured
-        accurate = {n: m for n, m in measured.items() if self.difference(n) <= self.tolerance}
+        accurate = {name: one for name, one in measured.items() if self.is_accurate(name)}
         if not accurate:
             diverged = [n for n, m in measured.items() if not math.isfinite(m.last_loss)]
             advice = f"{', '.join(diverged)} diverged; lower optim.lr, or use another seed"
@@ -88,7 +98,7 @@ class Comparison:
         others = [name for name in measured if name not in accurate]
         verb = "has" if len(others) == 1 else "have"
         note = f"; {', '.join(others)} {verb} a different loss" if others else ""
-        within = f"{self.tolerance:.1%}"
+        within = f"{self.tolerance:.1%}{' and the noise between seeds' if self.seeds else ''}"
         return best, f"least memory of the fastest policies whose loss is within {within}{note}"
 
     def as_json(self) -> dict[str, Any]:
@@ -103,13 +113,16 @@ class Comparison:
                 name: {"refused": one}
                 if isinstance(one, str)
                 else {
-                    **asdict(one),
+                    "reason": one.reason,
+                    "memory_bytes": one.memory_bytes,
+                    "skipped": one.skipped,
                     # JSON has no infinities and no NaN.
                     "losses": [loss if math.isfinite(loss) else None for loss in one.losses],
                     "step_seconds": one.step_seconds,
                 }
                 for name, one in self.results.items()
             },
+            "seeds": self.seeds.as_json() if self.seeds else {},
         }
 
 
@@ -135,5 +148,7 @@ def report(compared: Comparison) -> Iterator[str]:
             )
         )
     yield from text_table(rows, right=range(1, 6))
+    if compared.seeds is not None:
+        yield from compared.seeds.report()
     recommended, reason = compared.recommendation()
     yield f"use {recommended}: {reason}" if recommended else f"nothing to recommend: {reason}"

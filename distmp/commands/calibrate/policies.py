@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 
 from distmp.commands.calibrate.comparison import Comparison, PolicyResult
+from distmp.commands.calibrate.seeds import SeedComparison
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
+from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
-from distmp.errors import SetupError
+from distmp.engine import Engine
+from distmp.errors import ConfigError, SetupError
+from distmp.models.metrics import find_metric
 from distmp.precision import resolve
 from distmp.telemetry.memory import begin_peak, peak_since
 from distmp.training.setup import (
     Progress,
+    RunComponents,
     build_engine,
     prepare,
     start_from_weights,
@@ -38,7 +45,25 @@ def compare(config: CalibrationConfig, world: World) -> Comparison:
         measure(config, world, name, steps=1)
     steps = config.calibrate_steps
     results = {name: measure(config, world, name, steps=steps) for name in config.policies}
-    return Comparison(steps, world.world_size, config.tolerance, results)
+    seeds = _over_seeds(config, world, results) if config.seeds else None
+    return Comparison(steps, world.world_size, config.tolerance, results, seeds)
+
+
+def _over_seeds(
+    config: CalibrationConfig, world: World, results: Mapping[str, PolicyResult | str]
+) -> SeedComparison:
+    """Train each policy that ran with further seeds: other initial weights and data orders."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for name, first in results.items():
+        if isinstance(first, str):
+            continue
+        values[name] = {what: [value] for what, value in first.held_out.items()}
+        for seed in range(config.seed + 1, config.seed + config.seeds):
+            again = measure(replace(config, seed=seed), world, name, steps=config.calibrate_steps)
+            assert isinstance(again, PolicyResult)  # it was not refused with the first seed
+            for what, value in again.held_out.items():
+                values[name][what].append(value)
+    return SeedComparison(values)
 
 
 def measure(
@@ -72,4 +97,25 @@ def measure(
     if world.group is not None:
         torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX, world.group)
     _, reason = resolve(name, world.device)
-    return PolicyResult(reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped)
+    held_out = _held_out(config, parts, engine) if config.seeds else {}
+    return PolicyResult(
+        reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped, held_out
+    )
+
+
+def _held_out(config: CalibrationConfig, parts: RunComponents, engine: Engine) -> dict[str, float]:
+    """Return loss and metrics on held-out samples, the same under every policy and seed."""
+    if parts.datasets.validation is None:
+        raise ConfigError("seeds", config.seeds, "needs held-out samples; set data.held_out")
+    batches = evaluation_batches(
+        parts.datasets.validation,
+        samples=config.validation.samples,
+        microbatch_size=config.batch.microbatch_size,
+        rank=engine.world.rank,
+        world_size=engine.world.world_size,
+    )
+    found = {name: find_metric(name, path) for name, path in config.compared_metrics.items()}
+    # Perplexity follows from the loss.
+    metrics = {name: metric for name, metric in found.items() if metric is not None}
+    loss, values = engine.evaluate_metrics(batches, metrics)
+    return {"loss": loss, **values}

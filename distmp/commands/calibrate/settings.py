@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distmp.commands.calibrate.seeds import LEAST_SEEDS
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
 
@@ -22,6 +23,11 @@ class CalibrationConfig(RunConfig):
     """Policies to compare; the first one is the reference. A policy with a loss scale adds the
     range of gradients and a loss scale."""
 
+    seeds: int = 0
+    """Seeds with which each policy is trained, 3 or more. A policy then agrees if the mean
+    difference of its held-out loss and metrics from the reference is at most 2 standard deviations
+    of the reference over seeds. 0 compares the training loss with `tolerance` only."""
+
     tolerance: float = 0.01
     """Largest accepted relative difference of a policy's last loss from the reference."""
 
@@ -37,8 +43,21 @@ class CalibrationConfig(RunConfig):
         object.__setattr__(self, "policies", _split(self.policies))
         if not self.policies:
             raise ConfigError("policies", self.policies, "name at least one")
+        if self.seeds != 0 and self.seeds < LEAST_SEEDS:
+            raise ConfigError(
+                "seeds",
+                self.seeds,
+                f"use {LEAST_SEEDS} or more seeds, because fewer values have no meaningful "
+                "standard deviation; 0 compares with tolerance only",
+            )
         if not 0 < self.tolerance < 1:
             raise ConfigError("tolerance", self.tolerance, "use a number between 0 and 1")
+
+    @property
+    def compared_metrics(self) -> dict[str, str]:
+        """The metrics of `validation.metrics`; accuracy if it is empty and tokens are predicted."""
+        tokens = self.model.loss == "next_token" and not self.data.is_import_path
+        return self.validation.metrics or ({"accuracy": "accuracy"} if tokens else {})
 
     def check_names(self) -> None:
         """Look up what the settings name, and the policies."""

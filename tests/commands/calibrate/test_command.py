@@ -45,6 +45,30 @@ def test_policies_are_compared_on_the_same_steps(
 
 
 @pytest.mark.nightly
+def test_policies_are_compared_over_seeds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = ["--model.options={layers: 1, dimension: 32, heads: 2}", "--validation.samples=4"]
+    data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3", "--steps=5"]
+    options = ["--policies", "bf16,fp8", "--seeds=3", "--json", "true"]
+    assert calibrate(*size, *data, *options) == 0
+    found = json.loads(capsys.readouterr().out)["seeds"]
+    # A training run with the third seed has the same loss and accuracy.
+    run = [*RUN, *size, *data, "--precision.policy=bf16", "--seed=3", "--run-dir=run"]
+    run.remove("--calibrate-steps=5")
+    run += ["--validation.final-samples=4", "--validation.metrics", "{right: accuracy}"]
+    assert main(["train", *run, "--log.console=plain"]) == 0
+    last = json.loads(Path("run/steps.jsonl").read_text().splitlines()[-1])
+    values = found["bf16"]["values"]
+    assert len({*values["loss"]}) == 3
+    assert values["loss"][2] == pytest.approx(last["validation_loss"], rel=1e-6)
+    accuracy = last["validation_metrics"]["right"]
+    assert values["accuracy"][2] == pytest.approx(accuracy, rel=1e-6)
+    assert len(found["fp8"]["values"]["accuracy"]) == 3
+
+
+@pytest.mark.nightly
 @ranks(2)
 def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
     options = ["--policies", "fp32", "bf16-autocast", "--sharding.accumulate=sharded"]
