@@ -240,7 +240,7 @@ class Watchdog(RankMonitor):
         """
         now, phase = time.monotonic(), self._phase.now
         more_time = self._first_seconds - self._seconds if phase.starting else 0.0
-        has_progress = phase.since + more_time > self._counted_at
+        has_progress = phase.since + more_time >= self._counted_at
         self._counted_at = now
         progress = self._store.add("progress", int(has_progress))
         if progress != self._progress:
