@@ -36,7 +36,7 @@ def main() -> int:
     config = TransformerConfig(VOCABULARY, length, **SIZES[size]._asdict())
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(VOCABULARY, (samples, length), generator=generator).to(device)
-    models = {name: _model(config, name, device) for name in SETTINGS}
+    models: dict[str, Transformer] = {name: _model(config, name, device) for name in SETTINGS}
     result = {
         "machine": machine(device),
         "size": size,

@@ -263,8 +263,8 @@ class FullySharded(Strategy):
         self._unfinished = False
         if self._watched_steps:
             self._watched_steps -= 1
-            if name := fsdp_internals.written_parameter(self.module):
-                raise ConfigError("model", parameter_name(name), WRITTEN_IN_FORWARD)
+            if written := fsdp_internals.written_parameter(self.module):
+                raise ConfigError("model", parameter_name(written), WRITTEN_IN_FORWARD)
 
     def watch_copies(self) -> None:
         self._watched_steps = WATCHED_STEPS

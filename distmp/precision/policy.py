@@ -187,7 +187,8 @@ class PrecisionPolicy:
             return
         if self.compute_dtype != torch.bfloat16:
             self._refuse(
-                "compute", "low-precision matmuls need the range of bfloat16; use compute=bf16"
+                "compute",
+                "results of low-precision matmuls need bfloat16's range; use compute=bf16",
             )
 
     def _check_format(self, key: str, value: Any) -> None:
