@@ -9,7 +9,6 @@ from distmp.engine.observers import EvaluationMode
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepOutcome, advice
 from distmp.engine.setup import Setup
 from distmp.engine.step_settings import StepSettings
-from distmp.optim.learning_rates import METRIC_UPDATES
 
 
 class CompletedSteps:
@@ -60,13 +59,6 @@ class CompletedSteps:
         self.check_ranks_agree(completed)
         if warning := self._call_check.warning(completed.narrow_statistics):
             yield warning
-        updates = self._setup.updates
-        if updates.learning_rates.lacks_metric(updates.max_applied):
-            yield (
-                f"the schedule follows a metric and has had none in {METRIC_UPDATES} updates, so "
-                "the learning rate is constant; call engine.schedule_step(metric) after each "
-                "validation"
-            )
         if not self.is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
             cause = self._explain(completed) or advice(completed.numbers)
             yield (

@@ -170,14 +170,27 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _loss_warnings(loss: Tensor, weight: float) -> Iterator[str]:
-    if loss.dtype.itemsize < 4:
+    if dtype := _sixteen_bit_dtype(loss):
         yield (
-            f"the loss is computed in {dtype_name(loss.dtype)}, too coarse for a sum over "
+            f"the loss is computed in {dtype_name(dtype)}, too coarse for a sum over "
             "many samples; compute it outside of the model from FP32 logits (logits.float()), or "
-            f"use the policy {dtype_word(loss.dtype)}-autocast"
+            f"use the policy {dtype_word(dtype)}-autocast"
         )
     if weight > 1 and is_mean(loss, weight, host_waits=True):
         yield (
             f"the loss looks like a mean, and its weight is {weight:g}, so the gradient is divided "
             "by the weight twice; return the sum (reduction='sum', or loss * weight)"
         )
+
+
+def _sixteen_bit_dtype(loss: Tensor) -> torch.dtype | None:
+    """Return the 16-bit dtype of a loss, or of the scalar that it was cast or scaled from."""
+    node = loss.grad_fn
+    while node is not None:
+        (output, *others) = node._input_metadata
+        if others or len(output.shape):
+            return None
+        if output.dtype.itemsize < 4:
+            return output.dtype
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None

@@ -306,7 +306,7 @@ def test_a_loss_that_is_computed_in_16_bits_is_warned_of(
     policy: str, warned: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     def own(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
-        return 1.0 * model(*batch), len(batch[0])
+        return 1.0 * model(*batch).float(), len(batch[0])
 
     engine = make(own, WithLoss(3, 2), policy=policy)
     for _ in range(2):

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from distmp.engine import completed_steps
 from distmp.errors import ConfigError
-from distmp.optim import LearningRates, learning_rates
+from distmp.optim import LearningRates
 from tests.optim.test_learning_rates import CPU, count, make_optimizer
 from tests.ranks import ranks
 from tests.reference import TWO_RANKS, make_engine, make_model, snapshot, train
@@ -140,20 +139,6 @@ def test_all_ranks_take_the_same_decision() -> None:
         own.step(metric)
     with pytest.raises(ConfigError, match=r"param_groups\[0\]\['lr'\] = 0.0\d+ on rank 0; 0.0"):
         train(plain, 1, TWO_RANKS)
-
-
-def test_a_schedule_that_never_gets_its_metric_is_announced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in (learning_rates, completed_steps):
-        monkeypatch.setattr(module, "METRIC_UPDATES", 2)
-    engine = make_engine(schedule=plateau)
-    train(engine, 1, [((3, 5),)])
-    with pytest.warns(RuntimeWarning, match="follows a metric and has had none in 2 updates"):
-        train(engine, 1, [((3, 5),)])
-    other = make_engine(schedule=plateau)
-    other.schedule_step(1.0)
-    train(other, 3, [((3, 5),)])
 
 
 def in_two_groups(named: Any) -> torch.optim.Optimizer:
