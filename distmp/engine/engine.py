@@ -417,7 +417,7 @@ class Engine:
         for the copy that a save in the background makes of them.
         """
         if self._saves is not None:
-            self._saves.release()
+            self._saves.writer.release()
         return self._state.weights()
 
     def gradients(self) -> dict[str, Tensor | None]:

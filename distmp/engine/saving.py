@@ -142,12 +142,15 @@ class Saves:
 
     Args:
         world: The ranks.
+
+    Attributes:
+        writer: Writes one checkpoint at a time.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._is_open = False
-        self._writer = CheckpointWriter(
+        self.writer = CheckpointWriter(
             CheckpointConfig(),
             Path(),
             world,
@@ -177,16 +180,16 @@ class Saves:
         check_same(self._world.group, self._world.device, described)
         self.finish()
         step, tensors, held, health = StateToSave.of(engine)
-        self._writer.redirect(directory, retention)
+        self.writer.redirect(directory, retention)
         if not wait:
             self._open(engine)
         stored = {"step": step, **_data_position(own), OWN_NUMBERS: own}
         stored |= described_optimizer(engine)
-        self._writer.save(step, tensors, stored, held, health, wait=wait)
+        self.writer.save(step, tensors, stored, held, health, wait=wait)
         if wait:
             self._check()
         else:
-            _writing.add(self._writer)
+            _writing.add(self.writer)
         return store.final_path(directory, step)
 
     def finish(self) -> None:
@@ -195,17 +198,13 @@ class Saves:
         Raises:
             CheckpointError: The same on all ranks, if it failed.
         """
-        self._writer.finish()
-        _writing.discard(self._writer)
+        self.writer.finish()
+        _writing.discard(self.writer)
         self._check()
-
-    def release(self) -> None:
-        """Wait until the weights that a save in the background copies may change."""
-        self._writer.release()
 
     def _check(self) -> None:
         self._world.ranks.all_or_none(
-            self._writer.check,
+            self.writer.check,
             catch=CheckpointError,
             error=lambda failures, _: CheckpointError(failures[min(failures)].message),
         )
@@ -214,9 +213,9 @@ class Saves:
         """Prepare saves in the background."""
         if self._is_open:
             return
-        self._writer.__enter__()
-        self._writer.guard(engine.optimizer)
-        writer = self._writer
+        self.writer.__enter__()
+        self.writer.guard(engine.optimizer)
+        writer = self.writer
         engine.optimizer.register_step_post_hook(lambda *_: writer.report())
         atexit.unregister(_finish_all)
         atexit.register(_finish_all)  # after the handler that leaves the process group
