@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from distmp.config import RunConfig
     from distmp.distributed.world import World
     from distmp.engine import Engine
-    from distmp.telemetry import Console, StepTimer
+    from distmp.telemetry.console import Console
+    from distmp.telemetry.throughput import StepTimer
     from distmp.training.run_directory import RunDirectory
     from distmp.training.setup import Progress
 
