@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,17 @@ def refuse_unused(model: nn.Module, unknown: Sequence[str], config: ModelConfig)
 
 
 def _refuse(config: ModelConfig, names: Sequence[str], problem: str) -> None:
-    if not names:
+    """Refuse weights that `model.unmatched_weights` does not allow."""
+    patterns = config.unmatched_weights
+    refused = sorted(n for n in names if not any(fnmatchcase(n, each) for each in patterns))
+    if not refused:
         return
     cause = f"model.options = {dict(config.options)}" if config.options else f"its {CONFIG_FILE}"
     raise ConfigError(
-        "model.name", config.name, f"weights {problem}: {listed(sorted(names))}; correct {cause}"
+        "model.name",
+        config.name,
+        f"weights {problem}: {listed(refused)}; correct {cause}, or allow it with "
+        f"model.unmatched_weights, patterns of names such as {refused[0].rpartition('.')[0]}.*",
     )
 
 

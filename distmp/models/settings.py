@@ -82,6 +82,11 @@ class ModelConfig:
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
 
+    unmatched_weights: tuple[str, ...] = field(default=(), metadata=IGNORED)
+    """Patterns (`*` and `?`) for the names of weights that only the directory of a Hugging Face
+    model has, which are left out, for example `model.layers.1.*` with fewer layers, or only the
+    model, which get random values; others are an error."""
+
     peft: dict[str, Any] | None = field(
         default=None, metadata=dangerous("other parameters are trained")
     )

@@ -161,6 +161,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._latest_found_inf: Tensor | None = None
         # What the host has not read yet of the last iteration.
         self._unread: HostCopy | None = None
+        self._warned_of_partial_update = False
         self._calls = CallLog()
         # Decisions of which the host does not know yet whether all ranks made the same calls, with
         # the reduction, and whether ranks differ.
@@ -571,13 +572,15 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """Update the counts, and the scale if `dynamic`, after an iteration.
 
         Returns:
-            What `_report` reads: whether the scale is exhausted, scales differ and `scale` was
-            never called, and the number of skipped iterations in a row.
+            What `_report` reads: whether only some optimizers skipped, the scale is exhausted,
+            scales differ and `scale` was never called, and the number of skipped iterations in a
+            row.
         """
         assert self._loss_scale is not None
         assert self._skips is not None
         empty = torch.stack([total.empty for total in self._totals]).all()
-        skipped = torch.stack([total.found_inf for total in self._totals]).amax() > 0
+        found = torch.stack([total.found_inf for total in self._totals])
+        skipped, partial = found.amax() > 0, found.amin() < found.amax()
         exhausted = torch.zeros_like(skipped)
         if dynamic:
             exhausted = self._loss_scale.update(skipped, empty)
@@ -587,7 +590,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._skips = torch.stack([consecutive, self._skips[1] + skipped])
         differ = torch.stack([total.scales_differ for total in self._totals]).any()
         unscaled = torch.stack([total.scale_never_called for total in self._totals]).any()
-        return HostCopy(torch.stack([exhausted, differ, unscaled, consecutive]))
+        return HostCopy(torch.stack([partial, exhausted, differ, unscaled, consecutive]))
 
     def _report(self, flags: HostCopy, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Warn or raise because of the last iteration; on CUDA because of the one before."""
@@ -595,7 +598,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
             flags, self._unread = self._unread, flags  # type: ignore[assignment]
             if flags is None:
                 return
-        exhausted, scales_differ, never_scaled, consecutive_skips = flags.read()
+        partial, exhausted, scales_differ, never_scaled, consecutive_skips = flags.read()
+        if partial and not self._warned_of_partial_update:
+            self._warned_of_partial_update = True
+            logger.warning(
+                "one optimizer stepped and another one skipped in the same iteration; if they "
+                "train one model, make them decide together: "
+                "DistributedGradScaler(optimizers=[...])"
+            )
         if scales_differ:
             raise TrainingError(
                 "the loss scale differs between ranks; use the same arguments, the same state and "

@@ -494,6 +494,18 @@ def test_late_gradients_of_a_registered_optimizer_are_refused() -> None:
         scaler.step(optimizers[1])
 
 
+def test_partial_update_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    optimizers = [one_parameter(1.0), one_parameter(math.inf)]
+    scaler = DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for _ in range(2):
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert len(caplog.records) == 1
+    assert "optimizers=[...]" in caplog.text
+
+
 def test_error_at_the_floor_names_parameters() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.named_parameters())
