@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ def find_metric(name: str, path: str) -> Metric | None:
         The function; None for "perplexity", which is derived from the loss.
 
     Raises:
-        ConfigError: If the name is reserved, or the path names no function.
+        ConfigError: If the name is reserved, or the path names no function of two arguments.
     """
     if name == "loss" or name.startswith(EMA_PREFIX) or not name.isidentifier():
         raise ConfigError(
@@ -41,7 +42,15 @@ def find_metric(name: str, path: str) -> Metric | None:
         return None
     if path == "accuracy":
         return accuracy
-    return load_callable(f"validation.metrics.{name}", path)
+    function = load_callable(f"validation.metrics.{name}", path)
+    try:
+        inspect.signature(function).bind("outputs", "batch")
+    except TypeError as error:
+        problem = f"cannot be called as metric(outputs, batch): {error}"
+        raise ConfigError(f"validation.metrics.{name}", path, problem) from None
+    except ValueError:  # the signature of a C function is not available
+        pass
+    return function
 
 
 def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:

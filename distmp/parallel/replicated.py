@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -14,6 +15,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
+from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
 from distmp.parallel.module_buffers import BufferValues
@@ -29,6 +31,8 @@ from distmp.precision.builders import prepare
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.utils.flat_shard import FlatShard
+
+logger = logging.getLogger("distmp")
 
 REPRODUCIBLE_ADVICE = "with reproducible=True every rank needs the same number of microbatches"
 
@@ -57,6 +61,8 @@ class Replicated(Strategy):
         self._settings = settings or AccumulationSettings()
         check_buckets(policy, self._settings)
         self._world = world
+        if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
+            logger.warning(COMPILED_WHOLE)
         materialize(module, values, world.device)
         self.module = module.to(world.device)
         store_parameters_in_fp32(module.parameters())

@@ -99,11 +99,14 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         before: The numbers in the checkpoint, the fingerprint of its run among them.
         now: The fingerprint of the run that resumes.
     """
+    if "configuration" not in before:  # a custom training loop has written it
+        problem = "configuration: not in the checkpoint, so no settings are compared"
+        return Changes(consequential={"configuration": problem})
     leaves = frozenset(leaf_names(RunConfig))
     values = []
     shared = _properties(before).keys() & _properties(now).keys()
     for fingerprint in (before, now):
-        settings = flat(masked(fingerprint.get("configuration", {})), leaves)
+        settings = flat(masked(fingerprint["configuration"]), leaves)
         _resolve_warmup(settings)
         properties = _properties(fingerprint).items()
         values.append(settings | {name: value for name, value in properties if name in shared})

@@ -233,7 +233,7 @@ def test_replicas_of_a_shard_have_the_bits_of_the_first_one() -> None:
         module = nn.Linear(4, 6, bias=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "shard")))
     rank, cpu = float(dist.get_rank()), torch.device("cpu")
-    materialize_shards(module, lambda _, device: torch.full((), rank).expand(6, 4), cpu, cpu)
+    materialize_shards(module, lambda _, device: torch.full((), rank).expand(6, 4), cpu)
     assert (module.weight.to_local() == 0).all()
 
 

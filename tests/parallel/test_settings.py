@@ -30,9 +30,9 @@ def world(size: int) -> World:
         ),
         ("--sharding.shard-size 2 --strategy fsdp", "sharding.shard_size = 2: applies only to"),
         ("--sharding.shard-size 0 --strategy hsdp", "sharding.shard_size = 0: use 1 or more"),
-        ("--no-sharding.reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),
+        ("--sharding.no-reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),
         ("--compile block", "compile = 'block'"),
-        ("--activation-checkpointing all", "activation_checkpointing = 'all': choose one of"),
+        ("--activation-checkpointing all", "activation_checkpointing = 'all': must be one of"),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(arguments: str, message: str) -> None:

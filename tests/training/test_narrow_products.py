@@ -57,7 +57,8 @@ def test_from_the_start_to_the_report(tmp_path: Path) -> None:
             assert values["largest"] > 0
 
     page = report(tmp_path / "run")
-    section = page.texts[page.texts.index("Narrow products") : page.texts.index("Skipped steps")]
+    first = page.texts.index("Low-precision matmuls")
+    section = page.texts[first : page.texts.index("Skipped steps")]
     lines = [text for text in section[1:] if text.strip()]
     assert lines[0] == f"{FORMATS}; {BACKEND}"
     assert lines[1:] == [f"{layer} is wide because of {reason}" for layer, reason in WIDE.items()]
@@ -70,4 +71,4 @@ def test_a_run_in_16_bits_has_no_such_section(tmp_path: Path) -> None:
     (start,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["starts"]
     assert "narrow_products" not in start
     page = report(tmp_path / "run")
-    assert "Narrow products" not in page.texts
+    assert "Low-precision matmuls" not in page.texts

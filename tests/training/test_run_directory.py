@@ -112,5 +112,5 @@ def test_a_checkpoint_path_that_cannot_be_written_to_is_refused_at_the_start(
 
 
 def test_a_checkpoint_path_that_cannot_be_read_is_an_error_of_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^checkpoint\.path = 'nothing://x': cannot be reached"):
+    with pytest.raises(ConfigError, match=r"^checkpoint\.path = 'nothing://x': is a URL; name a"):
         latest_run(str(tmp_path / "run"), "nothing://x")

@@ -105,7 +105,7 @@ def _described(narrow: dict[str, Any] | None) -> Iterator[str]:
         total = len(narrow["narrow"]) + len(narrow["wide"])
         yield (
             f"{'; '.join(narrow['formats'])}; {len(narrow['narrow'])} of {total} linear layers "
-            f"have narrow products, {narrow['backend']}"
+            f"have low-precision matmuls, {narrow['backend']}"
         )
         yield from (f"{layer} is wide because of {why}" for layer, why in narrow["wide"].items())
 
