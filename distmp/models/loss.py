@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
+from distmp.errors import ConfigError
 from distmp.models.hugging_face_batch import is_hugging_face, model_inputs
 from distmp.models.linear_cross_entropy import check_targets
+from distmp.utils.tensor_trees import described
 
 # Largest number of wrappers of a model: DDP, a compiled module, FSDP1.
 _WRAPPERS = 3
@@ -38,13 +40,22 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
 
     Raises:
-        ConfigError: For targets outside of the vocabulary, see `check_targets`.
+        ConfigError: For targets outside of the vocabulary, see `check_targets`, and a batch without
+            these keys.
     """
     options: Mapping[str, Tensor] = {}
     if is_hugging_face(batch):
         inputs, targets, options = model_inputs(batch, arguments_of(model))
-    else:
+    elif isinstance(batch, Mapping) and "inputs" in batch and "targets" in batch:
         inputs, targets = batch["inputs"], batch["targets"]
+    else:
+        raise ConfigError(
+            "batch",
+            described(batch),
+            "the loss next_token reads the keys inputs and targets, both int64 [batch, time], or "
+            "those of Hugging Face, input_ids and labels; return them from the dataset, or set "
+            "model.loss to a function that reads what is there",
+        )
     if takes_targets(model):
         loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:

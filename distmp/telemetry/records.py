@@ -55,7 +55,8 @@ class StepRecord:
         validation_loss: Validation loss after this step, or None without a validation.
         dropped: Number of microbatches of all ranks that were dropped because of non-finite
             gradients.
-        overflow: The cause of a skipped step, as JSON values.
+        overflow: The cause of a skipped step, as JSON values. Here and in the other mappings, the
+            texts "NaN", "Infinity" and "-Infinity" are read back as floats.
         divergence: What was out of bounds in this step (`problem`, `action`), and in the first step
             after a rollback its cause and origin (`rolled_back`).
         unit: What the weight counts, in the singular: "token", "sample" or another word.
@@ -230,7 +231,8 @@ def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecor
     try:
         values = json.loads(line)
         known = {name: values[name] for name in _FIELDS if name in values}
-        return StepRecord(**_renamed(known, lambda value: _NAMED.get(value, value)))
+        numbers = {name: value for name, value in known.items() if name not in _TEXTS}
+        return StepRecord(**known | _renamed(numbers, lambda value: _NAMED.get(value, value)))
     except (ValueError, TypeError) as error:
         message = f"{os.fspath(path)}, line {number}: not a step record ({error})"
         raise RecordError(f"{message}; fix or delete that line") from error
@@ -254,3 +256,6 @@ def _name(value: Any) -> Any:
 
 _NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _FIELDS = [field.name for field in dataclasses.fields(StepRecord)]
+_TEXTS = {
+    field.name for field in dataclasses.fields(StepRecord) if str(field.type).startswith("str")
+}

@@ -249,8 +249,8 @@ MUTANTS = [
     Mutant(
         "buffers of rank 0 are not waited for",
         MODULE_BUFFERS,
-        "dist.broadcast(flat, source, group)",
-        "dist.broadcast(flat, source, group, async_op=True)",
+        "dist.get_global_rank(self._group, 0), self._group)",
+        "dist.get_global_rank(self._group, 0), self._group, async_op=True)",
         BROADCAST,
     ),
     Mutant(

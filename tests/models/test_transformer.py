@@ -168,7 +168,7 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 def test_sequence_that_is_too_long_is_refused() -> None:
     model()(tokens(1, 24))
-    with pytest.raises(ValueError, match=r"25 tokens, and model\.sequence_length is 24"):
+    with pytest.raises(ValueError, match=r"25 tokens, and model\.options\.sequence_length is 24"):
         model()(tokens(1, 25))
 
 

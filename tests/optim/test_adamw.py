@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -39,8 +38,8 @@ def gradients(step: int) -> list[Tensor]:
 
 
 def build(named: Any, **options: Any) -> AdamW:
-    options = {"lr": RATE, "weight_decay": DECAY, "betas": BETAS, "eps": EPS} | options
-    return AdamW(named, **options)
+    defaults: dict[str, Any] = {"lr": RATE, "weight_decay": DECAY, "betas": BETAS, "eps": EPS}
+    return AdamW(named, **defaults | options)
 
 
 def take_steps(optimizer: torch.optim.Optimizer, tensors: list[Tensor], steps: int) -> None:
@@ -207,27 +206,11 @@ def test_a_state_of_torch_can_be_loaded() -> None:
     optimizer = build(ours)
     for (_, tensor), (_, other) in zip(theirs, ours, strict=True):
         other.data.copy_(tensor.data)
-    optimizer.load_state_dict(reference.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
     for one, values in ((reference, theirs), (optimizer, ours)):
         take_steps(one, [tensor for _, tensor in values], 2)
     for (_, tensor), (_, other) in zip(theirs, ours, strict=True):
         torch.testing.assert_close(tensor, other, rtol=1e-6, atol=1e-6)
-
-
-def test_a_copy_takes_the_same_steps() -> None:
-    named = parameters()
-    optimizer = build(named, seed=3)
-    take_steps(optimizer, [tensor for _, tensor in named], 2)
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
-    buffer.seek(0)
-    restored = torch.load(buffer, weights_only=False)
-    copied = [tensor for group in restored.param_groups for tensor in group["params"]]
-    for one in (optimizer, restored):
-        tensors = [tensor for group in one.param_groups for tensor in group["params"]]
-        take_steps(one, tensors, 2)
-    for (_, tensor), other in zip(named, copied, strict=True):
-        assert torch.equal(tensor, other)
 
 
 def test_complex_tensors_are_refused() -> None:

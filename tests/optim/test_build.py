@@ -213,7 +213,8 @@ def test_the_warmup_may_be_5_percent(name: str, steps: int, warmup_steps: int) -
 
 
 def test_a_scheduler_of_torch_has_no_warmup_by_itself() -> None:
-    config = ScheduleConfig("ExponentialLR", None, options={"gamma": 0.9})
+    name = "torch.optim.lr_scheduler:ExponentialLR"
+    config = ScheduleConfig(name, None, options={"gamma": 0.9})
     assert rates_of(config, 100) == pytest.approx([0.5 * 0.9**step for step in range(100)])
 
 

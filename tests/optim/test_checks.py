@@ -182,7 +182,12 @@ TORCH = "torch.optim.lr_scheduler"
             "has 1000 updates; set it to 1000",
         ),
         (f"{TORCH}:StepLR", "{}", f"schedule.options = {{}}: refused by {TORCH}:StepLR"),
-        ("StepLR", "{}", "schedule.name = 'StepLR': choose one of cosine, linear, constant, wsd"),
+        (
+            "StepLR",
+            "{}",
+            "schedule.name = 'StepLR': choose one of constant, cosine, linear, wsd, or write an "
+            "import path",
+        ),
     ],
 )
 def test_a_configuration_of_a_schedule_that_cannot_work_names_its_setting(

@@ -123,7 +123,7 @@ def _value(annotation: Any, setting: str, words: Sequence[str]) -> Any:
     if words and annotation is not Any:
         raise _belongs_to_no_option(words[1])
     if annotation is Any or annotation is bool:
-        return [from_line(word) for word in words] if words else True
+        return [_from_word(members, word) for word in words] if words else True
     raise ConfigError(setting, "", f"must be {expected(annotation)}")
 
 
@@ -135,8 +135,10 @@ def _from_word(members: Sequence[Any], word: str) -> Any:
         value = from_line(word)
     except ValueError:
         return word
+    if isinstance(value, str) or (value is None and word not in ("null", "~")):
+        return word  # YAML reads "" and "#a" as null
     is_accepted = any(accepts(member, value) for member in members)
-    return word if isinstance(value, str) or (str in members and not is_accepted) else value
+    return word if str in members and not is_accepted else value
 
 
 def _print_help(config: Any, prog: str, description: str) -> None:

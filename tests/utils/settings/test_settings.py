@@ -392,6 +392,7 @@ def test_overrides_win_over_the_file(arrange: Callable[[str], list[str]], tmp_pa
         (["--data.path=--x=1"], Run(data=Data(path="--x=1"))),
         (["--optim.clip=null"], Run(optim=Optim(clip=None))),
         (["--data.columns"], Run(data=Data(columns=()))),
+        (["--data.name", "#a"], Run(data=Data(name="#a"))),
         (["--data.columns", "[a, b]"], Run(data=Data(columns=("a", "b")))),
         (["--data.options.a", "3"], Run(data=Data(options={"a": 3}))),
         (["--data.size", "3", "4"], Run(data=Data(size=(3, 4)))),
