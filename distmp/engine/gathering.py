@@ -14,6 +14,7 @@ from distmp.errors import ConfigError
 from distmp.utils.dtypes import dtype_name
 
 T = TypeVar("T")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def gather_rows(values: T, samples: Tensor | None, world: World) -> T:
@@ -26,7 +27,7 @@ def gather_rows(values: T, samples: Tensor | None, world: World) -> T:
     if problem is None:
         described = {"structure of values": str(structure)}
         described |= {f"tensor {i} of values": _described(t) for i, t in enumerate(tensors)}
-        own = [_on_host(tensor) for tensor in tensors]
+        own = [_as_integers(tensor) for tensor in tensors]
     by_rank = world.ranks.gather((problem, described, own))
     for rank, (found, _, _) in enumerate(by_rank):
         if found is not None:
@@ -35,7 +36,10 @@ def gather_rows(values: T, samples: Tensor | None, world: World) -> T:
     if any(other != described for _, other, _ in by_rank):
         raise_difference(world.group, described)
     pieces = zip(*(rows for _, _, rows in by_rank), strict=True)
-    gathered = [torch.cat(rows).to(t.device) for rows, t in zip(pieces, tensors, strict=True)]
+    gathered = [
+        torch.cat(rows).view(tensor.dtype).to(tensor.device)
+        for rows, tensor in zip(pieces, tensors, strict=True)
+    ]
     if samples is not None:
         chosen = _once_in_order(gathered.pop())
         gathered = [tensor[chosen.to(tensor.device)] for tensor in gathered]
@@ -64,9 +68,12 @@ def _described(tensor: Tensor) -> str:
     return f"rows of shape {tuple(tensor.shape[1:])} and {dtype_name(tensor.dtype)}"
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return a copy without the rest of the memory that a view keeps alive."""
-    return torch.atleast_1d(tensor.detach()).cpu().clone(memory_format=torch.contiguous_format)
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, as integers: torch does not unpickle every dtype."""
+    # A copy leaves out the rest of the memory that a view keeps alive.
+    rows = torch.atleast_1d(tensor.detach().resolve_conj().resolve_neg()).cpu()
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(_INTEGERS.get(rows.itemsize, rows.dtype))
 
 
 def _once_in_order(samples: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ def main(ending: str, folder: Path) -> None:
     if ending in ("ignore", "give up"):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: record_signal(folder / f"{rank}.received", ending))
+    if ending == "stop":
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
     # Renamed when complete, because tests read it as soon as it exists.
     with (folder / "starts").open("a") as starts:
         starts.write(f"{rank}\n")
@@ -38,7 +40,7 @@ def main(ending: str, folder: Path) -> None:
         attempts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
         done, allowed = (int(os.environ[name]) for name in attempts)
         sys.exit(done < allowed)
-    if rank == "1" or ending in ("obey", "fail late"):
+    if (rank == "1" and ending != "stop") or ending in ("obey", "fail late"):
         # The launcher ends all ranks after the first failure, also those that are still starting.
         while len(list(folder.glob("*.rank"))) < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.02)

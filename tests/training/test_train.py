@@ -230,7 +230,10 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda tmp: ["--config", _file(tmp / "c.yaml", "steps: [1\nseed: 2\n")],
         "line 2, column",
     ),
-    "missing file": (lambda tmp: ["--config", str(tmp / "no.yaml")], "there is no such file"),
+    "missing file": (
+        lambda tmp: ["--config", str(tmp / "no.yaml")],
+        "cannot be read (No such file",
+    ),
     "unknown model path": (
         lambda tmp: ["--model.name=no_such_module:Model"],
         "model.name = 'no_such_module:Model': there is no module 'no_such_module'",

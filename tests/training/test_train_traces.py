@@ -24,6 +24,9 @@ from tests.torchrun import TINY, corpus, environment, torchrun
 KILLED = """
 import os, signal, time, torch
 from torch import nn
+from distmp.telemetry.settings import LogConfig
+
+LogConfig.ranks_every = 1
 
 class Killed(nn.Module):
     def __init__(self):
@@ -53,7 +56,6 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
         "--precision.policy=fp32",
         "--run-dir=run",
         "--log.every=1",
-        "--log.ranks-every=1",
         "--batch.global-batch-size=8",
         "--batch.microbatch-size=2",
         "--preflight=always",

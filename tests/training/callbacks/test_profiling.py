@@ -82,7 +82,7 @@ def test_a_run_that_fails_in_a_recorded_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", "0 forward raise")
-    assert main([*ARGUMENTS, "--profile.steps=2:5", "--log.no-files"]) == 1
+    assert main([*ARGUMENTS, "--profile.steps=2:5"]) == 1
     assert "ValueError: a fault of the model" in capsys.readouterr().err
     left = Path("run/profile")
     assert sorted(path.name for path in left.iterdir()) == [
