@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.loops import shard
 from distmp import Engine, Fp32GradBuckets
-from distmp.models.build import build_model
+from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 

@@ -38,7 +38,7 @@ from benchmarks.ranks import Ranks, elapsed_together, is_rank, largest, serve, t
 from benchmarks.report import machine, save, sized
 from benchmarks.tables import accumulation
 from distmp.distributed.world import World
-from distmp.telemetry.memory import begin_peak, peak_since
+from distmp.telemetry.measurements import begin_peak, peak_since
 
 COUNTS = sized((8, 64, 512), (8,))
 

@@ -37,7 +37,7 @@ from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import accumulation
 from benchmarks.traffic import Traffic
 from distmp import Fp32GradBuckets
-from distmp.models.build import build_model
+from distmp.models.architecture import build_model
 from distmp.models.settings import ModelConfig
 
 MICROBATCHES = 8

@@ -37,7 +37,7 @@ from benchmarks.ranks import RankError, Ranks, elapsed_together, is_rank, serve,
 from benchmarks.report import machine, save, sized
 from benchmarks.tables import accumulation
 from distmp.distributed.world import World
-from distmp.telemetry.memory import begin_peak, peak_since
+from distmp.telemetry.measurements import begin_peak, peak_since
 
 MICROBATCHES = 8
 

@@ -30,10 +30,10 @@ from distmp import Engine
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
-from distmp.models.build import build_model
+from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
-from distmp.telemetry.memory import begin_peak, peak_since
+from distmp.telemetry.measurements import begin_peak, peak_since
 
 CPU = torch.device("cpu")
 

@@ -31,11 +31,11 @@ from benchmarks.explain_memory import stepper
 from benchmarks.report import in_turns, machine, save, sized
 from benchmarks.tables import exchange as tables
 from benchmarks.traffic import bytes_moved
-from distmp.buckets import exchange
-from distmp.commands.explain.comm_volume import CollectiveRecorder
+from distmp.buckets import reduction
 from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.commands.explain.trace_steps import CollectiveRecorder
 from distmp.config import RunConfig, load
-from distmp.scaling import ordered
+from distmp.scaling import step_decision
 
 RANKS = sized((8, 64, 512, 1024), (8, 16))
 RANKS_PER_MACHINE = 8
@@ -94,8 +94,8 @@ def count(
             exchanges over all ranks at once.
     """
     with (
-        mock.patch.dict(exchange.VALUES_PER_BLOCK, clear=True),
-        mock.patch.dict(ordered.ELEMENTS_PER_BLOCK, clear=True),
+        mock.patch.dict(reduction.VALUES_PER_BLOCK, clear=True),
+        mock.patch.dict(step_decision.ELEMENTS_PER_BLOCK, clear=True),
         simulate_ranks(ranks, known_machine),
         warnings.catch_warnings(),
     ):
@@ -119,8 +119,8 @@ def count(
 def count_before(config: RunConfig, ranks: int) -> dict[str, float]:
     """Return what `count` does, for the exchange that distmp used before."""
     with (
-        mock.patch.object(exchange, "sum_rows", sum_one_by_one),
-        mock.patch.object(exchange, "sum_pairwise", sum_pairs_one_by_one),
+        mock.patch.object(reduction, "sum_rows", sum_one_by_one),
+        mock.patch.object(reduction, "sum_pairwise", sum_pairs_one_by_one),
     ):
         return count(config, ranks, known_machine=ranks)
 
@@ -176,8 +176,8 @@ class Costs(TorchDispatchMode):
             return sums
 
         with (
-            mock.patch.object(exchange, "sum_rows", watched(exchange.sum_rows)),
-            mock.patch.object(exchange, "sum_pairwise", watched(exchange.sum_pairwise)),
+            mock.patch.object(reduction, "sum_rows", watched(reduction.sum_rows)),
+            mock.patch.object(reduction, "sum_pairwise", watched(reduction.sum_pairwise)),
         ):
             yield
 
@@ -185,9 +185,9 @@ class Costs(TorchDispatchMode):
 def _times(kind: str) -> dict[str, dict[str, list[float]]]:
     """Return milliseconds of both sums by number of ranks."""
     ways: dict[str, Sum] = (
-        {"before": sum_one_by_one, "now": exchange.sum_rows}
+        {"before": sum_one_by_one, "now": reduction.sum_rows}
         if kind == "bfloat16"
-        else {"before": sum_pairs_one_by_one, "now": exchange.sum_pairwise}
+        else {"before": sum_pairs_one_by_one, "now": reduction.sum_pairwise}
     )
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     return {

@@ -20,7 +20,7 @@ from benchmarks.loops import BF16
 from benchmarks.peers import started
 from benchmarks.ranks import take_turns
 from benchmarks.report import FOLDER, RESULTS, machine, save, sized
-from distmp.precision.hardware import native_dtypes
+from distmp.precision.notation import native_dtypes
 
 PEERS = {"ddp": "torch DDP", "fsdp": "FSDP2 by hand"}
 SIZE = sized("22m", "1m")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp import DistributedGradScaler, Engine
-from distmp.models.build import build_model
+from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks

@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.device import elapsed
-from distmp.models.build import build_model
+from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.precision import PrecisionPolicy, policy
-from distmp.precision.switches import product_switches
+from distmp.precision.keep import product_switches
 
 # FLOP/s of dense products by torch's name of the GPU: in 16 bits, TF32, and FP32 without tensor
 # cores. Source: NVIDIA's datasheets of H100 (SXM and PCIe), H200 (SXM), A100, L40S and L4; values

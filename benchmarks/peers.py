@@ -51,8 +51,8 @@ from benchmarks.report import machine, save
 from benchmarks.tables import steps
 from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks
-from distmp.precision.hardware import native_dtypes
-from distmp.telemetry.memory import begin_peak, peak_since
+from distmp.precision.notation import native_dtypes
+from distmp.telemetry.measurements import begin_peak, peak_since
 from distmp.utils.dtypes import dtype_name
 
 # Packages whose versions are part of a result.

@@ -25,7 +25,7 @@ from distmp.config import RunConfig, load
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World, join, leave
-from distmp.engine.model import build_model
+from distmp.engine.setup import build_model
 from distmp.launcher.local import launch
 from distmp.optim.build import schedule_factory, weight_decay_groups
 from distmp.parallel.materialize import materialize

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.device import synchronize
 from benchmarks.report import in_turns
-from distmp.distributed.backend import backend_for
-from distmp.distributed.world import World, leave, local_device
+from distmp.distributed.world import World, backend_for, leave, local_device
 
 
 class RankError(SystemExit):

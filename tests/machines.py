@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.commands.explain.comm_volume import group_ranks
+from distmp.commands.explain.trace_steps import group_ranks
 
 
 def pretend(ranks_per_machine: int, local_rank: int | None = None) -> None:

@@ -51,17 +51,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.buckets.graph import weights_used_once
 from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, plan_buckets
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
-from distmp.buckets.used import UsedParameters
-from distmp.distributed.collectives import has_native_reduce_scatter
+from distmp.buckets.used import UsedParameters, weights_used_once
+from distmp.distributed.collectives import exchange_groups, has_native_reduce_scatter
 from distmp.distributed.compare_ranks import check_same, describe_parameters
-from distmp.distributed.lost_peers import explain_lost_peers
-from distmp.distributed.machines import exchange_groups
+from distmp.distributed.rank_monitor import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError
-from distmp.scaling.norms import CHUNK, chunk_norms
+from distmp.scaling.step_decision import CHUNK, chunk_norms
 
 
 @dataclass(eq=False, slots=True)

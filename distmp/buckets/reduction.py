@@ -4,52 +4,121 @@ All ranks start the reductions in the same order, and the order of additions doe
 timing. After `finish` a rank holds the full sum, or its shard of it.
 """
 
-# Note [Order, streams and memory of bucket reductions]
-#
-# Order. A process group matches the collectives of its ranks by the order in which each rank issues
-# them; they have no names. If two ranks launched buckets in a different order, gradients of
-# different parameters would be added. The order in which gradients arrive differs between ranks as
-# soon as ranks use different parameters. So `Fp32GradBuckets` launches a bucket only after all
-# buckets before it in an order that all ranks share. `AllToAllReduce` issues several collectives
-# for each bucket, and keeps their order independent of timing as well: launching bucket n issues
-# its all-to-all, then the all-gather of bucket n - 1. With several machines there are two
-# all-to-alls, see Note [Order of the sum over ranks]: launching bucket n issues the first one of
-# bucket n, the all-gather of bucket n - 2, then the second all-to-all of bucket n - 1. No rank
-# tests whether a collective has completed in order to decide what to issue next.
-#
-# Streams. On CUDA, `launch` is called in a backward hook, on the stream that computed the
-# gradients. `AllReduce` needs no stream: NCCL makes its own stream wait for the current one, and
-# `Work.wait` in `finish` makes the current stream wait for NCCL's. `AllToAllReduce` has to wait for
-# a collective in the middle of backward, to sum what it received. On the stream of backward this
-# wait would hold up backward, so it uses a side stream: `_side_stream` makes the side stream wait
-# for the gradients, and `finish` makes the current stream wait for the side stream. With NCCL the
-# host never waits. On CPUs `Work.wait` blocks the host, and with it backward. Therefore the
-# all-to-all of bucket n - 1 is waited for as late as possible: after that of bucket n was issued.
-#
-# Memory. A bucket must not be written until `finish` has returned: the collectives read or write
-# it. The buffers of an all-to-all, `sent` and `received`, are allocated on the side stream. Freed
-# memory goes back to that stream and is reused only by kernels and collectives that are queued
-# after the wait for the collective that used it. `Exchange` holds both buffers until that wait. In
-# FP32 on one machine `sent` is the bucket; on several machines it is a copy, because the first
-# all-to-all sends the shards in another order. The sum is written to this rank's shard of the
-# bucket. In FP32 the all-gather fills the other shards in place; in 16 bits it needs a buffer for
-# the rounded sums of all ranks. A launch leaves one all-to-all (two with several machines) and one
-# all-gather pending, so this memory is that of a few buckets.
-
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.buckets.exchange import Exchange
-from distmp.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from distmp.distributed.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from distmp.distributed.waiting import collective_waits
+
+# Number of 16-bit values that are summed at once, for devices on which `torch.sum` converts all of
+# its input first. As FP32 they fit into the cache of a CPU.
+VALUES_PER_BLOCK = {"cpu": 2**17}
+
+
+class Exchange:
+    """A tensor that is being summed over ranks.
+
+    The first hop starts at once. Call `advance` once for each group.
+
+    Args:
+        values: The summands of this rank, the shards of all ranks in rank order; FP32, shape
+            (ranks * n,).
+        groups: The groups of the hops, see `exchange_groups`.
+        comm_dtype: Communication dtype: float32, bfloat16 or float16.
+        pairwise: Sum along a balanced binary tree over ranks.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        groups: tuple[dist.ProcessGroup, ...],
+        comm_dtype: torch.dtype,
+        *,
+        pairwise: bool = False,
+    ) -> None:
+        self.values = values
+        self._groups = list(groups)
+        self._comm_dtype = comm_dtype
+        self._sum = sum_pairwise if pairwise else sum_rows
+        self._start(_by_hop(values, groups))
+
+    def advance(self, shard: Tensor) -> bool:
+        """Wait for a hop and sum what it received; start the next hop, if there is one.
+
+        Args:
+            shard: Receives this rank's shard of the sum after the last hop; FP32, shape (n,). It
+                may be a part of `values`.
+
+        Returns:
+            Whether this was the last hop.
+        """
+        self._work.wait()
+        pieces = self._received.view(self._groups.pop(0).size(), -1)
+        if not self._groups:
+            self._sum(pieces, shard)
+            return True
+        partial = torch.empty(pieces.shape[1], dtype=shard.dtype, device=shard.device)
+        self._sum(pieces, partial)
+        self._start(partial)
+        return False
+
+    def _start(self, values: Tensor) -> None:
+        # Both tensors must outlive the collective.
+        contiguous = torch.contiguous_format
+        self._sent = values.to(self._comm_dtype, memory_format=contiguous).contiguous()
+        self._received = torch.empty_like(self._sent)
+        self._work = all_to_all(self._received, self._sent, self._groups[0])
+
+
+def _by_hop(values: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
+    """Order shards by the rank that receives them in the first hop, then in the next ones.
+
+    Shards are in rank order, so the rank in the first group varies fastest.
+    """
+    sizes = [group.size() for group in groups]
+    shards = values.view(*reversed(sizes), values.numel() // prod(sizes))
+    return shards.permute(*reversed(range(len(sizes))), len(sizes))
+
+
+def sum_rows(pieces: Tensor, out: Tensor) -> None:
+    """Sum rows in FP32, in a fixed order; see Note [Order of the sum over ranks].
+
+    Args:
+        pieces: FP32 or 16-bit, shape (ranks, n).
+        out: Receives the sum; FP32, shape (n,). It must not overlap `pieces`.
+    """
+    block = VALUES_PER_BLOCK.get(pieces.device.type)
+    if block is None or pieces.dtype == out.dtype:
+        torch.sum(pieces, 0, dtype=out.dtype, out=out)
+        return
+    width = max(1, min(block // len(pieces), out.numel()))
+    # Allocated once, because an allocator may return freed memory to the system after each part.
+    converted = torch.empty(len(pieces) * width, dtype=out.dtype, device=out.device)
+    for part, total in zip(pieces.split(width, dim=1), out.split(width), strict=True):
+        torch.sum(converted[: part.numel()].view(part.shape).copy_(part), 0, out=total)
+
+
+def sum_pairwise(pieces: Tensor, out: Tensor) -> None:
+    """Sum the rows of `pieces`, shape (2^k, n), along a balanced binary tree, in FP32.
+
+    FP32 pieces are overwritten.
+    """
+    rows = pieces.float()
+    while len(rows) > 2:
+        rows = rows[::2].add_(rows[1::2])
+    if len(rows) == 2:
+        torch.add(rows[0], rows[1], out=out)
+    else:
+        out.copy_(rows[0])
 
 
 class Reduction(ABC):

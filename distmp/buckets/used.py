@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -146,3 +148,49 @@ class UsedParameters:
 def on_host(values: Tensor) -> Any:
     """Copy values to the host, which waits for them."""
     return values.tolist()
+
+
+_GRADIENT_SWITCHES = {"enable_grad", "set_grad_enabled"}
+
+
+def weights_used_once(loss: Tensor) -> set[int]:
+    """Return the weights whose gradient is not a sum over several uses.
+
+    Args:
+        loss: The tensor from which backward starts.
+
+    Returns:
+        The `id` of each leaf of the graph that only one operation uses, and only once.
+    """
+    if loss.grad_fn is None:
+        return set()
+    leaves: set[int] = set()
+    used_repeatedly: set[int] = set()
+    nodes = [loss.grad_fn]
+    visited = set(nodes)
+    for node in nodes:  # the loop appends to it
+        if _runs_backward(type(node)):
+            return set()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if type(following).__name__ == "AccumulateGrad":
+                weight = id(following.variable)  # type: ignore[attr-defined]
+                (used_repeatedly if weight in leaves else leaves).add(weight)
+            elif following not in visited:
+                visited.add(following)
+                nodes.append(following)
+    return leaves - used_repeatedly
+
+
+@functools.cache
+def _runs_backward(node_type: type) -> bool:
+    """Return whether a node is of a Python function whose backward may run another backward."""
+    function = getattr(node_type, "_forward_cls", None)
+    if function is None:
+        return False
+    codes = [
+        getattr(inspect.unwrap(method), "__code__", None)
+        for method in (function.backward, function.vjp)
+    ]
+    return any(code is None or not _GRADIENT_SWITCHES.isdisjoint(code.co_names) for code in codes)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,12 +23,29 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.checkpoint.finite import is_finite
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.rank_failures import checkpoint_error
 from distmp.distributed.ranks import Failure, Ranks, describe
+
+
+@torch.no_grad()
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor of any dtype holds no NaN and no infinite value.
+
+    Takes less time than copying the tensor, and no memory. `isfinite().all()` takes ten times as
+    long.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return all(is_finite(getattr(tensor, name)) for name in names)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())  # NaN is in both
 
 
 class Written(NamedTuple):

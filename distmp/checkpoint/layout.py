@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import State, readable_state
-from distmp.checkpoint.retention import Retention
+from distmp.checkpoint.settings import Retention
 from distmp.checkpoint.storage import LocalStorage, folder_name
 
 logger = logging.getLogger("distmp")

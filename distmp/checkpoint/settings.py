@@ -1,11 +1,60 @@
-"""Settings of section `checkpoint`."""
+"""Settings of section `checkpoint`, and which checkpoints stay."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distmp.checkpoint.retention import Retention
 from distmp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Rules that select the checkpoints to remove after each save.
+
+    The rules keep healthy checkpoints. Of the unhealthy ones only the latest is kept, until a
+    healthy one follows. One that was saved after a skipped step counts as unhealthy here, until a
+    later one shows that its weights were updated.
+
+    Attributes:
+        last: Number of latest checkpoints to keep, 1 or more.
+        every: Length of a window in steps, counted from step `every`. The first checkpoint of each
+            window is kept permanently; 0 keeps none.
+        best: Step of the best checkpoint so far, which `state.json` of the new one names; None for
+            none. It is kept for as long as one of the latest checkpoints names it: a rollback to
+            that one needs it again.
+    """
+
+    last: int = 2
+    every: int = 0
+    best: int | None = None
+
+    def surplus(
+        self,
+        steps: Collection[int],
+        unhealthy: Collection[int] = (),
+        best: Mapping[int, int] | None = None,
+    ) -> list[int]:
+        """Return the steps of the checkpoints to remove, in this order.
+
+        Args:
+            steps: Steps of the checkpoints.
+            unhealthy: Steps of the unhealthy checkpoints.
+            best: Step of the best checkpoint that a checkpoint names, by step.
+        """
+        ordered = sorted(steps)
+        healthy = [step for step in ordered if step not in unhealthy]
+        latest = {*ordered[-1:], *healthy[-self.last :]}
+        named = {best[step] for step in latest if step in best} if best else set()
+        wanted = latest | named | self._permanent(healthy)
+        return [step for step in ordered if step not in wanted]
+
+    def _permanent(self, steps: list[int]) -> set[int]:
+        if self.every == 0:
+            return set()
+        # In reverse, so that the first of each window overwrites the others.
+        first = {step // self.every: step for step in reversed(steps)}
+        return {step for window, step in first.items() if window > 0}
 
 
 @dataclass(frozen=True)

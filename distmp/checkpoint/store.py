@@ -17,7 +17,7 @@ from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import HEALTHY, STATE_FILE, FileSum, Health
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.checkpoint.recovery import Usable, newest_healthy, resolve, usable
-from distmp.checkpoint.retention import Retention
+from distmp.checkpoint.settings import Retention
 from distmp.checkpoint.storage import INDEX_FILE, LocalStorage, synchronize
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import islice
@@ -12,14 +14,73 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from distmp.checkpoint import dcp, index, manifest
+from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.location import Location
-from distmp.checkpoint.manifest import State
+from distmp.checkpoint.manifest import FileSum, State
 from distmp.checkpoint.rank_failures import all_or_checkpoint_error
-from distmp.checkpoint.storage import named_step
+from distmp.checkpoint.storage import INDEX_FILE, named_step
 from distmp.distributed.ranks import Ranks, describe
 from distmp.errors import LISTED, CheckpointError
+from distmp.utils.files import read_regular
 from distmp.utils.flat_shard import global_shape
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    (_METADATA_MODULE, "ChunkStorageMetadata"),
+    (_METADATA_MODULE, "Metadata"),
+    (_METADATA_MODULE, "MetadataIndex"),
+    (_METADATA_MODULE, "StorageMeta"),
+    (_METADATA_MODULE, "TensorProperties"),
+    (_METADATA_MODULE, "TensorStorageMetadata"),
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+}
+
+# Largest index that is read: of a thousand ranks with ten thousand tensors each, it is smaller.
+_LARGEST_BYTES = 1 << 32
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(f"it requires {module}.{name}, which no checkpoint needs")
+
+
+def read_index(path: Location, files: dict[str, FileSum]) -> Metadata:
+    """Read and check the index of the checkpoint at `path`.
+
+    Args:
+        path: Folder of the checkpoint.
+        files: Its files by name.
+
+    Raises:
+        CheckpointError: If it is damaged, would run code, or does not describe tensors in files of
+            the checkpoint.
+    """
+    file = path / INDEX_FILE
+    try:
+        data = read_regular(file, _LARGEST_BYTES)
+        manifest.check_sum(file, FileSum().extended(data), files.get(INDEX_FILE, FileSum()))
+        index = _RestrictedUnpickler(io.BytesIO(data)).load()
+        if not isinstance(index, Metadata):
+            raise CheckpointError(f"it holds a {type(index).__name__}")
+        for name, tensor in index.state_dict_metadata.items():
+            if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata):
+                raise CheckpointError(f"{name!r} is not a tensor")
+        for entry in (index.storage_data or {}).values():
+            if entry.relative_path not in files:
+                raise CheckpointError(f"there is no {path / entry.relative_path}")
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be used: {describe(error)}") from error
+    return index
+
 
 logger = logging.getLogger("distmp")
 
@@ -67,7 +128,7 @@ class StoredCheckpoint:
             CheckpointError: If it is damaged, would run code, or does not describe tensors in files
                 of the checkpoint.
         """
-        return index.read_index(self.path, self.state.files)
+        return read_index(self.path, self.state.files)
 
     @property
     def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:

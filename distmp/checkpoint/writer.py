@@ -24,13 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.host_buffers import HostBuffers
 from distmp.checkpoint.layout import discard, final_path
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.rank_failures import all_or_checkpoint_error
-from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.settings import CheckpointConfig
-from distmp.checkpoint.snapshot import Snapshot, allocate, written_here
+from distmp.checkpoint.settings import CheckpointConfig, Retention
+from distmp.checkpoint.snapshot import HostBuffers, Snapshot, allocate, written_here
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError

@@ -27,10 +27,10 @@ from distmp.data.token_metadata import (
     TokenMetadata,
 )
 from distmp.errors import ConfigError
-from distmp.models import tokenizer_files
+from distmp.models import tokenizers
 from distmp.models.tokenizers import DEFINITION, load_tokenizer, sha256
 from distmp.utils.cgroups import granted_cores
-from distmp.utils.visible_files import visible_files
+from distmp.utils.files import visible_files
 
 BYTES = "bytes"
 _BY_SUFFIX = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
@@ -291,8 +291,8 @@ def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:
         raise ConfigError("INPUT", None, "no document has a token; name files with text")
     if encoder.directory is not None:
         # Runs copy it to the models that they export.
-        (directory / tokenizer_files.SUBFOLDER).mkdir()
-        tokenizer_files.copy(encoder.directory, directory / tokenizer_files.SUBFOLDER)
+        (directory / tokenizers.SUBFOLDER).mkdir()
+        tokenizers.copy(encoder.directory, directory / tokenizers.SUBFOLDER)
     return TokenMetadata(
         dtype=encoder.dtype,
         vocabulary_size=encoder.vocabulary_size,

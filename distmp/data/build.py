@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distmp.data.checks import check_workers, problem_of
-from distmp.data.open_tokens import check_validation, open_tokens
 from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
 from distmp.data.text import TextFile, TextFolder, list_text_files
+from distmp.data.tokens import check_validation, open_tokens
 from distmp.data.windows import W, Windows
 from distmp.errors import ConfigError
 
@@ -200,3 +200,18 @@ def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
     if split == "train":
         check_workers("data.workers", config.workers, dataset)
     return dataset
+
+
+def identity(datasets: Datasets) -> dict[str, Any]:
+    """Return what a checkpoint records about the training data, as numbers and text.
+
+    Args:
+        datasets: The datasets of the run. A training set may have a method `digest() -> str`;
+            that of text files covers names and sizes of files, not their content.
+    """
+    train = datasets.train
+    return {
+        "samples": length_of(train),
+        "vocabulary": datasets.vocabulary_size,
+        "digest": train.digest() if hasattr(train, "digest") else None,
+    }

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distmp.data.collation import collate_of
-from distmp.data.loading import Batch, Collate, is_stream
+from distmp.data.loading import Batch, Collate, collate_of, is_stream
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -12,18 +12,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset, default_collate
 
-from distmp.data.collation import collate_of
-from distmp.data.order import Division, MicrobatchSampler
-from distmp.data.seeded import SeededMicrobatches
+from distmp.data.errors import DataError
+from distmp.data.order import Division, MicrobatchSampler, SeededMicrobatches
 from distmp.data.streams import Step, StreamSteps, sample_checksum
 from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.compare_ranks import check_same
-from distmp.distributed.lost_peers import explain_lost_peers
+from distmp.distributed.rank_monitor import explain_lost_peers
 from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.utils.generators import generators_kept
-from distmp.utils.parent_process import signal_when_parent_ends
+from distmp.utils.processes import signal_when_parent_ends
+from distmp.utils.tensor_trees import described
+
+
+def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
+    """Return the function that makes a microbatch of samples.
+
+    It is the attribute `collate_fn` of the dataset, or of the dataset that is split into
+    `torch.utils.data.Subset`s; without one, `collate`.
+    """
+    while not hasattr(dataset, "collate_fn") and isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    function: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", None) or collate
+    return function
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Combine samples into a microbatch, as torch's `default_collate` does.
+
+    The values of a mapping may be lists of numbers, which is what Hugging Face datasets return
+    without `with_format("torch")`: they become tensors [batch, length].
+
+    Raises:
+        DataError: If the samples cannot be stacked, for example because of their lengths.
+    """
+    converted = [_with_tensors(sample) for sample in samples]
+    try:
+        return default_collate(converted)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            f"the samples of a microbatch cannot be stacked: {str(error).splitlines()[0]}; "
+            f"the first is {described(converted[0])}; pad or crop the samples, or give a "
+            "collate_fn(samples) that returns a microbatch",
+        ) from error
+
+
+def _with_tensors(sample: Any) -> Any:
+    """Return a mapping with lists of numbers as tensors; any other sample as it is."""
+    if not isinstance(sample, Mapping) or not any(isinstance(v, list) for v in sample.values()):
+        return sample
+    return {key: _as_tensor(value) for key, value in sample.items()}
+
+
+def _as_tensor(value: Any) -> Any:
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    if first is value or not isinstance(first, bool | int | float):
+        return value
+    try:
+        return torch.tensor(value)
+    except (ValueError, TypeError, RuntimeError):  # lists of several lengths or types
+        return value
+
 
 Batch = dict[str, Tensor]
 Collate = Callable[[list[Any]], Any]
@@ -85,7 +137,7 @@ def steps(
 
     Args:
         dataset: Map-style dataset, or an iterable one, which is read as `distmp.data.streams`
-            describes. It may draw random numbers (see `distmp.data.seeded`); an attribute
+            describes. It may draw random numbers (see `distmp.data.order`); an attribute
             `draws_nothing = True` disables the seeding, which takes time.
         division: How samples are divided over steps, ranks and microbatches.
         seed: Seed of the order, and of what the dataset and `collate_fn` draw.

@@ -18,7 +18,7 @@ from distmp.data.errors import DataError
 from distmp.data.token_metadata import END_OF_FILE, VOCABULARY_SIZE
 from distmp.data.windows import Windows
 from distmp.errors import ConfigError
-from distmp.utils.visible_files import visible_files
+from distmp.utils.files import visible_files
 
 # Ends of names of files whose text has to be extracted from records.
 _RECORDS = (".jsonl", ".ndjson", ".parquet")

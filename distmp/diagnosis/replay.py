@@ -33,7 +33,7 @@ from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
 from distmp.parallel.strategy import parameter_name
 from distmp.quantization import ProductFormats
-from distmp.utils.dtensor import local_values
+from distmp.utils.dtypes import local_values
 from distmp.utils.generators import generators_kept, seed_generators
 
 # `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and

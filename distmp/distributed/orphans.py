@@ -14,7 +14,7 @@ import psutil
 
 from distmp.distributed.rank_environment import is_under_torchrun
 from distmp.errors import LOST_PEER_EXIT_CODE
-from distmp.utils.parent_process import signal_when_parent_ends
+from distmp.utils.processes import signal_when_parent_ends
 
 # Time for the current step and a last checkpoint.
 END_SECONDS = 10.0

@@ -33,12 +33,64 @@ import torch.distributed as dist
 
 from distmp.distributed import flight_recorder
 from distmp.distributed.limits import REJOIN_SECONDS
-from distmp.distributed.lost_peers import lost_peer_error
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker, current_phase
 from distmp.errors import DistmpError, LostPeerError
 from distmp.utils.frames import collective, device_wait, stack_text, user_line, working_frame
 from distmp.utils.processes import ProcessIdentity, child_seconds, thread_seconds
+
+
+@contextlib.contextmanager
+def explain_lost_peers(group: dist.ProcessGroup | None, call: str = "") -> Iterator[None]:
+    """Replace the error of a collective that failed because another rank has ended.
+
+    Args:
+        group: The ranks; None for a single process.
+        call: What every rank has to call here, for the message; "" if unknown.
+
+    Raises:
+        LostPeerError: In place of the error of the collective.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, DistmpError) or not is_lost_connection(error):
+            raise
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        raise lost_peer_error(rank, size, call=call) from error
+
+
+def lost_peer_error(rank: int, world_size: int, lost: str = "", call: str = "") -> LostPeerError:
+    """Return the error of a rank that stops because another rank has ended.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        lost: The rank that has ended, with its machine; "" if unknown.
+        call: The call in which this rank waits for the other; "" if unknown.
+    """
+    number = f", {lost}," if lost else ""
+    hint = f"; if it has no error, that rank lacks {call}, which every rank has to call"
+    return LostPeerError(
+        f"rank {rank} of {world_size} stops because another rank has ended; the output of that "
+        f"rank{number} has the cause{hint if call else ''}"
+    )
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether a collective failed because another process has closed the connection."""
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "ncclRemoteError",
+    )
+    return any(
+        isinstance(cause, dist.DistNetworkError)
+        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs))
+        for cause in (error, error.__cause__, error.__context__)
+    )
+
 
 # How long a decision may take before a warning names the missing ranks.
 PATIENCE_SECONDS = 60.0
@@ -546,3 +598,63 @@ _monitors: weakref.WeakKeyDictionary[dist.ProcessGroup, RankMonitor | None] = (
 )
 _generations = itertools.count()
 _of_job: RankMonitor | None = None
+
+
+# A rank is busy if it uses a processor for this share of the time. One that polls something, with
+# pauses, uses less; on an overloaded machine a busy rank does not get much more.
+BUSY_SHARE = 0.01
+# The same for child processes. Services that record or monitor the run use less.
+CHILD_SHARE = 0.2
+# How many times longer a rank may be busy without beginning a call or a collective.
+BUSY_LIMITS = 30
+
+
+class AwaitedRanks:
+    """Tracks the progress of ranks while this rank waits for them.
+
+    Args:
+        seconds: Time without progress of any awaited rank after which they are stuck. They are also
+            stuck after `BUSY_LIMITS` times as long without a call of an engine or a collective.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        # The latest status of each rank, and when this rank saw it.
+        self._seen: dict[int, tuple[RankStatus, float]] = {}
+        self._progress_at = self._call_at = time.monotonic()
+
+    def why_stuck(self, awaited: Mapping[int, RankStatus | None]) -> str:
+        """Return why the ranks are stuck, as text; "" while they may continue.
+
+        Args:
+            awaited: The status of the awaited ranks; None for a rank that does not answer.
+        """
+        now = time.monotonic()
+        for rank, status in awaited.items():
+            if status is not None:
+                before, since = self._seen.get(rank, (None, now))
+                self._seen[rank] = (status, now)
+                if before is None or _calls(before) != _calls(status):
+                    self._progress_at = self._call_at = now
+                elif _is_busy(before, status, now - since):
+                    self._progress_at = now
+        if now - self._progress_at > self._seconds:
+            return f"made no progress for {self._seconds:g} s"
+        if now - self._call_at > BUSY_LIMITS * self._seconds:
+            return f"been busy without a call of the engine for {BUSY_LIMITS * self._seconds:g} s"
+        return ""
+
+
+def _calls(status: RankStatus) -> tuple[int, int]:
+    return status.engine_calls, status.collectives
+
+
+def _is_busy(before: RankStatus, after: RankStatus, seconds: float) -> bool:
+    if (before.line, before.waits_in) != (after.line, after.waits_in):
+        return True
+    if after.waits_in:  # it may poll the device, which is no progress
+        return False
+    return (
+        after.busy_seconds - before.busy_seconds > BUSY_SHARE * seconds
+        or after.child_seconds - before.child_seconds > CHILD_SHARE * seconds
+    )

@@ -8,20 +8,57 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed import flight_recorder, rendezvous_store
-from distmp.distributed.accelerate_launch import wants_cpu
-from distmp.distributed.backend import backend_for
 from distmp.distributed.launcher_variables import adopt_ranks
-from distmp.distributed.rank_environment import RankEnvironment, read_integer
+from distmp.distributed.rank_environment import RankEnvironment, read_integer, wants_cpu
 from distmp.distributed.ranks import Ranks
+from distmp.distributed.rendezvous_store import PrefixStore
 from distmp.errors import ConfigError, SetupError
 from distmp.utils.generators import check_seed, seed_all
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+def backend_for(device: torch.device, store: Store, world_size: int) -> dict[str, Any]:
+    """Return the backend for `init_process_group`, and the device that it is bound to, if any.
+
+    NCCL communicates CUDA tensors if every rank has its own GPU. Gloo communicates CPU tensors, and
+    CUDA tensors of ranks that share a GPU, which NCCL does not support. All ranks have to call it,
+    and get the same backend.
+
+    Args:
+        device: The device that this rank computes on.
+        store: A store of all ranks, in which no other attempt uses the prefix "devices".
+        world_size: Number of ranks.
+    """
+    if _all_have_own_gpu(device, PrefixStore("devices", store), world_size):
+        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    return {"backend": "gloo", "device_id": None}
+
+
+def _all_have_own_gpu(device: torch.device, store: Store, world_size: int) -> bool:
+    """Compare the GPUs of all ranks: `device_count` differs from their number if each sees one."""
+    if not _has_own_gpu(device, store):
+        store.add("without own GPU", 1)
+    if store.add("ranks", 1) == world_size:
+        store.set("result", str(store.add("without own GPU", 0)))
+    return store.get("result") == b"0"
+
+
+def _has_own_gpu(device: torch.device, store: Store) -> bool:
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    # NCCL does not support several ranks on the MIG slices of a GPU either.
+    return store.add(str(properties.uuid), 1) == 1 and " MIG " not in properties.name
+
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
 from distmp.errors import ConfigError, TrainingError
-from distmp.utils.dtensor import local_values
+from distmp.utils.dtypes import local_values
 from distmp.utils.flat_shard import FlatShard
 
 logger = logging.getLogger("distmp")

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import nn
 
-from distmp.distributed.lost_peers import explain_lost_peers
+from distmp.distributed.rank_monitor import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import TrainingError

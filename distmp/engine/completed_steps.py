@@ -3,12 +3,124 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from distmp.engine.narrow_checks import CallCheck
+from distmp.distributed.compare_ranks import (
+    describe_model,
+    describe_param_groups,
+    hyperparameters,
+    raise_difference,
+)
+from distmp.distributed.rank_monitor import explain_lost_peers
+from distmp.engine.calls import EngineCalls
+from distmp.engine.narrow_products import MatmulStatistics
 from distmp.engine.observers import EvaluationMode
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepOutcome, advice
 from distmp.engine.setup import Setup
-from distmp.engine.step_settings import StepSettings
+from distmp.engine.state import EngineState
+from distmp.errors import listed
+from distmp.quantization import NarrowLayers
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings of a step on this rank.
+
+    Attributes:
+        setup: The model, its strategy and its optimizer.
+        state: The numbers of the engine.
+        calls: The calls that the ranks make together.
+        modes: Which parts of the model are in evaluation mode.
+    """
+
+    setup: Setup
+    state: EngineState
+    calls: EngineCalls
+    modes: EvaluationMode
+
+    def of_step(self) -> object:
+        """Return the settings, without values of the device; () on a single rank."""
+        updates = self.setup.updates
+        if self.setup.world.world_size == 1:
+            return ()
+        return (
+            self.calls.number,
+            self.calls.counts,
+            self.state.max_norm,
+            self.state.nominal_weight,
+            hyperparameters(updates.optimizer),
+            updates.learning_rates.planned(updates.max_applied),
+            [parameter.requires_grad for parameter in self.setup.strategy.model.parameters()],
+            self.modes.evaluating(),
+        )
+
+    def raise_difference(self) -> None:
+        """Raise because ranks took a step with different settings; every rank has to call it.
+
+        Raises:
+            ConfigError: On all ranks, naming a setting.
+        """
+        with explain_lost_peers(self.setup.world.group):
+            raise_difference(self.setup.world.group, self._described())
+
+    def _described(self) -> dict[str, str]:
+        """Return the settings as text by name, for a comparison between ranks."""
+        updates = self.setup.updates
+        return {
+            "engine": str(self.calls.number),
+            "max_norm": repr(self.state.max_norm),
+            "nominal_weight": repr(self.state.nominal_weight),
+            **describe_param_groups(updates.optimizer),
+            "schedule": repr(updates.learning_rates.planned(updates.max_applied)),
+            "modules in evaluation mode": ", ".join(self.modes.evaluating()),
+            **describe_model(self.setup.strategy.model),
+            **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
+        }
+
+
+class CallCheck:
+    """Finds, once, the low-precision layers that no rank called in the first step.
+
+    Args:
+        layers: The layers with low-precision matmuls; None: there are none.
+    """
+
+    def __init__(self, layers: NarrowLayers | None) -> None:
+        self._layers = layers
+
+    def warning(self, statistics: MatmulStatistics | None) -> str | None:
+        """Return the warning about a completed step; None if there is none, or after the first.
+
+        Args:
+            statistics: Those of the step, over all ranks.
+        """
+        if self._layers is None or statistics is None:
+            return None
+        elements = statistics.read()[..., -1].sum(1).tolist()
+        if not any(elements):  # all matmuls have full precision in this step
+            return None
+        layers, self._layers = self._layers, None
+        names = [
+            repr(name)
+            for name, count in zip(statistics.layers, elements, strict=True)
+            if count == 0 and _counts_calls(layers, name)
+        ]
+        if not names:
+            return None
+        return (
+            f"no rank called the linear layers {listed(names)} in the first step; if the model "
+            "uses their weights without calling them, their products have the compute dtype, and "
+            "not the formats of the policy: call the layers, or list them in precision.policy.hp"
+        )
+
+
+def _counts_calls(layers: NarrowLayers, name: str) -> bool:
+    """Return whether every call of a layer adds statistics.
+
+    Backward skips the gradients of inputs and weights that need none, also in called layers.
+    """
+    formats = layers.states[name].formats
+    return bool(formats.forward or (formats.wgrad and layers.modules[name].weight.requires_grad))
 
 
 class CompletedSteps:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.distributed.own_time import StepClock
+from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World
 from distmp.engine.calls import EngineCalls
-from distmp.engine.completed_steps import CompletedSteps
+from distmp.engine.completed_steps import CompletedSteps, StepSettings
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.narrow_products import LowPrecisionMatmuls
@@ -31,7 +31,6 @@ from distmp.engine.step_checks import (
     listed_microbatches,
     refuse_one_batch,
 )
-from distmp.engine.step_settings import StepSettings
 from distmp.errors import TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state

@@ -19,7 +19,7 @@ from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState
 from distmp.engine.step import forward, random_stream
 from distmp.errors import ConfigError
-from distmp.precision.switches import product_switches
+from distmp.precision.keep import product_switches
 from distmp.utils.generators import generators_kept, seed_generators
 
 # metric(outputs, batch) -> (sum, weight)

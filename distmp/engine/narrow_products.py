@@ -36,7 +36,7 @@ class MatmulStatistics:
         """Wait for the step and return FP64 [layers, 5, 4] on the host.
 
         The second dimension is that of `distmp.quantization.linear.OPERANDS`, the third that of
-        `distmp.quantization.counts.STATISTICS`.
+        `distmp.quantization.operands.STATISTICS`.
         """
         return torch.tensor(self._copy.read(), dtype=torch.float64).view(self._shape)
 

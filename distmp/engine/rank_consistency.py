@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.distributed.compare_ranks import check_same
 from distmp.errors import ConfigError, TrainingError
-from distmp.utils.dtensor import is_dtensor
-from distmp.utils.dtypes import dtype_name
+from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.flat_shard import FlatShard
 from distmp.utils.host_copy import to_device
 

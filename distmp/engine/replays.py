@@ -17,7 +17,7 @@ from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState
 from distmp.engine.step import backward, forward
-from distmp.precision.switches import product_switches
+from distmp.precision.keep import product_switches
 
 # Steps whose microbatches are kept. The outcome of a step is usually read after the next step was
 # started.

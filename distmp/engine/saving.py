@@ -22,8 +22,7 @@ from distmp.checkpoint import store
 from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.rank_failures import all_or_checkpoint_error
-from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World

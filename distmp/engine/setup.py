@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,27 +14,89 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.compare_ranks import check_same, describe_model
-from distmp.distributed.lost_peers import explain_lost_peers
-from distmp.distributed.own_time import StepClock
+from distmp.distributed.rank_monitor import explain_lost_peers
+from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.config import EngineConfig
-from distmp.engine.model import build_model, return_logits
 from distmp.engine.narrow_products import LowPrecisionMatmuls
 from distmp.engine.precision_phases import PhaseSchedule, phase_formats
-from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.updates import Updates
+from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
-from distmp.parallel.materialize import InitialValues
+from distmp.parallel.materialize import InitialValues, initial_values, not_a_number
 from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import make_deterministic, prepare_cublas
 from distmp.parallel.settings import SHARDED_STRATEGIES
+from distmp.parallel.strategy import check_model
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.precision.costs import costs
-from distmp.precision.policy import SIXTEEN_BIT
-from distmp.quantization.description import log_formats
+from distmp.precision.policy import SIXTEEN_BIT, costs
+from distmp.quantization.layers import log_formats
 from distmp.scaling import unused_rules
-from distmp.utils.deferred import describe_initial_values
+from distmp.utils.deferred import NotDeferrableError, build_deferred, describe_initial_values
+from distmp.utils.dtypes import dtype_name
+
+
+def warn_about_copies(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Warn when `module.state_dict()` is called, if its parameters are copies of FP32 weights.
+
+    Args:
+        module: The module that holds the copies.
+        policy: The precision policy.
+    """
+    if policy.has_masters:
+        # Not a closure, which could not be pickled with the module.
+        warn = functools.partial(_warn, dtype_name(policy.compute_dtype))
+        module.register_state_dict_pre_hook(warn)
+
+
+def _warn(dtype: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # with keep_vars the caller asks for the parameters themselves
+        warnings.warn(
+            f"module.state_dict() returns {dtype} copies of the weights; the FP32 weights "
+            "are in engine.state_dict(), and engine.export(folder) writes them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def build_model(
+    model: nn.Module | Callable[[], nn.Module], world: World, *, initialize: bool
+) -> tuple[nn.Module, InitialValues, int]:
+    """Return the model, initial values of its parameters on the meta device, and a seed.
+
+    The seed is a random number that is the same on all ranks.
+
+    Args:
+        model: A module, or a function that returns it; see `distmp.Engine`.
+        world: The ranks, all of which have to call this.
+        initialize: Whether to compute initial values; with False they are NaN.
+
+    Raises:
+        ConfigError: If it is no model, or a function whose parameters cannot be deferred.
+    """
+    is_function = callable(model) and not isinstance(model, nn.Module | type)
+    # Every rank draws, so that the generators of all ranks advance; rank 0's seed counts.
+    seed = world.ranks.gather(int(torch.randint(2**62, ())))[0]
+    try:
+        module = build_deferred(model, seed, world.device) if is_function else model
+    except NotDeferrableError as error:
+        name = getattr(model, "__qualname__", type(model).__name__)
+        problem = f"{error}; pass the model itself, which every rank then builds whole"
+        raise ConfigError("model", name, f"the constructor {problem}") from error
+    check_model(module)
+    assert isinstance(module, nn.Module)
+    if not initialize:
+        return module, not_a_number(module), seed
+    return module, initial_values(module, seed, world.device), seed
+
+
+def return_logits(model: nn.Module) -> None:
+    """Make models return logits: the policy would round a loss that they compute themselves."""
+    for part in model.modules():
+        if getattr(part, "takes_targets", False):
+            part.takes_targets = False  # type: ignore[assignment]
+
 
 logger = logging.getLogger("distmp")
 

@@ -2,30 +2,99 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
+from distmp.distributed.world import World
+from distmp.engine.completed_steps import StepSettings
 from distmp.engine.microbatches import MicrobatchStats, moved
-from distmp.engine.nominal_weight import agree_on_nominal_weight
 from distmp.engine.observers import StepObserver
 from distmp.engine.outcome import StepOutcome
 from distmp.engine.setup import Setup
 from distmp.engine.spike_check import SpikeCheck
-from distmp.engine.state import EngineState
+from distmp.engine.state import EngineState, agree_on_nominal_weight
 from distmp.engine.step_checks import check_loss, explain_graph_errors
-from distmp.engine.step_settings import StepSettings
-from distmp.engine.step_sums import sum_over_ranks
 from distmp.parallel import Strategy
 from distmp.precision.builders import autocast_of_dtypes
-from distmp.precision.switches import product_switches
-from distmp.scaling.step_decision import StepDecision, decide_step
+from distmp.precision.keep import product_switches
+from distmp.scaling.step_decision import (
+    SUMS,
+    StepDecision,
+    all_reduce_stats,
+    decide_step,
+    local_stats,
+    ordered_total,
+    pack,
+)
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.host_copy import to_device
+
+
+def sum_over_ranks(
+    strategy: Strategy,
+    stats: MicrobatchStats,
+    fingerprint: Fingerprint,
+    of_products: Tensor | None,
+    world: World,
+    *,
+    stop: bool,
+    reproducible: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the statistics of a step over ranks, in one all-reduce; the host does not wait.
+
+    Args:
+        strategy: Holds the gradients of the step.
+        stats: Losses and weights of the microbatches of this rank.
+        fingerprint: The settings of the step on this rank.
+        of_products: See `LowPrecisionMatmuls.terms`.
+        world: The ranks, all of which have to call this.
+        stop: Whether this rank requests to stop.
+        reproducible: Whether the sums must not depend on the number of ranks.
+
+    Returns:
+        The first argument of `decide_step`, with a weight of NaN if one is negative; whether ranks
+        take the step with different settings, 0-dim bool; and the sums of `of_products`, FP64,
+        empty without them.
+    """
+    dropped = sum(stats.dropped) if stats.dropped else 0.0
+    # One kernel. The sum of weights with both signs would look right.
+    weights = F.threshold(pack(*stats.weights, device=world.device), -sys.float_info.min, math.nan)
+    if reproducible:
+        total = ordered_total(
+            strategy.gradient_shards(),
+            stats.loss_sums,
+            weights.unbind(),
+            stop=stop,
+            dropped=dropped,
+            more=fingerprint.terms,
+            exact=of_products,
+            group=world.group,
+            device=world.device,
+        )
+        total, terms, sums = total.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
+        return total, fingerprint.differs(terms), sums
+    local = local_stats(
+        strategy.gradients(),
+        pack(*stats.loss_sums, device=world.device).sum(),
+        weights.sum(),
+        stop=stop,
+        dropped=dropped,
+        device=world.device,
+    )
+    if of_products is not None:
+        local = torch.cat([local, of_products])
+    total, differ = fingerprint.sum_over_ranks(
+        local, lambda values: all_reduce_stats(values, world.group)
+    )
+    return total[:SUMS], differ, total[SUMS:]
 
 
 def take_step(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
-from distmp.optim.rounding import set_rounding
 from distmp.optim.state import prepare_for_device_skip
-from distmp.optim.stepped import SteppedTensors
+from distmp.optim.stepped import SteppedTensors, set_rounding
 from distmp.parallel import Strategy
 from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.precision import PrecisionPolicy

@@ -31,16 +31,15 @@ import psutil
 import torch.distributed as dist
 
 from distmp.distributed import flight_recorder
-from distmp.distributed.limits import LINK_SECONDS
+from distmp.distributed.limits import LINK_SECONDS, responds, source_address
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker, current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rank_monitor import INTERVAL_SECONDS, RankMonitor
 from distmp.distributed.ranks import describe
-from distmp.distributed.reachability import responds, source_address
 from distmp.distributed.rendezvous_store import Store
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
-from distmp.faults import hang_report, stacks
+from distmp.faults import hang_report
 from distmp.faults.hang_report import SilentRank, Trace
 from distmp.masking import masked_text
 
@@ -134,7 +133,7 @@ class Watchdog(RankMonitor):
     def watch(self) -> None:
         """Start monitoring."""
         self._phase.restart()
-        self._stack = stacks.SharedStack()
+        self._stack = hang_report.SharedStack()
         self.process = self.process._replace(stack=self._stack.descriptor)
         if self._store_address is not None:
             with contextlib.suppress(OSError):
@@ -363,7 +362,7 @@ class Watchdog(RankMonitor):
             state: str = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
             state = "gone"
-        stack = "" if state in ("gone", "stopped") else stacks.of_process(pid, descriptor)
+        stack = "" if state in ("gone", "stopped") else hang_report.of_process(pid, descriptor)
         return SilentRank(host, pid, doing, state, stack)
 
     def _exit(self, ending: Ending) -> NoReturn:

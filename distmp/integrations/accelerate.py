@@ -41,8 +41,8 @@ from distmp.precision.accelerate import (
     prepare_to_shard,
 )
 from distmp.precision.builders import autocast_context, ddp_comm_hook, prepare
+from distmp.precision.keep import product_switches
 from distmp.precision.policy import SIXTEEN_BIT
-from distmp.precision.switches import product_switches
 from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name
 

@@ -18,14 +18,19 @@ from distmp.distributed.orphans import known_as_launcher
 from distmp.distributed.rank_environment import STORE_VARIABLE
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
-from distmp.launcher.explained_value import ExplainedValue
-from distmp.launcher.job import detect
-from distmp.launcher.messages import assignment, log
+from distmp.launcher.job import ExplainedValue, detect
 from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import OrderlyStop, has_ranks
-from distmp.launcher.plan import Endpoint, Machine, Plan, join_timeout_seconds, make_plan
-from distmp.launcher.rendezvous import Rendezvous, failures_explained
-from distmp.launcher.rendezvous_guard import guarded
+from distmp.launcher.plan import (
+    Endpoint,
+    Machine,
+    Plan,
+    assignment,
+    join_timeout_seconds,
+    log,
+    make_plan,
+)
+from distmp.launcher.rendezvous import Rendezvous, failures_explained, guarded
 from distmp.launcher.torchrun import check, parse, read
 from distmp.masking import masked
 from distmp.utils.cgroups import granted_cores

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distmp.distributed.reachability import source_address
+from distmp.distributed.limits import source_address
 from distmp.errors import DistmpError
 
 _RETRY_SECONDS = 1.0

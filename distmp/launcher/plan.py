@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import secrets
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
-from distmp.launcher.explained_value import ExplainedValue
-from distmp.launcher.job import Job
-from distmp.launcher.messages import assignment
+from distmp.launcher.job import ExplainedValue, Job
 from distmp.launcher.network import (
     AddressError,
     Network,
@@ -22,7 +22,20 @@ from distmp.launcher.network import (
     is_loopback,
     join_port,
 )
-from distmp.masking import masked
+from distmp.masking import masked, masked_text
+
+
+def log(message: str) -> None:
+    """Print a line to standard error; ignore errors, because the terminal may be closed."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"distmp launch: {masked_text(message)}\n")
+        sys.stderr.flush()
+
+
+def assignment(name: str, value: str) -> str:
+    """Return how a shell sets a variable. Unquoted, `NAME==lo` looks wrong, and zsh expands it."""
+    return f"{name}='{value}'" if value.startswith("=") else f"{name}={shlex.quote(value)}"
+
 
 # Below the ports that Linux (32768 and up) and Kubernetes (30000 and up) allocate.
 _PORTS = range(20000, 30000)

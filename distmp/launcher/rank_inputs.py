@@ -20,7 +20,7 @@ from distmp.masking import masked
 from distmp.models.huggingface_files import locate
 from distmp.utils import settings
 from distmp.utils.environment_info import relevant, versions
-from distmp.utils.file_samples import sampled_digests
+from distmp.utils.files import sampled_digests
 from distmp.utils.settings.flat import flat
 
 # Kinds of inputs.

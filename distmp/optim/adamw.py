@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distmp.errors import ConfigError
 from distmp.precision.stochastic import indices, parameter_id, random_bits, round_with_bits
-from distmp.utils.dtensor import is_dtensor, local_values
+from distmp.utils.dtypes import is_dtensor, local_values
 from distmp.utils.flat_shard import FlatShard
 
 # Elements that are computed at a time: temporary FP32 and int64 values of a range take about 60

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from distmp.errors import ConfigError, listed, nearest
 from distmp.optim.owners import Owners, ShardedMatrix
-from distmp.scaling.norms import chunk_norms
-from distmp.scaling.step_decision import PRESCALE
-from distmp.utils.dtensor import is_dtensor, local_values
+from distmp.scaling.step_decision import PRESCALE, chunk_norms
+from distmp.utils.dtypes import is_dtensor, local_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, TrainingError, listed
+from distmp.optim.adamw import AdamW
 from distmp.optim.build import NamedParameters, OptimizerFactory
-from distmp.optim.checks import check_kind
-from distmp.utils.dtensor import is_dtensor
+from distmp.optim.learning_rates import check_kind
+from distmp.precision.policy import PrecisionPolicy
+from distmp.utils.dtypes import is_dtensor
 
 _EXAMPLE = "lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-3)"
 
@@ -170,3 +172,28 @@ def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters
             "into a group, and freeze parameters that are not trained (requires_grad_(False)) "
             "before the engine is built",
         )
+
+
+def set_rounding(optimizer: torch.optim.Optimizer, policy: PrecisionPolicy) -> None:
+    """Let an optimizer round weights as a policy says.
+
+    Raises:
+        ConfigError: If it cannot, or was built to round stochastically under another policy.
+    """
+    if not isinstance(optimizer, AdamW):
+        if policy.stochastic_rounding:
+            raise ConfigError(
+                "precision.policy.stochastic_rounding",
+                True,
+                f"needs an optimizer that rounds, which {type(optimizer).__name__} does not; use "
+                "distmp.optim.AdamW, or remove it",
+            )
+        return
+    if optimizer.stochastic_rounding and not policy.stochastic_rounding:
+        raise ConfigError(
+            "optimizer",
+            "stochastic_rounding=True",
+            f"contradicts the policy {policy.name!r}; use 'bf16-pure,stochastic_rounding=true', or "
+            "remove the argument",
+        )
+    optimizer.stochastic_rounding = policy.stochastic_rounding

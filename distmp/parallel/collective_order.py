@@ -15,8 +15,7 @@ from collections.abc import Hashable, Mapping
 from typing import Literal, NamedTuple
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.awaited import AwaitedRanks
-from distmp.distributed.rank_monitor import RankMonitor, Statuses
+from distmp.distributed.rank_monitor import AwaitedRanks, RankMonitor, Statuses
 from distmp.distributed.world import World
 from distmp.errors import TrainingError, rank_names, ranks_by_value
 

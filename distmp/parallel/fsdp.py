@@ -5,59 +5,10 @@ that of every other strategy: gradients are summed (not averaged) over ranks and
 FP32.
 """
 
-# Note [Accumulation and reduction with FSDP2]
-#
-# FSDP2 reduces a parameter group at the end of the group's backward. `accumulation.place`
-# determines what happens before the last microbatch:
-#
-# - "sharded": Every microbatch is reduced. FSDP adds the result to the `.grad` of the shards.
-# - "unsharded": `set_requires_gradient_sync(False)` skips the reduction. Autograd accumulates into
-#   the `.grad` of the gathered parameters, which exists while the parameters themselves are freed.
-# - "hybrid": `set_requires_all_reduce(False)` skips the all-reduce over the copies of the model.
-#   FSDP adds the result of the reduce-scatter to a partial sum of the group. The `.grad` of the
-#   shards is set in the last microbatch only.
-#
-# Gradients are FP32 before any reduction (`accumulate_in_fp32`), for three reasons. The sum over
-# microbatches has to be FP32. FSDP copies all gradients of a group to one buffer and fails if their
-# dtypes differ, as they would for a parameter that is first used in the last microbatch. And only
-# `_ReduceScatter` may round: it rounds each value to the communication dtype once and sums over
-# ranks in FP32. With a 16-bit `reduce_dtype` in FSDP's policy, the backend would sum in 16 bits. So
-# FSDP's policy is always FP32, and `_ReduceScatter` knows the communication dtype.
-#
-# FSDP calls our collectives on its own CUDA streams, and `_ReduceScatter` waits there, so it does
-# not hold up backward. Its temporary buffers belong to FSDP's reduce-scatter stream, so their
-# memory is reused in the order of that stream. FSDP keeps the input alive until the stream has read
-# it. On CPUs the collective has finished when the call returns, so `_ReduceScatter` frees the input
-# at once.
-
-# Note [Order of FSDP2 collectives]
-#
-# FSDP gathers a group before its forward. In backward it gathers the next group ahead of time
-# (prefetch), in the reverse order of the last forward. The order of collectives on a rank therefore
-# follows from the modules that this rank has run, and collectives of different ranks are matched by
-# order alone. `_AllGather` and `_ReduceScatter` report each collective to `CollectiveOrder` before
-# it starts, so ranks that differ raise an error instead of mixing parameters. A parameter without a
-# gradient on this rank counts as zero in the reduction of its group (`watch_reductions`).
-#
-# After forward, the parameters of the root stay gathered, and those of blocks too if
-# `reshard_after_forward` is false. FSDP frees them in backward. After a forward without backward
-# they would remain, and the next forward would use them without a new gather: with old values,
-# after an update or after loading a checkpoint. `_end_forward` therefore frees them.
-
-# Note [Abandoned steps with FSDP2]
-#
-# If forward or backward raises an exception, the step leaves gathered parameters in the model,
-# collectives in flight and gradients in four places: the `.grad` of shards, the `.grad` of gathered
-# parameters, FSDP's accumulator and the partial sums of "hybrid". `zero_grad` clears the
-# first only, and `reset_iter_state` (torch 2.13) only the partial sums, so a NaN of the abandoned
-# step would reach the next one. `_unfinished` is set from the first microbatch until the gradients
-# are final. If it is still set in `begin_step`, `_discard` resets FSDP's state, which waits for
-# collectives in flight (torch 2.13), frees the gathered parameters, clears all these gradients and
-# makes `CollectiveOrder` discard the pass.
-
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, cast
@@ -73,15 +24,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from distmp.buckets.exchange import Exchange
 from distmp.buckets.parameters import WATCHED_STEPS
+from distmp.buckets.reduction import Exchange
 from distmp.buckets.used import UsedParameters
 from distmp.distributed.collectives import (
     all_gather,
+    exchange_groups,
     has_native_reduce_scatter,
     reduce_scatter,
 )
-from distmp.distributed.machines import exchange_groups
+from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix
@@ -96,7 +48,6 @@ from distmp.parallel.materialize import (
     nothing_to_compute,
 )
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
-from distmp.parallel.sharded import HOOK, check_shapes, check_ties, shard_size, tied_names
 from distmp.parallel.strategy import (
     USED_DIRECTLY,
     KnownParameters,
@@ -105,6 +56,7 @@ from distmp.parallel.strategy import (
     move_to,
     narrow_parameters,
     parameter_name,
+    refuse_shared_memory,
     store_parameters_in_fp32,
     trainable,
 )
@@ -112,7 +64,92 @@ from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
-from distmp.utils.dtensor import is_dtensor
+from distmp.utils.dtypes import is_dtensor
+
+HOOK = (
+    "has a hook (Tensor.register_hook), which FSDP would not run, because it computes gradients of "
+    "gathered copies; change engine.gradients() in a step pre-hook of the optimizer, or use 'ddp'"
+)
+
+
+def shard_size(sharding: ShardingConfig, world: World) -> int:
+    """Return how many ranks share one copy of the model with `hsdp`.
+
+    Raises:
+        ConfigError: If it does not divide the number of ranks.
+    """
+    local = local_world_size(world.world_size)
+    size = local if sharding.shard_size is None else sharding.shard_size
+    if world.world_size % size:
+        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+        raise ConfigError(
+            "sharding.shard_size",
+            size,
+            f"does not divide the {world.world_size} ranks; use one of "
+            f"{', '.join(map(str, divisors))}",
+        )
+    return size
+
+
+def check_shapes(module: nn.Module, strategy: str) -> None:
+    """Refuse parameters that a sharded strategy cannot divide.
+
+    Raises:
+        ConfigError: For a scalar, a trainable parameter without elements, and two parameters that
+            share memory, or a hook that would not run.
+    """
+    refuse_shared_memory(module, "strategy", strategy)
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError("model", name, HOOK)
+        if parameter.dim() == 0:
+            raise ConfigError(
+                "strategy",
+                strategy,
+                f"shards parameters by rows, but {name!r} has the shape (); give it the shape "
+                "(1,), or use 'ddp'",
+            )
+        if parameter.numel() == 0 and parameter.requires_grad:
+            raise ConfigError(
+                "strategy",
+                strategy,
+                f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
+                "freeze or remove it, or use 'ddp'",
+            )
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(parameter_name(name))
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def check_ties(module: nn.Module, ties: list[list[str]], strategy: str) -> None:
+    """Refuse a module whose blocks shared a parameter, which sharding has separated.
+
+    Args:
+        module: The module after it was sharded.
+        ties: What `tied_names` returned before.
+        strategy: The name of the strategy.
+
+    Raises:
+        ConfigError: If two names of a parameter are two parameters now.
+    """
+    named = module.named_parameters(remove_duplicate=False)
+    sharded = {parameter_name(name): parameter for name, parameter in named}
+    for first, *others in ties:
+        for name in others:
+            if sharded[name] is not sharded[first]:
+                raise ConfigError(
+                    "strategy",
+                    strategy,
+                    f"shards each block by itself, but {first!r} and {name!r} are one parameter; "
+                    "use 'ddp', with shard_optimizer to save memory, or name a module that "
+                    "contains and calls both in sharding.wrap",
+                )
+
 
 # Forward passes in which a replaced parameter is refused; the check costs host time.
 _WATCHED_FORWARDS = 16

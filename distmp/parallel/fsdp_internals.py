@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from distmp.errors import ConfigError, SetupError
-from distmp.utils.dtensor import is_dtensor
+from distmp.utils.dtypes import is_dtensor
 
 # Versions of torch on which the tests have passed; see the README.
 TESTED = ("2.10", "2.11", "2.13", "2.15")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError
 from distmp.utils.deferred import NotDeferrableError, is_recorded, recording_of
 from distmp.utils.flat_shard import local_parts
-from distmp.utils.tensors_of_modules import HeldTensor, held_tensors, replace_tensors
+from distmp.utils.tensor_trees import HeldTensor, held_tensors, replace_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

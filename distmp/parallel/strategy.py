@@ -23,8 +23,7 @@ from distmp.parallel.collective_order import CollectiveOrder
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization import NarrowLayers
 from distmp.scaling import GradientPart
-from distmp.utils.dtensor import is_dtensor
-from distmp.utils.dtypes import dtype_name
+from distmp.utils.dtypes import dtype_name, is_dtensor
 
 REBUILD = (
     "unlike when the engine was built; change a model before you build the engine, or build a new "

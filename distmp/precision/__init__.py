@@ -1,7 +1,6 @@
 """Precision policies: the dtypes of parameters, compute, reduction and buffers; loss scaling."""
 
-from distmp.precision.hardware import Resolution, resolve
-from distmp.precision.notation import PolicyLike, as_mapping, as_text, policy
+from distmp.precision.notation import PolicyLike, Resolution, as_mapping, as_text, policy, resolve
 from distmp.precision.policy import PRESETS, PrecisionPolicy
 
 __all__ = [

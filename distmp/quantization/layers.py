@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distmp.precision.policy import PrecisionPolicy
 from distmp.precision.stochastic import parameter_id
-from distmp.quantization.counts import STATISTICS
 from distmp.quantization.linear import (
     OPERANDS,
     NarrowState,
     ProductFormats,
     narrow_linear,
 )
+from distmp.quantization.operands import STATISTICS
 from distmp.quantization.products import choose_product, emulated_product
 from distmp.quantization.selection import Selection, select
 
@@ -37,7 +39,7 @@ class NarrowLayers:
         states: The state of each low-precision layer, by name.
         modules: The low-precision layers, by name.
         counts: Statistics of this step, FP64 of shape [layers, 5, 4]; see `OPERANDS` in
-            `distmp.quantization.linear` and `STATISTICS` in `distmp.quantization.counts`.
+            `distmp.quantization.linear` and `STATISTICS` in `distmp.quantization.operands`.
     """
 
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
@@ -147,3 +149,53 @@ def _restore_forward(model: nn.Module) -> None:
 def _some(names: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+logger = logging.getLogger("distmp")
+
+
+def describe_formats(layers: NarrowLayers) -> str:
+    """Return the formats of the policy, how products are computed, and which layers have them.
+
+    Example: "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor; 8 of 9 linear layers have
+    low-precision matmuls, emulated; in the compute dtype: head (hp=head)".
+    """
+    return f"{_formats(layers.policy_formats)}; {layers.describe()}"
+
+
+def formats_record(layers: NarrowLayers) -> dict[str, Any]:
+    """Return what `describe_formats` says, as JSON values.
+
+    Returns:
+        "formats", a list of texts; "emulated"; "backend", how products are computed; "narrow", the
+        names of the layers with low-precision matmuls; "wide", why each other linear layer stays in
+        the compute dtype, by name.
+    """
+    return {
+        "formats": [_formats(layers.policy_formats)],
+        "emulated": layers.is_emulated,
+        "backend": layers.backend,
+        "narrow": [*layers.modules],
+        "wide": dict(layers.wide),
+    }
+
+
+def log_formats(layers: NarrowLayers, policy: PrecisionPolicy, device: torch.device) -> None:
+    """Log the formats of low-precision matmuls; a warning if a GPU emulates them.
+
+    Args:
+        layers: The layers with low-precision matmuls.
+        policy: The policy.
+        device: Device of the model.
+    """
+    slow = device.type != "cpu" and layers.is_emulated
+    level = logging.WARNING if slow else logging.INFO
+    logger.log(level, "precision %s: %s", policy.name, describe_formats(layers))
+
+
+def _formats(formats: ProductFormats) -> str:
+    products = ", ".join(
+        f"{product} {getattr(formats, product) or 'bf16'}"
+        for product in ("forward", "grad", "wgrad")
+    )
+    return f"{products}, scaling {formats.scaling}"

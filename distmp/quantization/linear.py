@@ -9,15 +9,6 @@ Inputs, weights and output gradients are rounded to the format of the product wh
 dtype). Sums are FP32, and results are rounded to the dtype of `x` once.
 """
 
-# Note [One rounded weight]
-#
-# The rounded weight of forward is that of backward: scales of weights belong to rows (output
-# features) or square blocks, so the transposed weight has the same values. For "row", grad sums
-# over the rows, so a scale of a row cannot be applied to the result. It is a power of two, and is
-# multiplied into dy instead, before dy is rounded, which is exact:
-#
-#     dx = dy diag(s) q = (dy diag(s)) q
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,10 +20,33 @@ from torch import Tensor
 
 from distmp.errors import ConfigError
 from distmp.precision.stochastic import uniform
-from distmp.quantization.counts import Counts, LayerCounts
-from distmp.quantization.hadamard import hadamard, random_transform
-from distmp.quantization.operands import BLOCK_SIZES, quantize
+from distmp.quantization.operands import BLOCK_SIZES, Counts, LayerCounts, quantize
 from distmp.quantization.products import choose_product
+
+SIZE = 16
+# One random sign for each of 16 positions.
+_SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, -1, -1)
+
+
+def hadamard(matrix: Tensor, transform: Tensor) -> Tensor:
+    """Transform each block of 16 rows.
+
+    Args:
+        matrix: FP32 [rows, columns]; rows is a multiple of 16.
+        transform: FP32 [16, 16], from `random_transform`.
+    """
+    rows, columns = matrix.shape
+    blocks = matrix.view(rows // SIZE, SIZE, columns)
+    return (transform @ blocks).view(rows, columns)
+
+
+def random_transform(device: torch.device) -> Tensor:
+    """Return the orthogonal matrix, FP32 [16, 16]; its entries are -1/4 and 1/4."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < SIZE:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix * torch.tensor(_SIGNS) / SIZE**0.5).to(device)
+
 
 # Rows of `NarrowState.counts`.
 OPERANDS = ("input", "weight", "grad", "wgrad_input", "wgrad_grad")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distmp.precision.hardware import computes_narrow
+from distmp.precision.notation import computes_narrow
 from distmp.quantization.operands import Operand
 
 # Returns `a @ b.T` in the given dtype, rounded once.

@@ -7,6 +7,7 @@ ranks exchange the text.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 import zlib
@@ -14,10 +15,49 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.distributed.compare_ranks import FINGERPRINT_BITS
+from distmp.distributed.compare_ranks import FINGERPRINT_BITS, hyperparameters
 from distmp.errors import ranks_by_value
-from distmp.scaling.optimizer_identity import all_identities, identify
+from distmp.scaling.local_gradients import parameters
+from distmp.utils.checksums import checksum
+
+# Number of parameters whose values are compared.
+SAMPLED_PARAMETERS = 32
+
+
+@torch.no_grad()
+def identify(optimizer: torch.optim.Optimizer) -> str:
+    """Return properties that are the same on all replicas of an optimizer; waits for the device.
+
+    They are the class, the number of parameters, the first shape, and a checksum of options, shapes
+    and values. Values of shards are not compared.
+    """
+    shapes = [tuple(parameter.shape) for parameter in parameters(optimizer)]
+    # From each parameter only the start, because reshaping could copy the whole parameter.
+    values: list[Any] = [
+        parameter[:1]
+        for parameter in parameters(optimizer)
+        if parameter.dim() and not (parameter.is_meta or is_traceable_wrapper_subclass(parameter))
+    ]
+    digest = checksum([repr((hyperparameters(optimizer), shapes)), values[:SAMPLED_PARAMETERS]])
+    count = f"{len(shapes)} parameter{'s' if len(shapes) != 1 else ''}"
+    first = f", the first of shape {shapes[0]}" if shapes else ""
+    return f"{type(optimizer).__name__} with {count}{first}, checksum {digest:08x}"
+
+
+def all_identities() -> list[str]:
+    """Return the identities of all optimizers that exist in this process.
+
+    It searches all objects, which is slow, so call it only if ranks seem to differ.
+    """
+    return [
+        identify(candidate)
+        for candidate in gc.get_objects()
+        # Not isinstance, which reads `__class__`: proxies may compute it.
+        if issubclass(type(candidate), torch.optim.Optimizer) and hasattr(candidate, "param_groups")
+    ]
+
 
 ADVICE = "make the same calls of the scaler in the same order on every rank"
 

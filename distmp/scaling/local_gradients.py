@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from distmp.scaling.norms import chunk_norms
-from distmp.utils.dtensor import is_dtensor
+from distmp.scaling.step_decision import chunk_norms
+from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
 
 if TYPE_CHECKING:

@@ -2,19 +2,131 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 from distmp.masking import masked_text
-from distmp.telemetry.line import progress_line
 from distmp.telemetry.rank_log import RankLog
 from distmp.telemetry.records import StepRecord
 from distmp.telemetry.settings import LogConfig
-from distmp.telemetry.streams import PersistentStream
+from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
+
+logger = logging.getLogger("distmp")
+
+
+class PersistentStream:
+    """A text stream on which writes never fail.
+
+    The first error is logged once. All later output to the stream's file is discarded, including
+    that of other code.
+
+    Attributes:
+        wrapped: The wrapped stream.
+    """
+
+    def __init__(self, wrapped: TextIO) -> None:
+        self.wrapped = wrapped
+
+    def write(self, text: str) -> int:
+        """Write a text, or discard it; return its length."""
+        try:
+            return self.wrapped.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        try:
+            self.wrapped.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    def _lose(self, error: OSError) -> None:
+        discard(self.wrapped)
+        logger.warning(
+            "the output of this run cannot be written any more (%s); training continues, see its "
+            "step records",
+            error.strerror,
+        )
+
+
+def discard(stream: TextIO) -> None:
+    """Redirect a stream's file to the null device.
+
+    This also discards the stream's buffer and output of other code to the same file: otherwise the
+    interpreter's last flush would fail and change the exit code.
+    """
+    # A stream without a file has nothing to flush at exit.
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def flush_standard_streams() -> None:
+    """Flush standard output and error; discard output that cannot be written."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            discard(stream)
+
+
+_SEPARATOR = "  "
+
+
+def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> str:
+    """Format one step as a line of aligned columns, the most important ones first.
+
+    Args:
+        record: The step.
+        total_steps: Number of steps of the run.
+        seconds_left: Estimated time until the last step; not finite if unknown.
+    """
+    digits = len(str(total_steps))
+    fields = [
+        f"step {record.step:>{digits}}/{total_steps}",
+        f"loss {_loss(record.loss):>8}",
+        f"{duration(seconds_left):>8} left",
+        f"{quantity(record.weight_per_second):>5} {per_second(record.unit)}",
+        f"norm {_norm(record.grad_norm):>8}",
+        f"skipped {record.skipped_total:>3}",
+        f"scale {scale_text(record.loss_scale):>5}",
+        f"lr {record.learning_rate:.2e}",
+        f"{bytes_text(record.memory_bytes):>8}",
+        # Only in some steps, so that the other columns stay in place.
+        *_notes(record),
+    ]
+    return _SEPARATOR.join(fields)
+
+
+def _notes(record: StepRecord) -> Iterator[str]:
+    if record.validation_loss is not None:
+        yield f"validation loss {_loss(record.validation_loss)}"
+    for name, value in (record.validation_metrics or {}).items():
+        yield f"{name} {_loss(value)}"
+    if record.skipped:
+        yield "this step skipped"
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.2e}" if 1000 <= abs(loss) < float("inf") else f"{loss:.4f}"
+
+
+def _norm(norm: float) -> str:
+    return f"{norm:.3f}" if norm == 0 or 0.001 <= norm < 1000 else f"{norm:.2e}"
+
 
 _SECONDS_BETWEEN_DRAWS = 0.1
 _STEPS_AVERAGED = 50

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distmp.distributed.collectives import all_gather
-from distmp.distributed.own_time import STEPS, OwnTime, StepClock
+from distmp.distributed.waiting import STEPS, OwnTime, StepClock
 from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.utils.host_copy import HostCopy

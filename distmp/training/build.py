@@ -14,21 +14,20 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
 from distmp.optim import Muon
-from distmp.quantization.description import describe_formats, formats_record
+from distmp.quantization.layers import describe_formats, formats_record
 from distmp.telemetry.console import Console
 from distmp.training import manifest
-from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.restarts import Restarts
-from distmp.training.resume_compat import Changes
 from distmp.training.run import Run
 from distmp.training.run_directory import RunDirectory, try_to_write
 from distmp.training.run_fingerprint import (
+    Changes,
     changes_since,
     describe_model,
     run_fingerprint,
     weights_folder,
 )
-from distmp.training.run_lease import this_job
+from distmp.training.run_lease import DirectoryChoice, this_job
 from distmp.training.setup import (
     Progress,
     RunComponents,

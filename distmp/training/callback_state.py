@@ -17,7 +17,7 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.errors import ConfigError, listed
 from distmp.training.callbacks.callback import Callback
-from distmp.utils.dtensor import is_dtensor
+from distmp.utils.dtypes import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 
 PREFIX = "callbacks/"

@@ -47,7 +47,7 @@ def record(
         configuration: The resolved configuration, nested.
         first_step: Steps done before this start.
         narrow_products: Which products have fewer than 16 bits, see
-            `distmp.quantization.description.formats_record`; None if none has.
+            `distmp.quantization.layers.formats_record`; None if none has.
 
     Raises:
         SetupError: On every rank, if the file exists and is not a manifest.

@@ -16,15 +16,14 @@ from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
 from distmp.data.loading import Batch, is_stream, step_batches
-from distmp.data.order import microbatches_per_rank
-from distmp.data.seeded import SeededMicrobatches
+from distmp.data.order import SeededMicrobatches, microbatches_per_rank
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
 from distmp.errors import CheckpointError, listed, require
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface
-from distmp.models.build import Loss, build_loss, build_model
+from distmp.models.architecture import Loss, build_loss, build_model
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two

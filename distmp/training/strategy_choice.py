@@ -9,8 +9,8 @@ from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.accumulation import least_free_bytes
+from distmp.parallel.fsdp import check_shapes, shard_size
 from distmp.parallel.replicated import check_buckets
-from distmp.parallel.sharded import check_shapes, shard_size
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.setup import RunComponents
 from distmp.utils.units import bytes_text

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import random
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -80,3 +82,73 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     if status.st_size > limit:
         raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {limit}")
     return path.read_bytes()
+
+
+def visible_files(
+    folder: Path, setting: str, skipped_folders: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield the relative paths of all regular files below a folder, with forward slashes.
+
+    Hidden names are skipped, links to folders are not followed.
+
+    Args:
+        folder: The folder.
+        setting: Name of the setting that holds the folder, for error messages.
+        skipped_folders: Names of folders to skip.
+
+    Raises:
+        ConfigError: If a folder cannot be listed.
+    """
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(
+            setting, str(folder), f"cannot list {error.filename}: {error.strerror}"
+        ) from error
+
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [f for f in folders if f not in skipped_folders and not f.startswith(".")]
+        for name in names:
+            path = os.path.join(parent, name)
+            # Broken links and sockets are skipped, and are not the user's mistake.
+            if not name.startswith(".") and os.path.isfile(path):
+                yield os.path.relpath(path, folder).replace(os.sep, "/")
+
+
+# This limits the time to about a second, also on a network file system.
+TOTAL_BYTES = 16 << 20
+_MOST_BLOCKS = 256
+_BLOCK_BYTES = 4096
+
+
+def sampled_digests(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return the size and a digest of each file, or why it cannot be read.
+
+    Of large files the beginning, the end and blocks at pseudo-random offsets are read, and of more
+    than 4,096 files only the sizes.
+
+    Args:
+        files: The files by the names that they have on every machine.
+    """
+    blocks = min(_MOST_BLOCKS, TOTAL_BYTES // (_BLOCK_BYTES * max(1, len(files))))
+    return {name: _sample(path, blocks) for name, path in files.items()}
+
+
+def _sample(path: Path, blocks: int) -> str:
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256()
+            for offset in _offsets(size, blocks):
+                digest.update(os.pread(file.fileno(), _BLOCK_BYTES, offset))
+    except OSError as error:
+        return f"not readable ({error.strerror})"
+    return f"{size:,} bytes {digest.hexdigest()[:16]}"
+
+
+def _offsets(size: int, blocks: int) -> Iterator[int]:
+    if size <= blocks * _BLOCK_BYTES:
+        yield from range(0, size, _BLOCK_BYTES)
+    elif blocks:
+        chosen = random.Random(size)
+        yield from (0, size - _BLOCK_BYTES)
+        yield from (chosen.randrange(size - _BLOCK_BYTES) for _ in range(blocks - 2))

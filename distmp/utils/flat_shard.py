@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.utils.dtensor import is_dtensor
+from distmp.utils.dtypes import is_dtensor
 
 
 class Rectangle(NamedTuple):

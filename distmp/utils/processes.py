@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -86,3 +88,15 @@ def _started(pid: int) -> str | None:
     except OSError:
         return None
     return None if state in "ZX" else fields[18]
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def signal_when_parent_ends(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends.
+
+    Args:
+        number: The signal; 0: none.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.utils.dtypes import dtype_name
@@ -46,3 +46,60 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if kind is dict:
         return {key: map_tensors(function, item) for key, item in tree.items()}
     return pytree.tree_map_only(Tensor, function, tree)
+
+
+class HeldTensor(NamedTuple):
+    """A parameter or buffer under one of its names.
+
+    Attributes:
+        holder: The submodule in which it is registered.
+        key: Its name there.
+        name: Its name in the whole module.
+        tensor: The parameter or buffer.
+    """
+
+    holder: nn.Module
+    key: str
+    name: str
+    tensor: Tensor
+
+
+def held_tensors(module: nn.Module) -> Iterator[HeldTensor]:
+    """Yield the parameters and buffers of a module; a tied one once for every name."""
+    for prefix, part in module.named_modules():
+        yield from own_tensors(part, prefix)
+
+
+def own_tensors(part: nn.Module, prefix: str) -> list[HeldTensor]:
+    """Return the parameters and buffers that are registered in a submodule itself.
+
+    Args:
+        part: The submodule.
+        prefix: Its name in the whole module.
+    """
+    own = [
+        *part.named_parameters(recurse=False, remove_duplicate=False),
+        *part.named_buffers(recurse=False, remove_duplicate=False),
+    ]
+    return [HeldTensor(part, key, f"{prefix}.{key}".lstrip("."), tensor) for key, tensor in own]
+
+
+def replace_tensors(
+    module: nn.Module,
+    is_replaced: Callable[[Tensor], bool],
+    replacement: Callable[[HeldTensor], Tensor],
+) -> None:
+    """Replace parameters and buffers of a module; tied ones stay tied.
+
+    Args:
+        module: The module, changed in place.
+        is_replaced: Selects the parameters and buffers.
+        replacement: Returns the new one. It is called with one name of a tied tensor.
+    """
+    done: dict[int, Tensor] = {}
+    for held in held_tensors(module):
+        if is_replaced(held.tensor):
+            key = id(held.tensor)
+            if key not in done:
+                done[key] = replacement(held)
+            setattr(held.holder, held.key, done[key])

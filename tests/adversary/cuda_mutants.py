@@ -67,7 +67,7 @@ ONE_SCALER = f"{SCALER}test_on_a_gpu_the_bits_of_torch_without_its_waiting[False
 TWO_SCALERS = f"{SCALER}test_two_gpus_skip_together"
 
 REDUCTION = "distmp/buckets/reduction.py"
-EXCHANGE = "distmp/buckets/exchange.py"
+EXCHANGE = "distmp/buckets/reduction.py"
 GRADIENT_BUCKETS = "distmp/buckets/gradients.py"
 PARAMETERS = "distmp/buckets/parameters.py"
 STEP = "distmp/engine/step.py"
@@ -376,7 +376,7 @@ MUTANTS = [
     ),
     Mutant(
         "a kernel is launched for every gradient",
-        "distmp/scaling/norms.py",
+        "distmp/scaling/step_decision.py",
         "torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))",
         "torch.stack([tensor.norm(dtype=torch.float64) for tensor in tensors])",
         LAUNCHES,
@@ -498,7 +498,7 @@ MUTANTS = [
     ),
     Mutant(
         "a snapshot is copied to memory that is not pinned",
-        "distmp/checkpoint/host_buffers.py",
+        "distmp/checkpoint/snapshot.py",
         "dtype=dtype, pin_memory=True)",
         "dtype=dtype)",
         SNAPSHOT,

@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "only the first microbatch has a weight",
-        "distmp/engine/step_sums.py",
+        "distmp/engine/step.py",
         "weights.sum(),",
         "weights[0] * len(stats.weights),",
     ),
@@ -257,7 +257,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that another one leaves alone shows gloo's error",
-        "distmp/distributed/lost_peers.py",
+        "distmp/distributed/rank_monitor.py",
         "if isinstance(error, DistmpError) or not is_lost_connection(error):",
         "if True:",
         "misuse",

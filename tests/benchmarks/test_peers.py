@@ -27,7 +27,7 @@ from benchmarks.peers import RACES, STEPS, computing_dtype
 from benchmarks.tables import steps
 from distmp.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from distmp.models.settings import ModelConfig
-from distmp.telemetry.memory import begin_peak, peak_since
+from distmp.telemetry.measurements import begin_peak, peak_since
 from distmp.utils.dtypes import dtype_name
 from tests.ranks import run_ranks
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.exchange import Costs
-from distmp.buckets.exchange import VALUES_PER_BLOCK, sum_pairwise, sum_rows
-from distmp.buckets.reduction import AllToAllReduce
-from distmp.distributed.machines import exchange_groups
+from distmp.buckets.reduction import VALUES_PER_BLOCK, AllToAllReduce, sum_pairwise, sum_rows
+from distmp.distributed.collectives import exchange_groups
 from tests.machines import AllToAllTraffic, pretend
 from tests.ranks import ranks
 

@@ -18,16 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from distmp.checkpoint import layout, manifest, store
-from distmp.checkpoint.finite import is_finite
+from distmp.checkpoint.dcp import is_finite
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import STATE_FILE, Health
-from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.storage import INDEX_FILE, LocalStorage
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, TrainingError
-from distmp.training.rollback import checkpoint_before
+from distmp.training.trainer import checkpoint_before
 from tests.ranks import ranks
 
 MARK = "NaN or infinite values in weight"

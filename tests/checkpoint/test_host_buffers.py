@@ -12,10 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import host_buffers
-from distmp.checkpoint.host_buffers import HostBuffers, _pinned, _register
+from distmp.checkpoint import snapshot
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.checkpoint.snapshot import HostParts, Snapshot, allocate
+from distmp.checkpoint.snapshot import (
+    HostBuffers,
+    HostParts,
+    Snapshot,
+    _pinned,
+    _register,
+    allocate,
+)
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.utils.flat_shard import FlatShard
@@ -52,9 +58,9 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Treat all tensors as GPU tensors, and pin tensors of any size with the fake driver."""
     driver = Driver()
-    monkeypatch.setattr(host_buffers, "_is_on_gpu", lambda _: True)
-    monkeypatch.setattr(host_buffers, "PINNED_IN_PLACE_BYTES", 1)
-    monkeypatch.setattr(host_buffers, "_register", driver.register)
+    monkeypatch.setattr(snapshot, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(snapshot, "PINNED_IN_PLACE_BYTES", 1)
+    monkeypatch.setattr(snapshot, "_register", driver.register)
     return driver
 
 
@@ -132,7 +138,7 @@ def _no_lock(driver: Driver, _: pytest.MonkeyPatch) -> None:
 
 
 def _no_memory(_: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_buffers, "free_host_bytes", lambda: 2**30 + 59)
+    monkeypatch.setattr(snapshot, "free_host_bytes", lambda: 2**30 + 59)
 
 
 @pytest.mark.parametrize(

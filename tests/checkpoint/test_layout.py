@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from distmp.checkpoint import layout
 from distmp.checkpoint.manifest import STATE_FILE
-from distmp.checkpoint.retention import Retention
+from distmp.checkpoint.settings import Retention
 from distmp.checkpoint.storage import INDEX_FILE, LocalStorage, is_checkpoint
 from tests.checkpoint import listing
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.checkpoint.retention import Retention
+from distmp.checkpoint.settings import Retention
 
 
 def staying(retention: Retention, steps: list[int]) -> list[int]:

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.errors import ConfigError
 
 

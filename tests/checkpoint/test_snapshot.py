@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.host_buffers import HostBuffers
-from distmp.checkpoint.snapshot import HostParts, Snapshot, _Copy, written_here
+from distmp.checkpoint.snapshot import HostBuffers, HostParts, Snapshot, _Copy, written_here
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard
 from tests.checkpoint.test_store import assert_all_equal, plain_tensors

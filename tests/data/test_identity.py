@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distmp.data.build import build_datasets
-from distmp.data.identity import identity
+from distmp.data.build import build_datasets, identity
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distmp.diagnosis.gradient_recorder import GradientRecorder
+from distmp.commands.calibrate.loss_scale import GradientRecorder
 from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.engine import Engine
 from tests.ranks import ranks

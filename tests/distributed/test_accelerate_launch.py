@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.distributed.accelerate_launch import check_started, wants_cpu
-from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rank_environment import RankEnvironment, check_started, wants_cpu
 from distmp.errors import ConfigError
 from distmp.telemetry.records import read_records
 from tests.torchrun import TINY, corpus, python, run

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from distmp.distributed import awaited
-from distmp.distributed.awaited import AwaitedRanks
-from distmp.distributed.rank_monitor import RankStatus
+from distmp.distributed import rank_monitor
+from distmp.distributed.rank_monitor import AwaitedRanks, RankStatus
 from distmp.utils.processes import child_seconds
 
 LIMIT = 100.0
@@ -25,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(awaited, "time", clock)
+    monkeypatch.setattr(rank_monitor, "time", clock)
     return clock
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from distmp.commands.explain.fake_ranks import simulate_ranks
-from distmp.distributed import machines
-from distmp.distributed.machines import exchange_groups
+from distmp.distributed import collectives
+from distmp.distributed.collectives import exchange_groups
 from tests.machines import pretend
 from tests.ranks import ranks
 
@@ -83,13 +83,13 @@ def assert_undivided() -> None:
 
 def test_ranks_are_compared_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    original = machines._ranks_per_machine
+    original = collectives._ranks_per_machine
 
     def counted(device: torch.device) -> int:
         compared.append(original(device))
         return compared[-1]
 
-    monkeypatch.setattr(machines, "_ranks_per_machine", counted)
+    monkeypatch.setattr(collectives, "_ranks_per_machine", counted)
     for local in (4, 2):
         with simulate_ranks(4):
             pretend(local)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distmp
 from benchmarks.figures import ROOT
-from distmp.parallel.tensor_parallel import apply_reduce_dtype
+from distmp.parallel.matrices import apply_reduce_dtype
 from tests.parallel import test_global_mean as cases
 from tests.parallel import test_tensor_parallel
 from tests.ranks import run_ranks

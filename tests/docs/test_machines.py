@@ -13,7 +13,7 @@ from distmp.telemetry import stragglers
 from distmp.telemetry.settings import LogConfig
 from distmp.training.failures import PREFLIGHT_SECONDS
 from distmp.utils import environment_info as circumstances
-from distmp.utils.file_samples import TOTAL_BYTES
+from distmp.utils.files import TOTAL_BYTES
 
 PAGE = (ROOT / "docs" / "checks.md").read_text()
 WELL, ALL_WELL, RUNNING = re.split(

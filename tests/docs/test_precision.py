@@ -124,7 +124,7 @@ def test_the_figures_are_those_of_the_results() -> None:
 
 def test_what_other_tools_need_exists() -> None:
     import distmp.precision.builders as builders
-    import distmp.precision.switches as switches
+    import distmp.precision.keep as switches
 
     named = re.findall(r"`(?:with )?(\w+)\((?:module, )?policy", PAGE)
     assert len(named) >= 5

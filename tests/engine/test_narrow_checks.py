@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distmp.engine import Engine
 from distmp.errors import ConfigError
-from distmp.quantization.description import describe_formats, formats_record
+from distmp.quantization.layers import describe_formats, formats_record
 from tests.reference import fused_adamw
 
 WIDTH = 32

@@ -19,7 +19,7 @@ from distmp.engine.precision_phases import phase_formats
 from distmp.engine.settings import PrecisionPhase, parse_phases
 from distmp.errors import CheckpointError, ConfigError
 from distmp.precision import policy
-from distmp.quantization.description import formats_record
+from distmp.quantization.layers import formats_record
 from distmp.quantization.linear import OPERANDS
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, fused_adamw, snapshot

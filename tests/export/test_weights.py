@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.export.files import write
-from distmp.export.safetensors_file import in_file_order, write_file
+from distmp.export.files import in_file_order, write, write_file
 from distmp.export.sources import EngineWeights
 from distmp.export.weights import load_model, load_weights
 from distmp.models.architecture import architecture

@@ -21,7 +21,7 @@ from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import HashStore
-from distmp.faults import stacks, watchdog
+from distmp.faults import hang_report, watchdog
 from distmp.faults.watchdog import Ending, Watchdog
 from distmp.utils import frames
 from tests.progress import of_children
@@ -240,13 +240,13 @@ def test_the_collective_of_a_thread_that_is_joined(tmp_path: Path) -> None:
 
 
 def test_another_process_shows_its_stack() -> None:
-    shared = stacks.SharedStack()
+    shared = hang_report.SharedStack()
     try:
-        stack = stacks.of_process(os.getpid(), shared.descriptor)
+        stack = hang_report.of_process(os.getpid(), shared.descriptor)
     finally:
         shared.close()
     assert "in test_another_process_shows_its_stack" in stack
-    assert stacks.of_process(2**22 + 1, 3) == ""
+    assert hang_report.of_process(2**22 + 1, 3) == ""
 
 
 def until(condition: object) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
-from distmp.launcher.nodelist import expand
+from distmp.launcher.job import expand
 
 
 @pytest.mark.skipif(shutil.which("scontrol") is None, reason="scontrol is not installed")

@@ -6,11 +6,17 @@ from dataclasses import replace
 import pytest
 
 from distmp.errors import ConfigError
-from distmp.launcher.explained_value import ExplainedValue
-from distmp.launcher.job import Job, detect
-from distmp.launcher.messages import assignment
+from distmp.launcher.job import ExplainedValue, Job, detect
 from distmp.launcher.network import AddressError, Network
-from distmp.launcher.plan import Machine, Plan, UserOptions, make_plan, port_of, split_endpoint
+from distmp.launcher.plan import (
+    Machine,
+    Plan,
+    UserOptions,
+    assignment,
+    make_plan,
+    port_of,
+    split_endpoint,
+)
 from tests.launcher.networks import INTERFACES, NAMES, network
 from tests.launcher.test_job import POD, SRUN
 

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
-from distmp.launcher.rendezvous_guard import (
+from distmp.launcher.rendezvous import (
     ForeignStateError,
     guarded,
     load_state,

@@ -22,7 +22,7 @@ from distmp.config import load
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError
-from distmp.export.adapters import AdapterWeights, write_adapter
+from distmp.export.export import AdapterWeights, write_adapter
 from distmp.export.sources import EngineWeights
 from distmp.models import adapters
 from distmp.models.transformer import Transformer, TransformerConfig

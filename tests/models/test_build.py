@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distmp.config import load
 from distmp.errors import ConfigError
-from distmp.models.build import build_loss, build_model
+from distmp.models.architecture import build_loss, build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig

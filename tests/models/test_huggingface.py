@@ -18,7 +18,7 @@ from distmp.export.export import export
 from distmp.export.files import write
 from distmp.export.sources import EngineWeights
 from distmp.models import huggingface
-from distmp.models.build import build_model
+from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss, takes_targets
 from distmp.models.settings import ModelConfig
 from distmp.telemetry.records import read_records

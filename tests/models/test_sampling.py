@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distmp.models.sampling import generate
+from distmp.training.callbacks.sample import generate
 
 
 class Counter(nn.Module):

@@ -11,7 +11,7 @@ from distmp.config import load
 from distmp.errors import ConfigError
 from distmp.optim import LearningRates
 from distmp.optim.build import schedule_factory
-from distmp.optim.checks import build_schedule
+from distmp.optim.learning_rates import build_schedule
 from tests.ranks import ranks
 from tests.reference import make_engine, make_model
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.engine.model import build_model
+from distmp.engine.setup import build_model
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel.materialize import materialize, materialize_shards, not_a_number

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel import ParallelConfig
-from distmp.parallel.blocks import prepare_blocks
-from distmp.parallel.recomputation import checkpoint_activations
+from distmp.parallel.blocks import checkpoint_activations, prepare_blocks
 from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
 from tests.recording import Operators

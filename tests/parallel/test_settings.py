@@ -8,8 +8,8 @@ import torch
 from distmp.config import load
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
+from distmp.parallel.fsdp import shard_size
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
-from distmp.parallel.sharded import shard_size
 
 
 def world(size: int) -> World:

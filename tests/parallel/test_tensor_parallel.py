@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel.fsdp_internals import _groups
-from distmp.parallel.tensor_parallel import apply_reduce_dtype
+from distmp.parallel.matrices import apply_reduce_dtype
 from tests.ranks import ranks
 
 WIDTH, LENGTH = 64, 32

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.report import RESULTS
 from distmp.precision import PRESETS, policy
-from distmp.precision.costs import MEASURED, costs
+from distmp.precision.policy import MEASURED, costs
 from tests.reference import make_engine
 
 

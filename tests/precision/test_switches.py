@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distmp.precision import PRESETS, policy
-from distmp.precision.switches import product_switches
+from distmp.precision.keep import product_switches
 
 backends: Any = torch.backends
 matmul = backends.cuda.matmul

@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError
 from distmp.precision import policy
 from distmp.quantization import NarrowState, ProductFormats, narrow_layers, narrow_linear
-from distmp.quantization.hadamard import hadamard, random_transform
-from distmp.quantization.linear import GRAD, INPUT, OPERANDS, WEIGHT, WGRAD_GRAD, WGRAD_INPUT
+from distmp.quantization.linear import (
+    GRAD,
+    INPUT,
+    OPERANDS,
+    WEIGHT,
+    WGRAD_GRAD,
+    WGRAD_INPUT,
+    hadamard,
+    random_transform,
+)
 from distmp.quantization.operands import quantize
 from tests.quantization import oracle
 

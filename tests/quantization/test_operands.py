@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distmp.quantization.counts import LayerCounts
 from distmp.quantization.operands import (
+    LayerCounts,
     Operand,
     quantize,
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distmp.scaling.optimizer_identity import all_identities, identify
+from distmp.scaling.calls import all_identities, identify
 from tests.ranks import ranks
 
 

@@ -197,7 +197,7 @@ def _seconds_per_step(console: Console, records: list[Any]) -> float:
 SCRIPT_WITHOUT_READER = """
 import sys
 from distmp.telemetry.console import Console
-from distmp.telemetry.streams import flush_standard_streams
+from distmp.telemetry.console import flush_standard_streams
 from tests.telemetry.samples import record
 console = Console()
 for step in range(1, 2001):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distmp.telemetry.exposed_communication import RankTimes, measured, summary
+from distmp.telemetry.profiler import RankTimes, measured, summary
 
 MAIN, ENGINE, GLOO, DEVICE = 1, 2, 3, 7
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"

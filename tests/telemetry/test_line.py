@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.telemetry.line import progress_line
+from distmp.telemetry.console import progress_line
 from tests.telemetry.samples import record
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distmp.telemetry.memory import peak_memory_bytes
+from distmp.telemetry.measurements import peak_memory_bytes
 
 _STATUS = Path("/proc/self/status")
 

@@ -6,7 +6,7 @@ import torch
 
 from distmp.engine.narrow_products import MatmulStatistics
 from distmp.quantization.linear import OPERANDS
-from distmp.telemetry.narrow_operands import summarize
+from distmp.telemetry.measurements import summarize
 
 
 def statistics(sums: dict[str, list[list[float]]], largest: float = 2.0) -> MatmulStatistics:

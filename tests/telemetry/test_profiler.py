@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.telemetry.exposed_communication import measured
-from distmp.telemetry.profiler import StepProfiler
+from distmp.telemetry.profiler import StepProfiler, measured
 from distmp.telemetry.settings import ProfileConfig
 from tests import reference
 from tests.ranks import run_ranks

@@ -6,8 +6,8 @@ from pathlib import Path
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.telemetry.settings import LogConfig
-from distmp.telemetry.step_log import StepLog
 from distmp.telemetry.trackers import Trackers
+from distmp.training.callbacks.step_logger import StepLog
 
 RECORD = StepRecord(1, 8, 2.0, 64.0, 1.0, 1e-3, 1.0, False, 0, 1, 100.0, 0.1, 1 << 20)
 

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.distributed import own_time
-from distmp.distributed.own_time import OwnTime, StepClock
-from distmp.distributed.waiting import collective_waits
+from distmp.distributed import waiting
+from distmp.distributed.waiting import OwnTime, StepClock, collective_waits
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.telemetry.stragglers import SlowRankDetector, Stragglers, own_seconds
@@ -134,7 +133,7 @@ def test_own_time_is_never_negative(
     waits: list[tuple[float, float]], waited: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter([0.0, 10.0])
-    monkeypatch.setattr(own_time, "TimePoint", lambda device: Moment(next(now)))
+    monkeypatch.setattr(waiting, "TimePoint", lambda device: Moment(next(now)))
     clock = StepClock(torch.device("cpu"))
     clock.active = True
     clock.begin()
@@ -147,7 +146,7 @@ def test_own_time_is_never_negative(
 def test_an_interval_is_past_after_all_of_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait on another stream may end later than the interval."""
     now = iter([0.0, 10.0])
-    monkeypatch.setattr(own_time, "TimePoint", lambda device: Moment(next(now)))
+    monkeypatch.setattr(waiting, "TimePoint", lambda device: Moment(next(now)))
     clock = StepClock(torch.device("cpu"))
     clock.active = True
     clock.begin()

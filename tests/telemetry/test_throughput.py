@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distmp.telemetry.throughput import StepTimer
+from distmp.telemetry.measurements import StepTimer
 
 
 def _timer(*readings: float) -> StepTimer:

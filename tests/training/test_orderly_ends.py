@@ -22,8 +22,7 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
-from distmp.training.callbacks.time_limit import TimeLimit
-from distmp.training.time_budget import TimeBudget
+from distmp.training.callbacks.time_limit import TimeBudget, TimeLimit
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.checkpoint import listing

@@ -11,10 +11,10 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.telemetry.console import Console
-from distmp.training.resume_compat import RUN_PROPERTIES, Changes, all_rules, compare
+from distmp.training.run_fingerprint import RUN_PROPERTIES, Changes, all_rules, compare
 from distmp.training.trainer import Trainer
-from distmp.utils.resume_rules import HARMLESS, consequential, resume_rules
 from distmp.utils.settings import leaf_names
+from distmp.utils.settings.flat import HARMLESS, consequential, resume_rules
 from tests.training.test_resume import configuration, train
 
 

@@ -19,7 +19,7 @@ from distmp.distributed.world import World
 from distmp.errors import TrainingError
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import StepRecord, read_records
-from distmp.training import rollback
+from distmp.training import trainer as trainer_module
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.reference import assert_same_bits, gathered, snapshot, trained
@@ -225,7 +225,7 @@ def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_p
     bad = [sample for step in (9, 10, 11) for sample in samples_of(step)]
     limited = trainer(tmp_path, *ROLLBACK, poisoned=bad)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollback, "MAX_ROLLBACKS", 2)
+        patch.setattr(trainer_module, "MAX_ROLLBACKS", 2)
         with pytest.raises(TrainingError) as caught:
             limited.run(StopSignals())
     message = str(caught.value)

@@ -10,8 +10,7 @@ from distmp.config import RunConfig
 from distmp.data.build import Datasets
 from distmp.distributed.world import World
 from distmp.precision import policy
-from distmp.training.resume_compat import Changes
-from distmp.training.run_fingerprint import changes_since, digest, run_fingerprint, to_json
+from distmp.training.run_fingerprint import Changes, changes_since, digest, run_fingerprint, to_json
 from distmp.utils.settings import from_mapping
 
 ALONE = World(0, 1, torch.device("cpu"), None)

@@ -23,9 +23,13 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
-from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.run_directory import RunDirectory
-from distmp.training.run_lease import LostLeaseError, RunDirectoryInUseError, RunLease
+from distmp.training.run_lease import (
+    DirectoryChoice,
+    LostLeaseError,
+    RunDirectoryInUseError,
+    RunLease,
+)
 from distmp.training.trainer import Trainer
 from distmp.utils.processes import ProcessIdentity
 from tests.checkpoint import listing

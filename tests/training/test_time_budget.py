@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from distmp.training.time_budget import TimeBudget, job_started
+from distmp.training.callbacks.time_limit import TimeBudget, job_started
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_no_limit() -> None:
 
 
 def test_the_job_starts_with_its_launcher() -> None:
-    script = "from distmp.training.time_budget import job_started; print(job_started())"
+    script = "from distmp.training.callbacks.time_limit import job_started; print(job_started())"
     variables = {name: v for name, v in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     before = time.time()
     alone, launched = (

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from distmp.checkpoint import store
 from distmp.config import RunConfig, load
-from distmp.models.build import build_model
+from distmp.models.architecture import build_model
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml

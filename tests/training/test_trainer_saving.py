@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from distmp.checkpoint import store, writer
-from distmp.checkpoint.host_buffers import HostBuffers
+from distmp.checkpoint.snapshot import HostBuffers
 from distmp.training.train import main
 from tests.torchrun import TINY, corpus
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distmp.config import load
-from distmp.training.weight_unit import loss_unit, weight_unit
+from distmp.training.callbacks.validation import loss_unit, weight_unit
 
 OWN = "--model.loss=my_model:loss"
 TOKENS = ["--data.source=tokens", "--data.path=tokens.bin"]

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
     # Imported late: the help and errors in settings do not wait for torch.
-    from distmp.commands.calibrate import comparison, loss_scale, policies
+    from distmp.commands.calibrate import loss_scale, policies
     from distmp.distributed.world import join, leave
     from distmp.precision import resolve
 
@@ -51,7 +51,7 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
     compared = policies.compare(config, world)
     if world.rank == 0:
         content |= compared.as_json()
-        text += comparison.report(compared)
+        text += policies.report(compared)
         sys.stdout.write((json.dumps(content, indent=2) if config.json else "\n".join(text)) + "\n")
     leave()
     return 0

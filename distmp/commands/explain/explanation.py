@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from distmp.commands.explain.comm_volume import CommVolume, comm_volumes
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.commands.explain.observe import ObservedDtypes, differences
-from distmp.commands.explain.trace_steps import trace_steps
+from distmp.commands.explain.trace_steps import CommVolume, comm_volumes, trace_steps
 from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
 from distmp.data.order import microbatches_per_rank
@@ -21,7 +20,7 @@ from distmp.distributed.world import World, local_device
 from distmp.parallel import resolve_strategy
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.precision.costs import costs
+from distmp.precision.policy import costs
 from distmp.training.setup import prepare, round_frozen
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import live_bytes as memory_parts

@@ -3,15 +3,159 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 from importlib import resources
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from distmp import __version__
-from distmp.commands.report.charts import image
 from distmp.commands.report.run import Run, as_text
+from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord
 from distmp.utils.units import scale_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# With at most this many steps, a smoothed line would coincide with the line itself.
+FEW_POINTS = 80
+# Lines of more ranks cannot be distinguished.
+MAX_RANKS = 16
+INCHES = (11.0, 2.4)
+# Bases of logarithmic axes.
+LOGARITHMS = {"Gradient norm before clipping": 10, "Loss scale": 2}
+
+
+class Curve(NamedTuple):
+    """A line, or single points, of a chart.
+
+    Attributes:
+        chart: Title of the chart.
+        label: Name of the curve.
+        steps: Numbers of the steps.
+        values: The values; gaps are NaN.
+        style: Style of matplotlib: "-" for a line, a marker for points.
+    """
+
+    chart: str
+    label: str
+    steps: list[int]
+    values: list[float]
+    style: str = "-"
+
+
+def image(runs: Sequence[Run]) -> bytes:
+    """Return the charts of one run or of two as a PNG image."""
+    buffer = io.BytesIO()
+    draw(runs).savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def draw(runs: Sequence[Run]) -> Figure:
+    """Draw the charts of one run or of two."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    charts: dict[str, list[Curve]] = {}
+    for run in runs:
+        for curve in curves(run):
+            label = curve.label if len(runs) == 1 else f"{run.name}, {curve.label}"
+            charts.setdefault(curve.chart, []).append(curve._replace(label=label))
+    # Names of runs may contain what looks like a formula.
+    with rc_context({"text.parse_math": False}):
+        figure = Figure((INCHES[0], INCHES[1] * len(charts)), layout="constrained")
+        rows = figure.subplots(len(charts), sharex=True, squeeze=False)[:, 0]
+        for axes, (title, lines) in zip(rows, charts.items(), strict=True):
+            axes.set_title(title, loc="left")
+            axes.grid(alpha=0.3)
+            if title in LOGARITHMS:
+                axes.set_yscale("log", base=LOGARITHMS[title])
+            for line in lines:
+                axes.plot(line.steps, line.values, line.style, label=line.label, markersize=4)
+            if len(lines) > 1:
+                axes.legend(fontsize="small")
+    return figure
+
+
+def curves(run: Run) -> Iterator[Curve]:
+    """Yield the curves of a run, in the order of the charts."""
+    of_steps = partial(_curve, records=run.records, label="each step")
+    yield from of_steps("Loss", value=lambda r: r.loss)
+    if len(run.records) > FEW_POINTS:
+        (loss,) = of_steps("Loss", value=lambda r: r.loss)
+        yield loss._replace(label="smoothed", values=smoothed(loss.values))
+    validated = [record for record in run.records if record.validation_loss is not None]
+    yield from _curve("Loss", validated, "validation", lambda r: r.validation_loss, "o")
+    yield from _metrics(run)
+    yield from of_steps("Learning rate", value=lambda r: r.learning_rate)
+    # A logarithmic axis cannot show 0.
+    yield from of_steps("Gradient norm before clipping", value=lambda r: r.grad_norm or None)
+    yield from of_steps("Loss scale", value=lambda r: r.loss_scale)
+    skipped = [record for record in run.records if record.skipped]
+    yield from _curve(
+        "Loss scale", skipped, f"{len(skipped):,} skipped", lambda r: r.loss_scale, "x"
+    )
+    # The first step compiles and allocates, and would flatten the chart.
+    later = [record for record in run.records if record.step > 1]
+    unit = run.throughput_unit
+    yield from _curve(f"Throughput, {unit}", later, "each step", lambda r: r.weight_per_second)
+    yield from _rank_times(run)
+    memory = "Peak memory of the first rank, MiB"
+    yield from of_steps(memory, value=lambda r: r.memory_bytes / 2**20)
+
+
+def _curve(
+    chart: str,
+    records: Sequence[StepRecord],
+    label: str,
+    value: Callable[[StepRecord], float | None],
+    style: str = "-",
+) -> Iterator[Curve]:
+    """Yield a curve of the records; nothing if there are none."""
+    if records:
+        found = [value(record) for record in records]
+        values = [x if x is not None and math.isfinite(x) else math.nan for x in found]
+        yield Curve(chart, label, [record.step for record in records], values, style)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Average over a centered window of 1/40 of the run, so that the line does not lag."""
+    window = np.ones(2 * (len(values) // 80) + 1)
+    known = np.isfinite(values)
+    sums = np.convolve(np.where(known, values, 0.0), window, "same")
+    counts = np.convolve(known, window, "same")
+    return [float(x) for x in np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)]
+
+
+def _metrics(run: Run) -> Iterator[Curve]:
+    """Yield each metric on held-out data; that of the average is in the same chart."""
+    for name in dict.fromkeys(n for r in run.records for n in r.validation_metrics or {}):
+        measured = [r for r in run.records if name in (r.validation_metrics or {})]
+        chart = f"Held-out {name.removeprefix(EMA_PREFIX)}"
+        yield from _curve(chart, measured, name, partial(_metric, name=name), "o")
+
+
+def _metric(record: StepRecord, name: str) -> float | None:
+    return (record.validation_metrics or {}).get(name)
+
+
+def _rank_times(run: Run) -> Iterator[Curve]:
+    """Yield the own time of every rank, if ranks were compared."""
+    compared = [record for record in run.records if record.rank_seconds]
+    ranks = min((len(record.rank_seconds or ()) for record in compared), default=0)
+    for rank in range(min(ranks, MAX_RANKS)):
+        times = partial(_own_seconds, rank=rank)
+        yield from _curve("Time of each rank without waiting, s", compared, f"rank {rank}", times)
+
+
+def _own_seconds(record: StepRecord, rank: int) -> float | None:
+    return record.rank_seconds[rank] if record.rank_seconds else None
+
 
 # Maximum number of listed skipped steps; the records have all of them.
 MAX_SKIPPED = 200

@@ -100,7 +100,7 @@ class Run:
 
 
 def _described(narrow: dict[str, Any] | None) -> Iterator[str]:
-    """Yield lines from the result of `distmp.quantization.description.formats_record`."""
+    """Yield lines from the result of `distmp.quantization.layers.formats_record`."""
     if narrow is not None:
         total = len(narrow["narrow"]) + len(narrow["wide"])
         yield (

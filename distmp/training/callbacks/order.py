@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 
-from distmp.training.callbacks.adapter_check import AdapterCheck
+from distmp.callback_settings import find_callback
+from distmp.errors import ConfigError, nearest
 from distmp.training.callbacks.callback import Callback
-from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.callbacks.checkpointing import Checkpointing, HuggingFaceExport
+from distmp.training.callbacks.checks import (
+    AdapterCheck,
+    LeaseCheck,
+    RankConsistency,
+    StragglerDetection,
+)
 from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.callbacks.ema import Ema
-from distmp.training.callbacks.hugging_face import HuggingFaceExport
-from distmp.training.callbacks.lease_check import LeaseCheck
 from distmp.training.callbacks.profiling import Profiling
-from distmp.training.callbacks.rank_consistency import RankConsistency
 from distmp.training.callbacks.sample import TextSample
 from distmp.training.callbacks.step_logger import StepLogger
-from distmp.training.callbacks.stragglers import StragglerDetection
 from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.callbacks.validation import Validation
 from distmp.training.run import Run
+from distmp.utils.entries import Entry
 
 
 def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) -> list[Callback]:
@@ -48,3 +53,61 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         HuggingFaceExport(run.fingerprint),
         TextSample(run),
     ]
+
+
+def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:
+    """Build the callbacks of the setting `callbacks`.
+
+    Raises:
+        ConfigError: If an entry does not return a `Callback`.
+    """
+    return [_load(entry) for entry in entries]
+
+
+def check_hooks(callbacks: Iterable[Callback]) -> None:
+    """Refuse hooks that do not exist, or do not take the arguments that they are called with.
+
+    Raises:
+        ConfigError: Naming the first one, such as a hook of an earlier version.
+    """
+    for callback in callbacks:
+        _check_names(callback)
+        for name, function in vars(Callback).items():
+            hook = getattr(callback, name)
+            if name.startswith("_") or getattr(hook, "__func__", None) is function:
+                continue
+            parameters = [*inspect.signature(function).parameters.values()][1:]
+            positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+            keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+            try:
+                inspect.signature(hook).bind(*positional, **keywords)
+            except TypeError:
+                listed = ", ".join(parameter.name for parameter in parameters)
+                raise ConfigError(
+                    "callbacks",
+                    type(callback).__name__,
+                    f"its {name} has other parameters; define {name}(self, {listed})",
+                ) from None
+
+
+def _check_names(callback: Callback) -> None:
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in hooks:
+            raise ConfigError(
+                "callbacks",
+                type(callback).__name__,
+                f"its {name} is not a hook, so it would never be called: {nearest(name, hooks)}; "
+                "give a method of your own another name",
+            )
+
+
+def _load(entry: Entry) -> Callback:
+    callback = find_callback(entry)(**entry.options)
+    if not isinstance(callback, Callback):
+        raise ConfigError(
+            "callbacks",
+            entry.name,
+            f"returned a {type(callback).__name__}; return a distmp.training.callbacks.Callback",
+        )
+    return callback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distmp.telemetry.profiler import StepProfiler
 from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
-from distmp.training.callbacks.exits import exit_context
+from distmp.training.callbacks.checkpointing import exit_context
 from distmp.training.run import Run
 
 

@@ -1,10 +1,82 @@
-"""Stops a run early enough for its job to end within `max_minutes`."""
+"""Stops a run early enough for its job to end within `max_minutes`, or its scheduler's limit."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
+
+import psutil
+
+from distmp.distributed.rank_environment import is_under_torchrun
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.run import Run
-from distmp.training.time_budget import TimeBudget, job_started
+
+# The next steps are expected to take as long as the slowest of this many recent ones.
+_STEPS_REMEMBERED = 50
+# On a GPU, a request to stop is read two steps after it was launched.
+_STEPS_TO_STOP = 3
+# On shared storage a save may take longer than earlier ones: factor on the longest one.
+_SAVES = 1.5
+# Estimate until a save has been measured: a constant, and the state at the speed of a disk.
+_FIRST_SAVE_SECONDS = 2.0
+_FIRST_SAVE_BYTES_PER_SECOND = 100e6
+# For the last messages, and the exit of the interpreter.
+_END_SECONDS = 5.0
+
+
+class TimeBudget:
+    """Decides when a run has to stop to save its last checkpoint and exit within its time limit.
+
+    The remaining time has to cover three steps as slow as the slowest of the last 50, one and
+    a half times the longest save, and five seconds.
+
+    Args:
+        minutes: The limit in minutes, counted from the start of the job; None: no limit.
+        state_bytes: Size of what this rank saves, to estimate a save until one was measured.
+        job_started: When the job started, in seconds since the epoch.
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        minutes: float | None,
+        state_bytes: int,
+        job_started: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._deadline = None if minutes is None else job_started + 60 * minutes
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._save_seconds: float | None = None
+        self._first_save = _FIRST_SAVE_SECONDS + state_bytes / _FIRST_SAVE_BYTES_PER_SECOND
+
+    def add_step(self, seconds: float) -> None:
+        """Record the seconds that a step took."""
+        self._steps.append(seconds)
+
+    def add_save(self, seconds: float) -> None:
+        """Record the seconds that a save took, until it was complete."""
+        self._save_seconds = max(self._save_seconds or 0.0, seconds)
+
+    def is_spent(self) -> bool:
+        """Return whether it is time to stop. Ranks may disagree, since they measure times."""
+        return self._deadline is not None and self._clock() + self._reserve() >= self._deadline
+
+    def _reserve(self) -> float:
+        save = self._first_save if self._save_seconds is None else self._save_seconds
+        return _STEPS_TO_STOP * max(self._steps, default=0.0) + _SAVES * save + _END_SECONDS
+
+
+def job_started() -> float:
+    """Return when this job started, in seconds since the epoch.
+
+    Under torchrun and `distmp launch` this is the start of the launcher, which is the same after a
+    restart of the ranks; otherwise it is the start of this process.
+    """
+    # torchrun's agent is the parent of each rank.
+    parent = psutil.Process().parent() if is_under_torchrun() else None
+    return (parent or psutil.Process()).create_time()
 
 
 class TimeLimit(Callback):

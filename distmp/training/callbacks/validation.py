@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from distmp.checkpoint.writer import CheckpointWriter
+from distmp.config import RunConfig
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.evaluation import Evaluation
@@ -14,7 +15,26 @@ from distmp.models.settings import EMA_PREFIX, PERPLEXITY
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.callbacks.ema import Ema
 from distmp.training.run import Run
-from distmp.training.weight_unit import loss_unit
+
+
+def weight_unit(config: RunConfig, weight: float) -> str:
+    """Return what the weight of a step counts, in the singular.
+
+    Args:
+        config: The configuration.
+        weight: Weight of the step.
+    """
+    if config.model.loss == "next_token":
+        return "token"
+    # A sample has more than one token or pixel; samples may be masked.
+    return "sample" if weight <= config.batch.global_batch_size else "unit"
+
+
+def loss_unit(config: RunConfig) -> str:
+    """Return the unit of the mean loss as a suffix of the number; empty if it is unknown."""
+    if config.model.loss != "next_token":
+        return ""
+    return f" nats per {'byte' if config.data.source == 'text' else 'token'}"
 
 
 class Validation(Callback):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distmp.commands.calibrate.comparison import Comparison, PolicyResult, report
+from distmp.commands.calibrate.policies import Comparison, PolicyResult, report
 
 NAN = float("nan")
 

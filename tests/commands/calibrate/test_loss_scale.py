@@ -12,9 +12,8 @@ import torch
 
 from distmp.commands.calibrate import loss_scale
 from distmp.commands.calibrate.command import load
-from distmp.commands.calibrate.loss_scale import Calibration, as_json, report
+from distmp.commands.calibrate.loss_scale import Calibration, GradientRecorder, as_json, report
 from distmp.commands.calibrate.settings import CalibrationConfig
-from distmp.diagnosis.gradient_recorder import GradientRecorder
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from distmp.commands.calibrate.comparison import Comparison, PolicyResult
+from distmp.commands.calibrate.policies import Comparison, PolicyResult
 from distmp.commands.calibrate.seeds import SeedComparison
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.errors import ConfigError

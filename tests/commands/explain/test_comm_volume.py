@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from distmp.commands.explain.comm_volume import Collective, comm_volumes
+from distmp.commands.explain.trace_steps import Collective, comm_volumes
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 TWO = range(2)

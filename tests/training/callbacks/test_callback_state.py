@@ -25,7 +25,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.launcher.command import main as launch
 from distmp.telemetry.console import Console
 from distmp.training.callbacks import Callback, PendingStep, StepResult, TrainingLoop
-from distmp.training.callbacks.loading import load_callbacks
+from distmp.training.callbacks.order import load_callbacks
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, gathered, snapshot

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.callback_settings import EarlyStoppingConfig
-from distmp.checkpoint.retention import Retention
+from distmp.checkpoint.settings import Retention
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
 from distmp.telemetry.console import Console
+from distmp.training.callbacks.callback import SpikeAction
 from distmp.training.callbacks.early_stopping import EarlyStopping
-from distmp.training.spikes import SpikeAction
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.training.test_resume import Samples, configuration

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.telemetry.exposed_communication import measured
+from distmp.telemetry.profiler import measured
 from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.elastic import Job, run_jobs

@@ -14,8 +14,8 @@ from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
-from distmp.models.sampling import generate
 from distmp.telemetry.console import Console
+from distmp.training.callbacks.sample import generate
 from distmp.training.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits, snapshot

@@ -25,7 +25,7 @@ from distmp.training.callbacks import (
     StepResult,
     TrainingLoop,
 )
-from distmp.training.callbacks.loading import load_callbacks
+from distmp.training.callbacks.order import load_callbacks
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs

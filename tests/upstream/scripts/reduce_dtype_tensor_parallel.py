@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-# distmp adds: from distmp.parallel.tensor_parallel import apply_reduce_dtype
+# distmp adds: from distmp.parallel.matrices import apply_reduce_dtype
 
 if not dist.is_initialized():
     dist.init_process_group("gloo")

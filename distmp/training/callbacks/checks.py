@@ -1,0 +1,125 @@
+"""Checks during a run: untrained adapters, ranks that differ or are slow, and the lease."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distmp.distributed.progress import COMPARISON, current_phase
+from distmp.engine import rank_consistency
+from distmp.engine.state import UNUSED
+from distmp.errors import listed
+from distmp.models.adapters import is_adapter
+from distmp.telemetry.stragglers import Stragglers
+from distmp.training.callbacks.callback import Callback, PendingStep, StepResult, TrainingLoop
+from distmp.training.run_lease import LostLeaseError
+
+if TYPE_CHECKING:
+    from distmp.training.callbacks.ema import Ema
+    from distmp.training.run import Run
+
+
+class AdapterCheck(Callback):
+    """Prints the adapters without a gradient: a model may read a weight without its layer."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
+        """Look for them in the first step that is applied."""
+        if self._is_done or result.numbers.skipped or trainer.config.model.peft is None:
+            return
+        self._is_done = True
+        names = [name for name in trainer.engine.state_dict() if name.startswith(UNUSED)]
+        unused = [name.removeprefix(UNUSED) for name in names if is_adapter(name)]
+        if unused:
+            trainer.console.message(
+                f"model.peft: {len(unused)} parameters of adapters have had no gradient, "
+                f"{listed(unused)}; if the model reads the weight of a layer instead of calling "
+                "it, leave the layer out of target_modules"
+            )
+
+
+class RankConsistency(Callback):
+    """Stops a run whose ranks differ.
+
+    Args:
+        ema: Averages the weights; None if the run has no average.
+    """
+
+    def __init__(self, ema: Ema | None) -> None:
+        self._ema = ema
+
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
+        """Compare weights, average, optimizer state and loss scale of all ranks, if it is due."""
+        settings = trainer.config.rank_consistency
+        if settings.every and step.step % settings.every == 0:
+            current_phase.enter(COMPARISON)
+            with trainer.timer.paused():
+                average = None if self._ema is None else self._ema.average.values
+                rank_consistency.check(trainer.engine, average)
+
+
+class LeaseCheck(Callback):
+    """Checks on rank 0, before anything is written, that the run directory is this job's.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._lease = run.lease
+        self._restarts = run.restarts
+
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
+        """Check before the step."""
+        self._check()
+
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
+        """Check before the record of the step."""
+        self._check()
+
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
+        """Check before the last files."""
+        self._check()
+
+    def _check(self) -> None:
+        if self._lease is None:
+            return
+        try:
+            self._lease.check()
+        except LostLeaseError as error:
+            if not error.is_same_job:
+                self._restarts.give_up(error.exit_code)
+            raise
+
+
+class StragglerDetection(Callback):
+    """Reports ranks that keep the others waiting.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._stragglers = Stragglers(
+            run.world,
+            run.engine.clock,
+            run.engine.strategy,
+            every=run.config.log.ranks_every,
+            log=run.console.message,
+        )
+        self._paused_seconds = 0.0
+
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
+        """Start measuring this rank, if a comparison is due soon."""
+        # The pauses since the previous step. `Profiling`, called before, may have paused the timer.
+        self._paused_seconds = trainer.timer.paused_seconds
+        self._stragglers.before(step)
+
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
+        """Start the exchange between ranks, if it is due. No rank waits for it."""
+        self._stragglers.after(step.step, self._paused_seconds)
+
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
+        """Read the times that ranks exchanged after this step."""
+        result.rank_seconds = self._stragglers.seconds(result.step)
