@@ -62,7 +62,7 @@ PRELOAD = (
     "hypothesis",
     "tyro",
     "distmp.parallel.fsdp",
-    "distmp.training.train",
+    "distmp.training.rank",
 )
 
 # How long the other ranks may run after one has failed, to separate the cause from its effects.

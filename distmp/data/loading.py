@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from distmp.data.errors import DataError
-from distmp.data.order import Division, MicrobatchSampler, SeededMicrobatches
+from distmp.data.order import Division, MicrobatchSampler
+from distmp.data.seeded import SeededMicrobatches
 from distmp.data.streams import Step, StreamSteps, sample_checksum
 from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.compare_ranks import check_same
@@ -137,7 +138,7 @@ def steps(
 
     Args:
         dataset: Map-style dataset, or an iterable one, which is read as `distmp.data.streams`
-            describes. It may draw random numbers (see `distmp.data.order`); an attribute
+            describes. It may draw random numbers (see `distmp.data.seeded`); an attribute
             `draws_nothing = True` disables the seeding, which takes time.
         division: How samples are divided over steps, ranks and microbatches.
         seed: Seed of the order, and of what the dataset and `collate_fn` draw.

@@ -23,8 +23,9 @@ from distmp.optim.settings import ScheduleConfig
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
 from distmp.utils.environment_info import versions
+from distmp.utils.resume_rules import ResumeRule, resume_rules
 from distmp.utils.settings import leaf_names, to_mapping
-from distmp.utils.settings.flat import ResumeRule, digest, flat, resume_rules
+from distmp.utils.settings.flat import digest, flat
 
 _OTHER_SAMPLES = "the position in the data refers to other samples"
 

@@ -16,7 +16,8 @@ from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
 from distmp.data.loading import Batch, is_stream, step_batches
-from distmp.data.order import SeededMicrobatches, microbatches_per_rank
+from distmp.data.order import microbatches_per_rank
+from distmp.data.seeded import SeededMicrobatches
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint

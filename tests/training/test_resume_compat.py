@@ -13,8 +13,8 @@ from distmp.errors import ConfigError
 from distmp.telemetry.console import Console
 from distmp.training.run_fingerprint import RUN_PROPERTIES, Changes, all_rules, compare
 from distmp.training.trainer import Trainer
+from distmp.utils.resume_rules import HARMLESS, consequential, resume_rules
 from distmp.utils.settings import leaf_names
-from distmp.utils.settings.flat import HARMLESS, consequential, resume_rules
 from tests.training.test_resume import configuration, train
 
 
