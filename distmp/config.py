@@ -412,7 +412,7 @@ class RunConfig:
         Raises:
             ConfigError: If a name is unknown, or what it names does not take an option.
         """
-        from distmp.models.metrics import find_metric
+        from distmp.models.metrics import find_metrics
         from distmp.optim.build import optimizer_factory, schedule_factory
 
         # Without options there is nothing to compare: the ranks import the module.
@@ -420,8 +420,7 @@ class RunConfig:
             if section.is_import_path and section.options:
                 section.function()
         stochastic = self.precision.check_names()
-        for name, path in self.validation.metrics.items():
-            find_metric(name, path)
+        find_metrics(self.validation.metrics)
         for callback in parse_callbacks(self.callbacks):
             find_callback(callback)
         optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)

@@ -197,25 +197,6 @@ def attribute(instance: object, name: str, instead_of: Mapping[str, str]) -> NoR
     )
 
 
-def check_argument_names(
-    unknown: Mapping[str, object], known: Iterable[str], instead_of: Mapping[str, str]
-) -> None:
-    """Refuse arguments that a function does not have.
-
-    Args:
-        unknown: The arguments.
-        known: Names of the arguments that the function has.
-        instead_of: What to do instead, by name of arguments of other libraries.
-
-    Raises:
-        ConfigError: Naming the first one.
-    """
-    known = [*known]
-    for name, value in unknown.items():
-        problem = instead_of.get(name) or nearest(name, known)
-        raise ConfigError(name, brief(value), f"is not an argument; {problem}")
-
-
 def brief(value: object) -> object:
     """Return a number or text as it is, and the type of anything else, such as a dataset."""
     return value if isinstance(value, str | int | float | None) else type(value).__name__

@@ -303,15 +303,6 @@ class RankMonitor:
         """Record that the decision is over."""
         self._pending = None
 
-    @contextlib.contextmanager
-    def announced(self, group: dist.ProcessGroup) -> Iterator[PendingDecision]:
-        """Report this rank as present in the next decision while in the context."""
-        try:
-            yield self.begin(group)
-        finally:
-            self.own.decisions[group.group_name] -= 1
-            self.end()
-
     # Querying other ranks
 
     def missing(self, decision: PendingDecision) -> dict[int, RankStatus | None]:

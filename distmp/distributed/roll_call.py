@@ -40,26 +40,12 @@ class RollCall:
         """Count a call and wait until all ranks have made it.
 
         Raises:
-            TrainingError: See `wait_in_call`.
-            LostPeerError: See `wait_in_call`.
-        """
-        self.count(call)
-        self.wait_in_call()
-
-    def wait_in_call(self, part: str = "") -> None:
-        """Wait until all ranks have reached this point of the call that was counted last.
-
-        Args:
-            part: Appended to the call in messages: what a rank does that reaches this point.
-
-        Raises:
             TrainingError: If a rank makes a different call.
             LostPeerError: If a rank has ended or does not answer.
         """
+        self.count(call)
         if (monitor := self._monitor()) is not None:
-            own = monitor.own
-            own.engine_call += part
-            call = f"{own.engine_calls}/{own.engine_call}"
+            call = f"{monitor.own.engine_calls}/{monitor.own.engine_call}"
             monitor.meet(call, partial(_other_call_error, monitor), PATIENCE_SECONDS)
 
     def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp.data import IGNORED
 from distmp.distributed.world import World
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.setup import Setup
@@ -19,9 +20,6 @@ from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import dtype_word
 from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
-
-# The target that torch's losses ignore.
-IGNORED = -100
 
 
 class StepObserver:

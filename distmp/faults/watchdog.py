@@ -178,10 +178,16 @@ class Watchdog(RankMonitor):
                 f"{process.host}): it was killed, as the kernel does when memory runs out, crashed "
                 "in native code, or called os._exit"
             )
-            if self.end_run(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
-                print_message(cause)
+            self._end_for(rank, cause)
             return True
         return False
+
+    def _end_for(self, rank: int, cause: str) -> bool:
+        """End the run because a rank is lost; return whether this rank was the first to do so."""
+        is_first = self.end_run(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE))
+        if is_first:
+            print_message(cause)
+        return is_first
 
     def _gone(self) -> set[int]:
         """Return the ranks of this machine whose processes have ended without a message."""
@@ -297,8 +303,7 @@ class Watchdog(RankMonitor):
                 f"silent for {silence:.0f} s and does not respond: it is down, or its connection "
                 "is cut"
             )
-            if self.end_run(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE)):
-                print_message(cause)
+            if self._end_for(rank, cause):
                 record(cause)
 
     def _watch_store(self, address: tuple[str, int]) -> None:

@@ -157,7 +157,6 @@ _RETRY_SECONDS = 0.5
 # How long threads may take to end, with a probe of a machine that does not respond.
 _END_SECONDS = PROBE_SECONDS + 2.0
 _RUN = "distmp/run"
-_LEFT = "distmp/left"
 
 
 class LaunchError(DistmpError, RuntimeError):

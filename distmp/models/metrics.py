@@ -19,6 +19,16 @@ Metric = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
 """metric(outputs, batch) -> (sum, weight), each a number or a 0-dim tensor."""
 
 
+def find_metrics(paths: Mapping[str, str]) -> dict[str, Metric]:
+    """Return the functions of `validation.metrics` by name, except what follows from the loss.
+
+    Raises:
+        ConfigError: See `find_metric`.
+    """
+    found = {name: find_metric(name, path) for name, path in paths.items()}
+    return {name: metric for name, metric in found.items() if metric is not None}
+
+
 def find_metric(name: str, path: str) -> Metric | None:
     """Return the function of an entry of `validation.metrics`.
 

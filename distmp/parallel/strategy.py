@@ -50,9 +50,9 @@ class Strategy(ABC):
     """Prepares a module for distributed training and processes its gradients in each step.
 
     A step calls, in this order: `compare_microbatches`; `begin_step`; for every microbatch
-    `compare_next` (if it is drawn from an iterable), `begin_microbatch`, forward, backward in
-    `backward_context`, and `end_microbatch`; `finish_gradients`; `prepare_optimizer_grads`; the
-    optimizer; `copy_master_to_model`; `end_step`.
+    `begin_microbatch`, forward, backward in `backward_context`, and `end_microbatch`;
+    `finish_gradients`; `prepare_optimizer_grads`; the optimizer; `copy_master_to_model`;
+    `end_step`.
 
     Attributes:
         module: The prepared module; call it for forward.
@@ -104,7 +104,7 @@ class Strategy(ABC):
             self._order.compare_microbatches(microbatches)
 
     def compare_next(self, has_next: bool) -> None:
-        """Compare before each microbatch of an iterable whether ranks have one.
+        """Compare before each microbatch of an evaluation whether ranks have one.
 
         Raises:
             TrainingError: If the strategy needs the same number on every rank, and ranks differ.

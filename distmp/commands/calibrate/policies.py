@@ -19,7 +19,7 @@ from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError, SetupError
-from distmp.models.metrics import find_metric
+from distmp.models.metrics import find_metrics
 from distmp.precision import resolve
 from distmp.telemetry.measurements import begin_peak, peak_since
 from distmp.training.setup import (
@@ -180,9 +180,12 @@ def compare(config: CalibrationConfig, world: World) -> Comparison:
 
     Raises:
         SetupError: On every rank, if the run cannot start under any policy.
+        ConfigError: On every rank, if seeds are to be compared without held-out samples.
     """
     # Once, so that all policies are measured with the strategy of the run.
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
+    if config.seeds and parts.datasets.validation is None:
+        raise ConfigError("seeds", config.seeds, "needs held-out samples; set data.held_out")
     config, _ = choose_strategy(config, parts, world)
     del parts
     for name in config.policies:
@@ -250,8 +253,7 @@ def measure(
 
 def _held_out(config: CalibrationConfig, parts: RunComponents, engine: Engine) -> dict[str, float]:
     """Return loss and metrics on held-out samples, the same under every policy and seed."""
-    if parts.datasets.validation is None:
-        raise ConfigError("seeds", config.seeds, "needs held-out samples; set data.held_out")
+    assert parts.datasets.validation is not None  # see `compare`
     batches = evaluation_batches(
         parts.datasets.validation,
         samples=config.validation.samples,
@@ -259,8 +261,5 @@ def _held_out(config: CalibrationConfig, parts: RunComponents, engine: Engine) -
         rank=engine.world.rank,
         world_size=engine.world.world_size,
     )
-    found = {name: find_metric(name, path) for name, path in config.compared_metrics.items()}
-    # Perplexity follows from the loss.
-    metrics = {name: metric for name, metric in found.items() if metric is not None}
-    loss, values = engine.evaluate_metrics(batches, metrics)
+    loss, values = engine.evaluate_metrics(batches, find_metrics(config.compared_metrics))
     return {"loss": loss, **values}

@@ -10,7 +10,7 @@ from distmp.config import RunConfig
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.evaluation import Evaluation
-from distmp.models.metrics import find_metric
+from distmp.models.metrics import find_metrics
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.callbacks.ema import Ema
@@ -51,8 +51,7 @@ class Validation(Callback):
         self._dataset = run.components.datasets.validation
         self._ema = ema
         self._writer = writer
-        found = {name: find_metric(name, path) for name, path in settings.metrics.items()}
-        self._metrics = {name: metric for name, metric in found.items() if metric is not None}
+        self._metrics = find_metrics(settings.metrics)
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Repeat the last validation of a run that has no steps left: it may have been stopped."""
