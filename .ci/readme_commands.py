@@ -1,7 +1,7 @@
 """Runs the commands of the README and of docs/, in order, and checks the quickstart's claim.
 
-Those of the README run in an empty folder, as after `pip install`; `make` and the commands of docs/
-run in the clone.
+Those of the README run in an empty directory, as after `pip install`; `make` and the commands of
+docs/ run in the clone.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def commands(page: Path) -> Iterator[str]:
         yield from (line for line in block.strip().splitlines() if not ELSEWHERE.fullmatch(line))
 
 
-def run(command: str, folder: Path) -> None:
+def run(command: str, directory: Path) -> None:
     print(f"$ {command}", flush=True)
     started = time.monotonic()
     installed = {"PATH": f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(command, shell=True, cwd=folder, env={**os.environ, **installed}, check=True)
+    subprocess.run(command, shell=True, cwd=directory, env={**os.environ, **installed}, check=True)
     print(f"({time.monotonic() - started:.0f} s)", flush=True)
 
 

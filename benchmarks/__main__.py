@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks import figures
 from benchmarks.ages import older
-from benchmarks.report import FOLDER, RESULTS, SMOKE
+from benchmarks.report import DIRECTORY, RESULTS, SMOKE
 
 ONE_ROUND = ("--rounds=1",)
 
@@ -68,7 +68,7 @@ def main() -> int:
     arguments, options = _arguments()
     environment = dict(os.environ)
     if arguments.record:
-        environment[FOLDER] = str(RESULTS)
+        environment[DIRECTORY] = str(RESULTS)
     if arguments.smoke:
         environment[SMOKE] = "1"
     failed = []

@@ -60,12 +60,12 @@ class Rank:
             strategy="ddp",
             attribution=False,
         )
-        self._folder = tempfile.TemporaryDirectory()
-        folders: list[Any] = [self._folder.name]
-        dist.broadcast_object_list(folders)
+        self._directory = tempfile.TemporaryDirectory()
+        directories: list[Any] = [self._directory.name]
+        dist.broadcast_object_list(directories)
         self._writer = CheckpointWriter(
             CheckpointConfig(asynchronous=method == "asynchronous", keep=1),
-            Path(folders[0]),
+            Path(directories[0]),
             world,
             timeout_seconds=600,
             log=lambda text: print(text, file=sys.stderr),
@@ -114,10 +114,10 @@ class Rank:
         return {"beyond": peak_since(start, CPU) - without, "state": state}
 
     def leave(self) -> None:
-        """Close the writer and delete the folder."""
+        """Close the writer and delete the directory."""
         self._writer.__exit__(None, None, None)
         dist.barrier()
-        self._folder.cleanup()
+        self._directory.cleanup()
 
     def _save(self) -> None:
         self._writer.save(

@@ -48,7 +48,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument(
-        "--folder", type=Path, default=sized(Path("build"), RUNS) / f"continued-runs-{commit()}"
+        "--directory", type=Path, default=sized(Path("build"), RUNS) / f"continued-runs-{commit()}"
     )
     options.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     options.add_argument("--size", default="22m", choices=TRAININGS, help="default: 22m")
@@ -95,15 +95,15 @@ def _final_loss(
     name: str, options: Sequence[str], seed: int, arguments: argparse.Namespace
 ) -> float:
     training = TRAININGS[arguments.size]
-    folder = _folder(name, seed, arguments)
+    directory = _directory(name, seed, arguments)
     shared = training.steps // SHARED
-    start = _folder(REFERENCE, seed, arguments) / "checkpoints" / f"step-{shared:06d}"
-    records = folder / "steps.jsonl"
+    start = _directory(REFERENCE, seed, arguments) / "checkpoints" / f"step-{shared:06d}"
+    records = directory / "steps.jsonl"
     if not (records.exists() and _held_out_loss(records, training.steps) is not None):
         if name != REFERENCE:  # an interrupted one has no checkpoint to continue from
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
         settings: dict[str, Any] = {
-            "run_dir": folder,
+            "run_dir": directory,
             "resume": "auto" if name == REFERENCE else start,
             "seed": seed,
             "steps": training.steps,
@@ -127,9 +127,9 @@ def _final_loss(
     return loss
 
 
-def _folder(name: str, seed: int, arguments: argparse.Namespace) -> Path:
+def _directory(name: str, seed: int, arguments: argparse.Namespace) -> Path:
     run = f"{name.replace(',', '').replace(' ', '-')}-{seed}"
-    return Path(arguments.folder / arguments.size / run)
+    return Path(arguments.directory / arguments.size / run)
 
 
 def _held_out_loss(records: Path, steps: int) -> float | None:

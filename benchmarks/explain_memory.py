@@ -69,19 +69,19 @@ def main() -> int:
 
 def measure(config: RunConfig, ranks: int) -> int:
     """Return the peak memory of the first rank of a real run, in bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (config, ranks, folder), nprocs=ranks)
-        return int(open(f"{folder}/peak").read())
+    with tempfile.TemporaryDirectory() as directory:
+        spawn(_rank, (config, ranks, directory), nprocs=ranks)
+        return int(open(f"{directory}/peak").read())
 
 
-def _rank(rank: int, config: RunConfig, ranks: int, folder: str) -> None:
+def _rank(rank: int, config: RunConfig, ranks: int, directory: str) -> None:
     torch.set_num_threads(1)
     if ranks > 1:
-        store = f"file://{folder}/store"
+        store = f"file://{directory}/store"
         dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
     peak = peak_allocated(stepper(config))
     if rank == 0:
-        with open(f"{folder}/peak", "w") as file:
+        with open(f"{directory}/peak", "w") as file:
             file.write(str(peak))
     if ranks > 1:
         dist.destroy_process_group()

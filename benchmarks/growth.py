@@ -69,19 +69,19 @@ def configuration(options: tuple[str, ...], ranks: int) -> RunConfig:
 
 def measure(configs: dict[str, RunConfig], ranks: int) -> dict[str, dict[str, float]]:
     """Return memory, sent bytes and seconds of a step on the first rank of real runs, by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (configs, ranks, folder), nprocs=ranks)
-        found: dict[str, dict[str, float]] = json.loads(Path(folder, "found").read_text())
+    with tempfile.TemporaryDirectory() as directory:
+        spawn(_rank, (configs, ranks, directory), nprocs=ranks)
+        found: dict[str, dict[str, float]] = json.loads(Path(directory, "found").read_text())
         return found
 
 
-def _rank(rank: int, configs: dict[str, RunConfig], ranks: int, folder: str) -> None:
+def _rank(rank: int, configs: dict[str, RunConfig], ranks: int, directory: str) -> None:
     torch.set_num_threads(1)
-    store = f"file://{folder}/store"
+    store = f"file://{directory}/store"
     dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
     found = {name: _measured(stepper(config)) for name, config in configs.items()}
     if rank == 0:
-        Path(folder, "found").write_text(json.dumps(found))
+        Path(directory, "found").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ from benchmarks.device import CPU
 from benchmarks.loops import BF16
 from benchmarks.peers import started
 from benchmarks.ranks import take_turns
-from benchmarks.report import FOLDER, RESULTS, machine, save, sized
+from benchmarks.report import DIRECTORY, RESULTS, machine, save, sized
 from distmp.precision.notation import native_dtypes
 
 PEERS = {"ddp": "torch DDP", "fsdp": "FSDP2 by hand"}
@@ -33,7 +33,7 @@ def main() -> int:
     rounds = options.parse_args().rounds
     dtype = "bf16" if BF16 in native_dtypes(CPU) else "fp32"
     name = f"guard-{dtype}-cpu"
-    records = os.environ.get(FOLDER) == str(RESULTS)
+    records = os.environ.get(DIRECTORY) == str(RESULTS)
     limits = dict.fromkeys(PEERS, 1.0)
     if (path := RESULTS / f"{name}.json").exists():
         limits |= json.loads(path.read_text())["ratios"]

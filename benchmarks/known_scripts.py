@@ -57,7 +57,7 @@ class Script:
     """Where it is in its repository."""
 
     prepare: Callable[[Path, Path], None]
-    """Writes what the script reads to a folder; gets the folder and the repository."""
+    """Writes what the script reads to a directory; gets the directory and the repository."""
 
     arguments: tuple[str, ...]
     """Its arguments."""
@@ -108,7 +108,7 @@ def losses(script: Script, repository: Path, ranks: int, form: str) -> list[floa
 
     Args:
         script: The script.
-        repository: The folder of its repository.
+        repository: The directory of its repository.
         ranks: Number of processes.
         form: "original", "distmp", or "distmp, float16".
     """
@@ -116,22 +116,22 @@ def losses(script: Script, repository: Path, ranks: int, form: str) -> list[floa
     changes = [*script.shown, *for_cpus, *([] if form == "original" else ours)]
     text = replaced((repository / script.path).read_text(), changes)
     with tempfile.TemporaryDirectory(prefix="script-") as name:
-        folder = Path(name)
-        (folder / "script.py").write_text(text)
+        directory = Path(name)
+        (directory / "script.py").write_text(text)
         torch.manual_seed(0)
-        script.prepare(folder, repository)
+        script.prepare(directory, repository)
         further = script.float16 if form == "distmp, float16" else ()
-        output = _run(ranks, folder, (*script.arguments, *further))
+        output = _run(ranks, directory, (*script.arguments, *further))
     return [float(loss) for loss in re.findall(script.loss, output, re.MULTILINE)]
 
 
-def _run(ranks: int, folder: Path, arguments: tuple[str, ...]) -> str:
+def _run(ranks: int, directory: Path, arguments: tuple[str, ...]) -> str:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "huggingface")}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "huggingface")}
     command = [sys.executable, *(launcher if ranks > 1 else []), "script.py", *arguments]
     environment = {**os.environ, **offline, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        command, cwd=directory, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
@@ -143,24 +143,24 @@ def _run(ranks: int, folder: Path, arguments: tuple[str, ...]) -> str:
     return output
 
 
-def _prepare_nanogpt(folder: Path, repository: Path) -> None:
+def _prepare_nanogpt(directory: Path, repository: Path) -> None:
     for name in ("model.py", "configurator.py"):
-        (folder / name).write_text((repository / name).read_text())
-    data = folder / "data" / "tiny"
+        (directory / name).write_text((repository / name).read_text())
+    data = directory / "data" / "tiny"
     data.mkdir(parents=True)
     for split in ("train", "val"):
         tokens = torch.randint(0, 64, (4096,)).sort().values  # so that there is something to learn
         (data / f"{split}.bin").write_bytes(tokens.to(torch.uint16).numpy().tobytes())
 
 
-def _prepare_accelerate(folder: Path, repository: Path) -> None:
+def _prepare_accelerate(directory: Path, repository: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = BertConfig(vocab_size=len(WORDS), num_attention_heads=2, **sizes)
-    BertForSequenceClassification(config).save_pretrained(folder / "bert-base-cased")
-    _tokenizer().save_pretrained(folder / "bert-base-cased")
-    glue = folder / "nyu-mll" / "glue"
+    BertForSequenceClassification(config).save_pretrained(directory / "bert-base-cased")
+    _tokenizer().save_pretrained(directory / "bert-base-cased")
+    glue = directory / "nyu-mll" / "glue"
     glue.mkdir(parents=True)
     files = "".join(
         f"  - {{split: {split}, path: {split}.jsonl}}\n" for split in ("train", "validation")
@@ -174,7 +174,7 @@ def _prepare_accelerate(folder: Path, repository: Path) -> None:
         ]
         _write_lines(glue / f"{split}.jsonl", pairs)
     # The script prints no loss, and its metric would be downloaded.
-    (folder / "evaluate.py").write_text(
+    (directory / "evaluate.py").write_text(
         "class load:\n"
         "    def __init__(self, *names): pass\n"
         "    def add_batch(self, **batch): pass\n"
@@ -182,16 +182,16 @@ def _prepare_accelerate(folder: Path, repository: Path) -> None:
     )
 
 
-def _prepare_trl(folder: Path, repository: Path) -> None:
+def _prepare_trl(directory: Path, repository: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     tokens: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     config = LlamaConfig(vocab_size=len(WORDS), num_attention_heads=2, **sizes, **tokens)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    _tokenizer().save_pretrained(folder / "model")
-    (folder / "data").mkdir()
-    _write_lines(folder / "data" / "train.jsonl", [{"text": _sentence(i)} for i in range(64)])
+    LlamaForCausalLM(config).save_pretrained(directory / "model")
+    _tokenizer().save_pretrained(directory / "model")
+    (directory / "data").mkdir()
+    _write_lines(directory / "data" / "train.jsonl", [{"text": _sentence(i)} for i in range(64)])
 
 
 def _tokenizer() -> Any:
@@ -276,7 +276,7 @@ SCRIPTS = {
 
 
 def installed_trl() -> Path:
-    """Return the folder that contains the installed package `trl`."""
+    """Return the directory that contains the installed package `trl`."""
     spec = find_spec("trl")
     assert spec is not None
     assert spec.origin is not None
@@ -299,7 +299,9 @@ def main() -> int:
             name: version(name) for name in ("torch", "accelerate", "transformers", "trl")
         },
         "commits": {name: _commit(repositories[name]) for name in ("nanogpt", "accelerate")},
-        "scripts": {name: _all(SCRIPTS[name], folder) for name, folder in repositories.items()},
+        "scripts": {
+            name: _all(SCRIPTS[name], directory) for name, directory in repositories.items()
+        },
     }
     print(scripts.known_scripts(result))
     print(save("known-scripts-cpu", result))

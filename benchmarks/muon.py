@@ -62,8 +62,8 @@ def _differences(method: str) -> dict[int, dict[str, float]]:
 
 
 def _updates(method: str, ranks: int) -> Updates:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "updates"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "updates"
         with Ranks("benchmarks.muon", method, ranks) as started:
             started.ask(str(path))
         updates: Updates = torch.load(path, weights_only=True)

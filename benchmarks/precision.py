@@ -157,7 +157,7 @@ def measure_training(device: torch.device) -> dict[str, dict[str, float]]:
     reference = losses(policy("fp32"), device)
     results = {}
     # `benchmarks.narrow_formats` compares those with fewer than 16 bits.
-    wide = [name for name, preset in PRESETS.items() if not preset.is_narrow]
+    wide = [name for name, preset in PRESETS.items() if not preset.has_low_precision_matmuls]
     for name in (*wide, *VARIANTS):
         measured = losses(policy(name), device)
         differences = [abs(a - b) / b for a, b in zip(measured, reference, strict=True)]

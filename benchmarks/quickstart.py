@@ -42,8 +42,8 @@ def main() -> int:
     if not arguments.rank:
         return launch([], "benchmarks.quickstart", ["--rank", *sys.argv[1:]])
     world = join(RankEnvironment.from_variables(), timeout_seconds=300)
-    with tempfile.TemporaryDirectory() as folder:
-        config = _config(arguments.steps, folder)
+    with tempfile.TemporaryDirectory() as directory:
+        config = _config(arguments.steps, directory)
         seconds: dict[str, list[float]] = {"distmp": [], "plain": []}
         for name, counts in alternating(list(seconds), arguments.rounds, warm_up=1):
             measured = (_distmp if name == "distmp" else _plain)(config, world)
@@ -63,12 +63,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _config(steps: int, folder: str) -> RunConfig:
+def _config(steps: int, directory: str) -> RunConfig:
     config = load(["--config", str(QUICKSTART)])
     return replace(
         config,
         steps=steps,
-        run_dir=f"{folder}/run",
+        run_dir=f"{directory}/run",
         schedule=replace(config.schedule, warmup_steps=steps // 3),
         data=replace(config.data, held_out=0.0),  # no validation
         log=LogConfig(console="off"),

@@ -42,9 +42,9 @@ class RandomWeights:
         return torch.empty_like(spec, device="cpu").normal_(std=0.02)
 
 
-def write_llama(folder: Path, values: Mapping[str, Any], shard_bytes: int) -> int:
+def write_llama(directory: Path, values: Mapping[str, Any], shard_bytes: int) -> int:
     """Write a Llama with random weights in bf16; return the number of its parameters."""
     weights = RandomWeights(values)
     described = weights.config.to_dict()
-    write(folder, weights, described, torch.bfloat16, shard_bytes)
+    write(directory, weights, described, torch.bfloat16, shard_bytes)
     return sum(spec.numel() for spec in weights.specs.values())

@@ -46,8 +46,8 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
         device: str = "cpu",
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        store_file = Path(self._folder.name) / "store"
+        self._directory = tempfile.TemporaryDirectory()
+        store_file = Path(self._directory.name) / "store"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         # Variables that torchrun sets and frameworks read.
         environment |= {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
@@ -75,7 +75,7 @@ class Ranks:
                 assert pipe is not None
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-        self._folder.cleanup()
+        self._directory.cleanup()
 
     def ask(self, order: str) -> list[Any]:
         """Run the measurement `order` on every rank; return the answer of each.

@@ -19,9 +19,9 @@ from benchmarks.peak import peak
 
 RESULTS = Path(__file__).parent / "results"
 # Environment variables that `python -m benchmarks` sets with --record and --smoke.
-FOLDER, SMOKE = "BENCHMARKS_FOLDER", "BENCHMARKS_SMOKE"
+DIRECTORY, SMOKE = "BENCHMARKS_DIRECTORY", "BENCHMARKS_SMOKE"
 # Where a run saves its results.
-RUNS = Path(os.environ.get(FOLDER, RESULTS.parent.parent / "build" / "benchmarks"))
+RUNS = Path(os.environ.get(DIRECTORY, RESULTS.parent.parent / "build" / "benchmarks"))
 
 Value = TypeVar("Value")
 

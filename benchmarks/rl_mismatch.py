@@ -71,12 +71,12 @@ def train(policy: str, steps: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
     ids: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     prompts = [" ".join(str((n + k) % 500) for k in range(4 + n % 5)) for n in range(64)]
-    with tempfile.TemporaryDirectory(prefix="rl-mismatch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rl-mismatch-") as directory:
         trainer = Trainer(
             model=Qwen2ForCausalLM(Qwen2Config(**MODEL, **ids)),
             reward_funcs=_distinct_words,
             args=GRPOConfig(
-                folder,
+                directory,
                 use_cpu=True,
                 bf16=False,
                 per_device_train_batch_size=SEQUENCES,

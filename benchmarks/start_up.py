@@ -1,8 +1,8 @@
-"""Measure the start from a sharded folder of weights: `python -m benchmarks.start_up`.
+"""Measure the start from a sharded directory of weights: `python -m benchmarks.start_up`.
 
 A model of transformers in several bf16 files becomes FP32 shards on four CPU ranks in three ways:
 
-- distmp: as `distmp.train` does with `strategy: fsdp` and `model.name: hf:FOLDER`. This includes
+- distmp: as `distmp.train` does with `strategy: fsdp` and `model.name: hf:DIRECTORY`. This includes
   reading the training data and building the engine with its optimizer.
 - FSDP2 by hand: every rank calls `from_pretrained`, then `fully_shard`.
 - accelerate: FSDP2 with `cpu_ram_efficient_loading`; rank 0 loads the model and broadcasts it
@@ -59,8 +59,8 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
     arguments = options.parse_args()
-    with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
-        model = Path(folder, "llama")
+    with tempfile.TemporaryDirectory(prefix="start-up-") as directory:
+        model = Path(directory, "llama")
         parameters = write_llama(model, LLAMA, SHARD_BYTES)
         files = len([*model.glob("*.safetensors")])
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
@@ -103,15 +103,15 @@ def make(name: str, _: World) -> Callable[[str], tuple[float, int]]:
         "distmp.training.setup",
     ):
         importlib.import_module(package)  # not part of the start
-    return lambda folder: _measure_rank(STARTS[name], Path(folder))
+    return lambda directory: _measure_rank(STARTS[name], Path(directory))
 
 
-def _measure_rank(start: Callable[[Path], nn.Module], folder: Path) -> tuple[float, int]:
+def _measure_rank(start: Callable[[Path], nn.Module], directory: Path) -> tuple[float, int]:
     dist.barrier()
     peak = _Peak()
     started = time.perf_counter()
     with peak:
-        kept = start(folder)
+        kept = start(directory)
         dist.barrier()
     seconds = time.perf_counter() - started
     _check(kept)
@@ -149,14 +149,14 @@ class _Peak:
             self.bytes = max(self.bytes, anonymous_bytes(os.getpid()) - self._before)
 
 
-def _distmp(folder: Path) -> nn.Module:
+def _distmp(directory: Path) -> nn.Module:
     from distmp.config import load
     from distmp.distributed.world import world_of_process
     from distmp.training.setup import build_engine, prepare, start_from_weights
 
     config = load(
         [
-            f"--model.name=hf:{folder}",
+            f"--model.name=hf:{directory}",
             f"--data.path={Path(__file__).parent}",
             *("--data.sequence-length=16", "--batch.microbatch-size=1"),
             f"--batch.global-batch-size={RANKS}",
@@ -171,14 +171,14 @@ def _distmp(folder: Path) -> nn.Module:
     return engine.model
 
 
-def _by_hand(folder: Path) -> nn.Module:
+def _by_hand(directory: Path) -> nn.Module:
     from transformers import LlamaForCausalLM
 
-    model: nn.Module = shard(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), None)
+    model: nn.Module = shard(LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32), None)
     return model
 
 
-def _accelerate(folder: Path) -> nn.Module:
+def _accelerate(directory: Path) -> nn.Module:
     from accelerate import Accelerator, DistributedType
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -195,7 +195,7 @@ def _accelerate(folder: Path) -> nn.Module:
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     prepared: nn.Module = fsdp2_prepare_model(accelerator, model)
     return prepared
 

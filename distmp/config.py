@@ -234,8 +234,8 @@ class SampleConfig:
     """Steps between two samples; 0: only at the end."""
 
     tokenizer: str | None = None
-    """Folder with the tokenizer.json that `data.path` was tokenized with; null: no samples of such
-    data, unless its tokenizer is `bytes`."""
+    """Directory with the tokenizer.json that `data.path` was tokenized with; null: no samples of
+    such data, unless its tokenizer is `bytes`."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "sample.every", self.every, "use 0 or more steps")
@@ -251,7 +251,7 @@ class RunConfig:
     """What to do, by names that are no settings and by sections, see `from_mapping`."""
 
     run_dir: str = field(default="runs/default", metadata=HARMLESS)
-    """Folder for the resolved configuration, step records and checkpoints."""
+    """Directory for the resolved configuration, step records and checkpoints."""
 
     resume: str | None = field(default=None, metadata=IGNORED)
     """Checkpoint to resume from: a path, or auto for the latest one of the run, if there is one."""
@@ -360,7 +360,7 @@ class RunConfig:
         valid = 0 <= self.seed < 2**63
         require(valid, "seed", self.seed, "use an integer from 0 to 2^63 - 1")
         valid = Path(self.run_dir).name not in ("", "..")
-        hint = "name a folder of the run's own, such as runs/first"
+        hint = "name a directory of the run's own, such as runs/first"
         require(valid, "run_dir", self.run_dir, hint)
         valid = self.resume != ""
         require(valid, "resume", "", "give 'auto', the path of a checkpoint, or null")

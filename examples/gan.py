@@ -67,22 +67,22 @@ def build(policy: str) -> tuple[distmp.Engine, distmp.Engine]:
     return generator, discriminator
 
 
-def resume(engines: dict[str, distmp.Engine], folder: str) -> int:
+def resume(engines: dict[str, distmp.Engine], directory: str) -> int:
     """Load the latest checkpoint that both engines have; return its step, 0 without one."""
     steps = {
-        name: engine.load(f"{folder}/{name}", missing_ok=True)["step"]
+        name: engine.load(f"{directory}/{name}", missing_ok=True)["step"]
         for name, engine in engines.items()
     }
     common = min(steps.values())
     for name, engine in engines.items():
         if steps[name] > common:  # the process ended between the two saves
-            engine.load(f"{folder}/{name}/step-{common:06d}")
+            engine.load(f"{directory}/{name}/step-{common:06d}")
     return common
 
 
-def save(engines: dict[str, distmp.Engine], folder: str) -> None:
+def save(engines: dict[str, distmp.Engine], directory: str) -> None:
     for name, engine in engines.items():
-        engine.save(f"{folder}/{name}")
+        engine.save(f"{directory}/{name}")
 
 
 @torch.no_grad()
@@ -93,30 +93,30 @@ def mean_radius(generator: distmp.Engine, random: torch.Generator) -> float:
     return float(generator.gather(drawn.norm(dim=1)).mean())
 
 
-def train(steps: int, folder: str, policy: str = "bf16-autocast") -> float:
+def train(steps: int, directory: str, policy: str = "bf16-autocast") -> float:
     """Train up to a number of steps; return the mean radius of generated points."""
     torch.manual_seed(0)
     generator, discriminator = build(policy)
     engines = {"generator": generator, "discriminator": discriminator}
-    start = resume(engines, folder)
+    start = resume(engines, directory)
     if start == 0:  # a step that both have, if the process ends between the two saves below
-        save(engines, folder)
+        save(engines, directory)
     # Draw different points on each rank, and after a restart.
     random = torch.Generator().manual_seed(1000 * start + generator.world.rank)
     for _ in range(start, steps):
         noise = torch.randn(BATCH, NOISE, generator=random)
         discriminator.check(discriminator.step([(points(random), noise)]))
         generator.check(generator.step([torch.randn(BATCH, NOISE, generator=random)]))
-    save(engines, folder)
+    save(engines, directory)
     return mean_radius(generator, random)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--folder", default="runs/gan")
+    parser.add_argument("--directory", default="runs/gan")
     arguments = parser.parse_args()
-    radius = train(arguments.steps, arguments.folder)
+    radius = train(arguments.steps, arguments.directory)
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"mean radius of generated points: {radius:.2f} (of the data: {RADIUS})")
 

@@ -11,23 +11,23 @@ import pytest
 
 
 @contextlib.contextmanager
-def disk(folder: Path, options: str) -> Iterator[Path]:
-    """Mount a disk in memory on `folder`.
+def disk(directory: Path, options: str) -> Iterator[Path]:
+    """Mount a disk in memory on `directory`.
 
     Args:
-        folder: Created if missing; its contents are hidden while the disk is mounted.
+        directory: Created if missing; its contents are hidden while the disk is mounted.
         options: Mount options, such as "size=2m" or "ro".
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    mount(folder, options)
+    directory.mkdir(parents=True, exist_ok=True)
+    mount(directory, options)
     try:
-        yield folder
+        yield directory
     finally:
-        unmount(folder)
+        unmount(directory)
 
 
-def mount(folder: Path, options: str) -> None:
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+def mount(directory: Path, options: str) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -36,14 +36,14 @@ def mount(folder: Path, options: str) -> None:
         pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
 
 
-def unmount(folder: Path) -> None:
+def unmount(directory: Path) -> None:
     # Lazily: files on it may still be open.
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def fill(folder: Path) -> Path:
+def fill(directory: Path) -> Path:
     """Fill the disk; return the file that takes the space."""
-    ballast = folder / "ballast"
+    ballast = directory / "ballast"
     with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
             pass

@@ -62,16 +62,16 @@ class Done:
     stderr: str
 
 
-def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 100) -> list[Done]:
-    """Run jobs one after the other, each in its own folder `folder`/N.
+def run_jobs(jobs: Sequence[Job], directory: Path, timeout: float = 100) -> list[Done]:
+    """Run jobs one after the other, each in its own directory `directory`/N.
 
     Args:
         jobs: The jobs.
-        folder: Where.
+        directory: Where.
         timeout: Seconds without progress, see `tests.progress`, after which all are killed.
     """
     agent = _context().Process(
-        target=_agent, args=(list(jobs), folder, environment(), sys.path), name="agent"
+        target=_agent, args=(list(jobs), directory, environment(), sys.path), name="agent"
     )
     agent.start()
     progress = Progress([agent.pid or 0], timeout, PROCESSOR_SECONDS)
@@ -81,23 +81,25 @@ def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 100) -> list[Do
         for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
             process.kill()
         agent.join()
-    output = (folder / "agent.log").read_text()
-    assert agent.exitcode == 0, output + "".join(_logs(path, "stderr") for path in folder.iterdir())
+    output = (directory / "agent.log").read_text()
+    assert agent.exitcode == 0, output + "".join(
+        _logs(path, "stderr") for path in directory.iterdir()
+    )
     agent.close()
-    results = json.loads((folder / "results.json").read_text())
+    results = json.loads((directory / "results.json").read_text())
     return [
         Done(
             {int(rank): code for rank, code in exit_codes.items()},
             ended,
-            _logs(folder / str(number), "stdout"),
-            _logs(folder / str(number), "stderr"),
+            _logs(directory / str(number), "stdout"),
+            _logs(directory / str(number), "stderr"),
         )
         for number, (exit_codes, ended) in enumerate(results)
     ]
 
 
-def _logs(folder: Path, name: str) -> str:
-    files = sorted(folder.glob(f"logs/*/attempt_*/*/{name}.log"), key=_attempt_and_rank)
+def _logs(directory: Path, name: str) -> str:
+    files = sorted(directory.glob(f"logs/*/attempt_*/*/{name}.log"), key=_attempt_and_rank)
     return "".join(file.read_text() for file in files)
 
 
@@ -134,9 +136,9 @@ def script(arguments: list[str]) -> None:
 # In the agent's process
 
 
-def _agent(jobs: list[Job], folder: Path, variables: dict[str, str], path: list[str]) -> None:
+def _agent(jobs: list[Job], directory: Path, variables: dict[str, str], path: list[str]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the tests
-    log = os.open(folder / "agent.log", os.O_WRONLY | os.O_CREAT)
+    log = os.open(directory / "agent.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.clear()
@@ -146,13 +148,13 @@ def _agent(jobs: list[Job], folder: Path, variables: dict[str, str], path: list[
         importlib.import_module(job.entry.partition(":")[0])  # once, not in every rank
     results = []
     for number, job in enumerate(jobs):
-        job_folder = folder / str(number)
-        job_folder.mkdir(exist_ok=True)
-        results.append((_run(job, job_folder), time.time()))
-    (folder / "results.json").write_text(json.dumps(results))
+        job_directory = directory / str(number)
+        job_directory.mkdir(exist_ok=True)
+        results.append((_run(job, job_directory), time.time()))
+    (directory / "results.json").write_text(json.dumps(results))
 
 
-def _run(job: Job, folder: Path) -> dict[int, int]:
+def _run(job: Job, directory: Path) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -161,7 +163,7 @@ def _run(job: Job, folder: Path) -> dict[int, int]:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=job.ranks,
-        run_id=folder.name,
+        run_id=directory.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         rdzv_configs={"is_host": True},
@@ -169,24 +171,24 @@ def _run(job: Job, folder: Path) -> dict[int, int]:
         max_restarts=job.max_restarts,
         monitor_interval=0.05,
         start_method="fork",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs"), redirects=Std.ALL),
     )
     try:
-        elastic_launch(config, _rank)(job, folder)
+        elastic_launch(config, _rank)(job, directory)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
 
 
-def _rank(job: Job, folder: Path) -> None:
+def _rank(job: Job, directory: Path) -> None:
     import torch
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the agent
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the fork has inherited the agent's handlers
     torch.set_num_threads(1)
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))  # as `python -m` does
+    os.chdir(directory)
+    sys.path.insert(0, str(directory))  # as `python -m` does
     os.environ.update(job.variables)
     module, _, function = job.entry.partition(":")
     getattr(importlib.import_module(module), function)(job.arguments)

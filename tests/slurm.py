@@ -28,15 +28,15 @@ NodeName=node[1-2] CPUs={cores} Gres=gpu:{gpus}
 PartitionName=all Nodes=ALL Default=YES
 AuthType=auth/munge
 # A requeued job starts again after its old credential has expired.
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/%n.log
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/%n
 GresTypes=gpu
 SelectType=select/cons_tres
 ProctrackType=proctrack/linuxproc
@@ -66,10 +66,10 @@ PATIENCE_SECONDS = 600
 class Cluster:
     """Runs Slurm commands like a user on the first node."""
 
-    def __init__(self, hosts: TwoHosts, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, hosts: TwoHosts, directory: Path) -> None:
+        self.directory = directory
         self._hosts = hosts
-        self._environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
         """Run a command on the first node, with additional environment variables."""
@@ -99,7 +99,7 @@ class Cluster:
 
     def logs(self) -> str:
         """Return the logs of Slurm's daemons, for the message of a failed test."""
-        logs = sorted(self.folder.glob("*.log"))
+        logs = sorted(self.directory.glob("*.log"))
         return "\n".join(f"--- {log.name} ---\n{log.read_text()}" for log in logs)
 
 
@@ -107,17 +107,17 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     """Start munged, slurmctld and a slurmd on each node; all of them end with the hosts."""
     with (
-        # Not in pytest's folders: the path of a socket is limited to 107 characters.
+        # Not in pytest's directories: the path of a socket is limited to 107 characters.
         tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as name,
         two_hosts.two_hosts() as hosts,
     ):
-        folder = Path(name)
-        _configure(folder)
-        ours = Cluster(hosts, folder)
-        ours.run(*_munged(folder))
+        directory = Path(name)
+        _configure(directory)
+        ours = Cluster(hosts, directory)
+        ours.run(*_munged(directory))
         ours.run("slurmctld", "-c")
         for host in range(len(NAMES)):
-            environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+            environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
             hosts.run(host, "slurmd", env=environment)
         wait_until(
             lambda: ours.run("sinfo", "-hN", "-o", "%T").split() == ["idle", "idle"], ours.logs
@@ -125,28 +125,28 @@ def cluster() -> Iterator[Cluster]:
         yield ours
 
 
-def _configure(folder: Path) -> None:
-    (folder / "slurm.conf").write_text(
-        _CONFIGURATION.format(folder=folder, gpus=_GPUS, cores=os.cpu_count())
+def _configure(directory: Path) -> None:
+    (directory / "slurm.conf").write_text(
+        _CONFIGURATION.format(directory=directory, gpus=_GPUS, cores=os.cpu_count())
     )
-    gpus = folder / "gpus"
+    gpus = directory / "gpus"
     gpus.mkdir()
     for number in range(_GPUS):
         (gpus / f"gpu{number}").touch()
-    (folder / "gres.conf").write_text(f"Name=gpu File={gpus}/gpu[0-{_GPUS - 1}]\n")
-    key = folder / "munge.key"
+    (directory / "gres.conf").write_text(f"Name=gpu File={gpus}/gpu[0-{_GPUS - 1}]\n")
+    key = directory / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
 
 
-def _munged(folder: Path) -> list[str]:
+def _munged(directory: Path) -> list[str]:
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
     files["seed-file"] = "seed"
-    # --force: the folder above, /tmp, may be written by all.
+    # --force: the directory above, /tmp, may be written by all.
     return [
         "munged",
         "--force",
-        *(f"--{name}={folder}/munge.{end}" for name, end in files.items()),
+        *(f"--{name}={directory}/munge.{end}" for name, end in files.items()),
     ]
 
 

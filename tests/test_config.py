@@ -63,7 +63,7 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--timeout-minutes", "0"], "timeout_minutes"),
         (["--run-dir", ""], "run_dir"),
         *(
-            (["--run-dir", path], f"run_dir = {path!r}: name a folder")
+            (["--run-dir", path], f"run_dir = {path!r}: name a directory")
             for path in ("/", ".", "a/..")
         ),
         (["--run-dir", "a\0b"], "run_dir = 'a\\x00b': contains a NUL character"),

@@ -32,9 +32,9 @@ class Distributions(NamedTuple):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     """Build as `make dist` does: an sdist of the clone, and a wheel of the sdist."""
-    folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    directory = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(ROOT))
+    (sdist,), (wheel,) = directory.glob("*.tar.gz"), directory.glob("*.whl")
     return Distributions(sdist, wheel)
 
 
@@ -50,18 +50,18 @@ def run(*command: str, cwd: Path = ROOT) -> str:
     return out
 
 
-def new_environment(folder: Path, *requirements: str) -> Path:
+def new_environment(directory: Path, *requirements: str) -> Path:
     """Install distmp in a new environment; dependencies are those of this one.
 
-    A folder that a .pth file names is searched, but .pth files in it are not: an editable install
-    of distmp in this environment is not visible.
+    A directory that a .pth file names is searched, but .pth files in it are not: an editable
+    install of distmp in this environment is not visible.
 
     Returns:
-        The folder of its commands.
+        The directory of its commands.
     """
-    venv.create(folder, symlinks=True)
-    commands = folder / "bin"
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    venv.create(directory, symlinks=True)
+    commands = directory / "bin"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(directory)}))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(commands / "python"), "install"]
     offline = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
@@ -111,7 +111,7 @@ def test_the_metadata(built: Distributions) -> None:
 
 
 @pytest.mark.nightly
-def test_the_wheel_trains_in_an_empty_folder(built: Distributions, tmp_path: Path) -> None:
+def test_the_wheel_trains_in_an_empty_directory(built: Distributions, tmp_path: Path) -> None:
     commands = new_environment(tmp_path / "environment", str(built.wheel))
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -119,9 +119,9 @@ def test_the_wheel_trains_in_an_empty_folder(built: Distributions, tmp_path: Pat
     script = "import distmp; distmp.Engine; print(distmp.__file__)"
     found = Path(run(str(commands / "python"), "-c", script, cwd=empty).strip())
     assert found.is_relative_to(tmp_path / "environment")
-    *presets, _, _, folder = run(distmp, "presets", cwd=empty).splitlines()
+    *presets, _, _, directory = run(distmp, "presets", cwd=empty).splitlines()
     assert any(line.startswith("preset:quickstart ") for line in presets)
-    assert Path(folder) == found.parent / "presets"
+    assert Path(directory) == found.parent / "presets"
     train = ["train", "--config", "preset:quickstart", "--steps", "20"]
     assert "validation loss" in run(distmp, *train, cwd=empty)
     assert len((empty / "runs/quickstart/steps.jsonl").read_text().splitlines()) == 20
@@ -176,8 +176,8 @@ def test_the_readme_of_a_package_index_has_no_relative_links(source: str | None)
 
 
 @pytest.mark.nightly
-def test_an_editable_install_precedes_a_folder_with_its_name(tmp_path: Path) -> None:
-    """A script beside a clone `distmp` finds the package, not the folder of the clone."""
+def test_an_editable_install_precedes_a_directory_with_its_name(tmp_path: Path) -> None:
+    """A script beside a clone `distmp` finds the package, not the directory of the clone."""
     commands = new_environment(tmp_path / "environment", "--editable", str(ROOT))
     (tmp_path / "distmp").symlink_to(ROOT)
     script = tmp_path / "script.py"

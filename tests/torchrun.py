@@ -27,12 +27,12 @@ SENTENCES = (
 )
 
 
-def corpus(folder: Path) -> Path:
+def corpus(directory: Path) -> Path:
     """Write a few small files of text."""
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for number in range(12):
-        (folder / f"text{number}.py").write_text(SENTENCES[number % 2] * 40)
-    return folder
+        (directory / f"text{number}.py").write_text(SENTENCES[number % 2] * 40)
+    return directory
 
 
 def python(*arguments: str) -> list[str]:

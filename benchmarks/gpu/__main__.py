@@ -2,8 +2,8 @@
 
 Runs all slices, the most important first, or one with `--slice N`. A slice takes at most 9 minutes.
 Each job has a time limit; a job that fails or exceeds it does not stop the others. The output
-folder gets a summary, and for each job its log, the outcomes of its tests and its measurements, as
-soon as they exist. Exits with code 1 unless all jobs pass.
+directory gets a summary, and for each job its log, the outcomes of its tests and its measurements,
+as soon as they exist. Exits with code 1 unless all jobs pass.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def _arguments() -> argparse.Namespace:
         "--output",
         type=Path,
         default=ROOT / "build" / "gpu",
-        help="folder for the summary, logs and results (default: build/gpu)",
+        help="directory for the summary, logs and results (default: build/gpu)",
     )
     options.add_argument(
-        "--wheels", type=Path, help="folder with wheels of packages that are not installed"
+        "--wheels", type=Path, help="directory with wheels of packages that are not installed"
     )
     options.add_argument("--list", action="store_true", help="list the jobs without running them")
     arguments = options.parse_args()

@@ -76,27 +76,27 @@ def run_slice(
             continue
         print(f"  {job.name} (at most {limit:.0f} s)", flush=True)
         summary.put(replace(planned, outcome=RUNNING))
-        folder = summary.folder / job.name
-        result = run_job(job, limit, folder, planned)
+        directory = summary.directory / job.name
+        result = run_job(job, limit, directory, planned)
         summary.put(result)
         print(f"    {result.outcome} in {result.seconds:.0f} s {result.cause}", flush=True)
         if result.outcome == FAILED:
-            print("\n".join(_last_lines(folder / "log.txt")), flush=True)
+            print("\n".join(_last_lines(directory / "log.txt")), flush=True)
 
 
-def run_job(job: Job, limit: float, folder: Path, planned: Result) -> Result:
+def run_job(job: Job, limit: float, directory: Path, planned: Result) -> Result:
     """Run a job and end its processes.
 
     Args:
         job: The job.
         limit: Time limit in seconds.
-        folder: Folder for its log, the outcomes of its tests, and copies of the results that it
-            saves. Results of an earlier run are deleted.
+        directory: Directory for its log, the outcomes of its tests, and copies of the results that
+            it saves. Results of an earlier run are deleted.
         planned: The result before the job.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    log, outcomes = folder / "log.txt", folder / "tests.jsonl"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    log, outcomes = directory / "log.txt", directory / "tests.jsonl"
     used, saved = _used_bytes(), _saved()
     started = time.monotonic()
     try:
@@ -106,7 +106,7 @@ def run_job(job: Job, limit: float, folder: Path, planned: Result) -> Result:
         code, unended = error.code, [str(error)]
     seconds = time.monotonic() - started
     for path, _ in _saved() - saved:
-        shutil.copy(path, folder)
+        shutil.copy(path, directory)
     tests = Outcomes.read(outcomes) if job.has_tests else None
     problems = [*_problems(code, limit, log, tests), *unended, *_left_memory(used)]
     return replace(
@@ -134,7 +134,7 @@ def _environment() -> dict[str, str]:
     # Other installed plugins must not affect the tests.
     return {
         **os.environ,
-        report.FOLDER: str(report.RESULTS.absolute()),
+        report.DIRECTORY: str(report.RESULTS.absolute()),
         "PYTHONPATH": os.pathsep.join(path),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }

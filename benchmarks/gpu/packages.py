@@ -32,18 +32,18 @@ def missing() -> list[str]:
 
 
 def install(wheels: Path, target: Path = TARGET) -> None:
-    """Install the packages of a folder of wheels that are not installed yet; needs no network.
+    """Install the packages of a directory of wheels that are not installed yet; needs no network.
 
     Args:
-        wheels: Folder with the wheels of packages and of their dependencies.
-        target: Folder for the installed packages, which is added to the end of `sys.path`.
+        wheels: Directory with the wheels of packages and of their dependencies.
+        target: Directory for the installed packages, which is added to the end of `sys.path`.
 
     Raises:
-        SystemExit: If the folder has no wheel, or pip could not install one.
+        SystemExit: If the directory has no wheel, or pip could not install one.
     """
     found = sorted(wheels.glob("*.whl"))
     if not found:
-        raise SystemExit(f"--wheels {wheels}: the folder has no wheel (docs/gpu.md)")
+        raise SystemExit(f"--wheels {wheels}: the directory has no wheel (docs/gpu.md)")
     new = [wheel for wheel in found if not _is_installed(wheel.name.partition("-")[0])]
     if new:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -56,20 +56,20 @@ class Result:
 
 
 class Summary:
-    """The results in a folder: those of this run, and earlier ones of other jobs.
+    """The results in a directory: those of this run, and earlier ones of other jobs.
 
     Args:
-        folder: Gets `summary.json` and `summary.md`.
+        directory: Gets `summary.json` and `summary.md`.
 
     Attributes:
-        folder: The folder.
+        directory: The directory.
         results: The results, slice by slice.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._json = folder / "summary.json"
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._json = directory / "summary.json"
         read = json.loads(self._json.read_text()) if self._json.exists() else []
         self.results = [Result(**fields) for fields in read]
 
@@ -84,7 +84,7 @@ class Summary:
         stored = json.dumps([asdict(result) for result in self.results], indent=2)
         for path, text in (
             (self._json, stored),
-            (self.folder / "summary.md", self.text(self.results)),
+            (self.directory / "summary.md", self.text(self.results)),
         ):
             with replacing(path) as file:
                 file.write(text.encode())

@@ -38,7 +38,7 @@ class Job(NamedTuple):
     """A run of tests or a benchmark.
 
     Attributes:
-        name: Name for `--only` and `--skip`, and of its folder.
+        name: Name for `--only` and `--skip`, and of its directory.
         arguments: Arguments of `python -m`.
         limit: Time limit in seconds.
     """
@@ -71,7 +71,7 @@ def slices(size: str, large: str | None, output: Path) -> list[Slice]:
     Args:
         size: Size of the trained models.
         large: Size of a model for another comparison with peers; None omits it.
-        output: Folder with a folder for each job.
+        output: Directory with a directory for each job.
     """
     bf16 = ("--races", "ddp bf16", "fsdp bf16")
     peers = [_benchmark("peers", 270, "--size", size, *bf16)]
@@ -119,11 +119,13 @@ def slices(size: str, large: str | None, output: Path) -> list[Slice]:
     ]
 
 
-def _tests(name: str, limit: int, *folders: str) -> Job:
+def _tests(name: str, limit: int, *directories: str) -> Job:
     # One test that hangs leaves time for others.
     options = ["-m", "gpu", "-q", "--continue-on-collection-errors"]
     options.append(f"--timeout={limit * 2 // 3}")
-    return Job(name, ("pytest", *options, *(f"tests/{folder}" for folder in folders)), limit)
+    return Job(
+        name, ("pytest", *options, *(f"tests/{directory}" for directory in directories)), limit
+    )
 
 
 def _trace(strategy: str, output: Path) -> Job:

@@ -38,7 +38,7 @@ class _HeldParameter(NamedTuple):
     has_master: bool
 
 
-class SteppedParameters:
+class OptimizerParameters:
     """The tensors that the optimizer steps for the parameters of some buckets.
 
     Attributes:
@@ -88,7 +88,7 @@ class SteppedParameters:
         """Round gradients to the dtype of 16-bit weights that the optimizer steps."""
 
     def publish(self) -> None:
-        """Copy the stepped weights to the parameters of the module."""
+        """Copy the optimizer's weights to the parameters of the module."""
 
 
 class _WatchedCopies:
@@ -138,17 +138,17 @@ class _Flat(NamedTuple):
     """The flat buffers of one bucket.
 
     Attributes:
-        stepped: The weights that the optimizer steps, FP32: all of them, or this rank's shard.
+        updated: The weights that the optimizer steps, FP32: all of them, or this rank's shard.
         own: The same elements in the dtype of the module, a view of `parameters`.
         parameters: All parameters of the bucket in the dtype of the module.
     """
 
-    stepped: Tensor
+    updated: Tensor
     own: Tensor
     parameters: Tensor
 
 
-class FlatParameters(SteppedParameters):
+class FlatParameters(OptimizerParameters):
     """Parameters in flat buffers with the layout of the buckets, updated by one copy per bucket.
 
     The optimizer steps FP32 tensors (`named`) whose `.grad` is a view of the gradient buckets:
@@ -202,11 +202,11 @@ class FlatParameters(SteppedParameters):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the stepped weights to the parameters of the module."""
+        """Copy the optimizer's weights to the parameters of the module."""
         pending = []
         for flat in self._flat:
-            if flat.own.dtype != flat.stepped.dtype:
-                flat.own.copy_(flat.stepped)
+            if flat.own.dtype != flat.updated.dtype:
+                flat.own.copy_(flat.updated)
             if self._buckets.sharded:
                 pending.append(all_gather(flat.parameters, flat.own, self._buckets.group))
         for work in pending:
@@ -223,18 +223,18 @@ class FlatParameters(SteppedParameters):
         if self._buckets.sharded:
             part = layout.shard(self._buckets.rank, self._buckets.world_size)
         own = parameters[part]
-        stepped = own
+        updated = own
         if dtype != torch.float32:
-            stepped = torch.zeros_like(own, dtype=torch.float32)
-        self._flat.append(_Flat(stepped, own, parameters))
+            updated = torch.zeros_like(own, dtype=torch.float32)
+        self._flat.append(_Flat(updated, own, parameters))
         views = layout.views(parameters)
-        masters = None if self._buckets.sharded else layout.views(stepped)
+        masters = None if self._buckets.sharded else layout.views(updated)
         for index, name in enumerate(layout.names):
             value = values.pop(name)
             if masters is None:
                 shard = layout.shard_range(index, part)
                 start = layout.offsets[index] - part.start
-                master = stepped[max(start + shard.start, 0) : max(start + shard.stop, 0)]
+                master = updated[max(start + shard.start, 0) : max(start + shard.stop, 0)]
                 master.copy_(value.reshape(-1)[shard])
                 self.shard_ranges[name] = shard
             else:
@@ -248,11 +248,11 @@ class FlatParameters(SteppedParameters):
             self._buckets.attach(bucket, index, self.named[name])
 
 
-class PureParameters(SteppedParameters):
+class PureParameters(OptimizerParameters):
     """16-bit parameters that the optimizer steps directly, without master weights.
 
     Their gradients are summed in the FP32 buckets like all others, and rounded once for the
-    optimizer. FP32 parameters are stepped directly with FP32 gradients.
+    optimizer. FP32 parameters are updated directly with FP32 gradients.
 
     Args:
         buckets: The gradient buckets of the parameters, not sharded.

@@ -1,4 +1,4 @@
-"""Tracks which parameters were used in training, and therefore are stepped by an optimizer."""
+"""Tracks which parameters were used in training, and therefore are updated by an optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distmp.errors import TrainingError
 class UsedParameters:
     """Tracks which parameters have ever had a gradient, on any rank.
 
-    A parameter that no rank has ever used is not stepped, as in plain torch: its `.grad` is None,
+    A parameter that no rank has ever used is not updated, as in plain torch: its `.grad` is None,
     the optimizer keeps no state for it and applies no weight decay. From its first gradient on, a
     step in which no rank uses it counts as a zero gradient, so momentum and weight decay continue.
     Excluding it from such a step too would need an exchange between ranks, and the host would have
@@ -105,7 +105,7 @@ class UsedParameters:
         self._skipped = skipped
 
     def is_unused(self, parameter: str) -> bool:
-        """Return whether no rank has used a parameter up to this step, so it is not stepped."""
+        """Return whether no rank has used a parameter up to this step, so it is not updated."""
         return parameter in self._unused and parameter not in self._newly_used
 
     @property

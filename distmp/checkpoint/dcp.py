@@ -67,11 +67,11 @@ def write(
     ranks: Ranks,
     finite: Collection[str] = (),
 ) -> Written:
-    """Write tensors and their index to the folder `path`. Collective over `ranks`.
+    """Write tensors and their index to the directory `path`. Collective over `ranks`.
 
     Args:
         goal: Purpose, for the error.
-        path: An empty folder.
+        path: An empty directory.
         tensors: The tensors by name, see `store.save`.
         ranks: All ranks.
         finite: Names of the tensors to check for non-finite values.
@@ -101,11 +101,11 @@ def read(
     tensors: dict[str, Tensor],
     ranks: Ranks,
 ) -> None:
-    """Read tensors, in place, from the folder `path`. Collective over `ranks`.
+    """Read tensors, in place, from the directory `path`. Collective over `ranks`.
 
     Args:
         goal: Purpose, for the error.
-        path: Folder of the checkpoint.
+        path: Directory of the checkpoint.
         index: Its index, which has been checked.
         tensors: Live tensors by name; they must fit those in the index.
         ranks: All ranks.

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import State, readable_state
 from distmp.checkpoint.settings import Retention
-from distmp.checkpoint.storage import LocalStorage, folder_name
+from distmp.checkpoint.storage import LocalStorage, directory_name
 
 logger = logging.getLogger("distmp")
 
 
 def final_path(directory: Location, step: int) -> Location:
     """Return the path of the checkpoint of `step`."""
-    return directory / folder_name(step)
+    return directory / directory_name(step)
 
 
 def has_checkpoint(directory: Location, step: int) -> bool:

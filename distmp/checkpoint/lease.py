@@ -1,8 +1,8 @@
-"""A lease on a folder: at any time, at most one job owns it.
+"""A lease on a directory: at any time, at most one job owns it.
 
-The lease is a small file in the folder, `lease-000001.json`, that its owner rewrites every third of
-its length. The lease with the highest number counts, and a folder gets a new owner only by the
-exclusive creation of the next number. Local file systems and NFS do this atomically.
+The lease is a small file in the directory, `lease-000001.json`, that its owner rewrites every third
+of its length. The lease with the highest number counts, and a directory gets a new owner only by
+the exclusive creation of the next number. Local file systems and NFS do this atomically.
 
 # Note [Two owners]
 # An owner extends its lease by a write to its own file, which may only count if it is complete
@@ -61,7 +61,7 @@ class SchedulerJob:
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that owns a folder.
+    """The job that owns a directory.
 
     Attributes:
         job: Identity of the job, which the restarts of its ranks share.
@@ -132,7 +132,7 @@ class Content:
 
 
 class HeldError(DistmpError):
-    """Another job owns the folder.
+    """Another job owns the directory.
 
     Args:
         owner: The other job.
@@ -144,10 +144,10 @@ class HeldError(DistmpError):
 
 
 class Lease:
-    """The lease on one folder. Methods may be called from several threads.
+    """The lease on one directory. Methods may be called from several threads.
 
     Args:
-        folder: The folder, which exists.
+        directory: The directory, which exists.
         owner: This job.
         seconds: Length of the lease.
         clock: Returns the seconds of a monotonic clock.
@@ -156,14 +156,14 @@ class Lease:
 
     def __init__(
         self,
-        folder: Location,
+        directory: Location,
         owner: Owner,
         *,
         seconds: float = SECONDS,
         clock: Callable[[], float] = clock,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.folder = folder
+        self.directory = directory
         self._content = Content(owner, seconds=seconds)
         self._clock = clock
         self._sleep = sleep
@@ -174,38 +174,38 @@ class Lease:
 
     @property
     def is_valid(self) -> bool:
-        """Whether this job owns the folder, without a look at the file."""
+        """Whether this job owns the directory, without a look at the file."""
         owned = self._number is not None and self._lost_to is None
         return owned and self._clock() < self._expires
 
     def claim(self, on_wait: Callable[[Owner], object] = lambda owner: None) -> None:
-        """Become the owner. Waits while the folder may still belong to a job that has ended.
+        """Become the owner. Waits while the directory may still belong to a job that has ended.
 
         Args:
             on_wait: Called before each look with the owner that this job waits for. It may raise an
                 exception to end the wait.
 
         Raises:
-            HeldError: If another job owns the folder and still runs.
+            HeldError: If another job owns the directory and still runs.
             OSError: If the lease cannot be read or written.
         """
         while True:
-            number = _latest(self.folder)
+            number = _latest(self.directory)
             if self._is_free(number, on_wait) and self._create(number + 1):
                 return
 
     def claim_first(self) -> None:
-        """Become the first owner of a new folder.
+        """Become the first owner of a new directory.
 
         Raises:
-            HeldError: If the folder has an owner, or had one.
+            HeldError: If the directory has an owner, or had one.
         """
-        number = _latest(self.folder)
+        number = _latest(self.directory)
         if number or not self._create(1):
-            raise HeldError(_owner(self.folder, _latest(self.folder)) or self._content.owner)
+            raise HeldError(_owner(self.directory, _latest(self.directory)) or self._content.owner)
 
     def renew(self, state: str | None = None) -> None:
-        """Extend the lease, or find out that another job owns the folder.
+        """Extend the lease, or find out that another job owns the directory.
 
         Args:
             state: The state from now on; None keeps it.
@@ -219,15 +219,15 @@ class Lease:
             start = self._clock()
             count = self._content.count + 1
             self._content = replace(self._content, state=state or self._content.state, count=count)
-            if (latest := _latest(self.folder)) > self._number:
+            if (latest := _latest(self.directory)) > self._number:
                 self._lose(latest)
             elif start < self._expires and self._overwrite(self._number, self._content):
                 self._expires = start + self._content.seconds
             elif not self._create(self._number + 1):
-                self._lose(_latest(self.folder))
+                self._lose(_latest(self.directory))
 
     def check(self) -> None:
-        """Check that this job owns the folder; looks at the file only if the lease has expired.
+        """Check that this job owns the directory; looks at the file only if the lease has expired.
 
         Raises:
             HeldError: If another job does.
@@ -239,21 +239,21 @@ class Lease:
             raise HeldError(self._lost_to)
 
     def release(self) -> None:
-        """Let the next job own the folder immediately.
+        """Let the next job own the directory immediately.
 
         Raises:
             OSError: If the lease cannot be written; it expires then.
         """
         with self._lock:
             number, valid = self._number, self.is_valid
-            # Before the write, after which another job may own the folder.
+            # Before the write, after which another job may own the directory.
             self._number = None
             if number is not None and valid:
                 self._overwrite(number, replace(self._content, state=RELEASED))
 
     def _is_free(self, number: int, on_wait: Callable[[Owner], object]) -> bool:
         """Return whether the owner has gone, after a wait; False if there is another one now."""
-        seen, since = _read(self.folder, number), self._clock()
+        seen, since = _read(self.directory, number), self._clock()
         while True:
             content = Content.decode(seen)
             if not number or (content is not None and self._may_replace(content)):
@@ -264,9 +264,9 @@ class Lease:
             self._sleep(seconds / LOOKS)
             # Before the file is read: the owner may renew it until then, see Note [Two owners].
             expired = self._clock() - since >= seconds
-            if _latest(self.folder) != number:
+            if _latest(self.directory) != number:
                 return False
-            now = _read(self.folder, number)
+            now = _read(self.directory, number)
             if now == seen:
                 if expired:
                     return True
@@ -280,74 +280,74 @@ class Lease:
         return content.state == RELEASED or self._content.owner.replaces(content.owner)
 
     def _create(self, number: int) -> bool:
-        """Try to create the lease of a number; return whether this job owns the folder now."""
+        """Try to create the lease of a number; return whether this job owns the directory now."""
         start = self._clock()
         data = _encode(self._content)
         try:
-            _create_file(_path(self.folder, number), data)
+            _create_file(_path(self.directory, number), data)
         except FileExistsError:
             return False
-        numbers = _numbers(self.folder)
+        numbers = _numbers(self.directory)
         if max(numbers, default=0) != number:
             return False
         self._number, self._expires = number, start + self._content.seconds
         for older in numbers:
             if older < number:
-                _path(self.folder, older).unlink(missing_ok=True)
+                _path(self.directory, older).unlink(missing_ok=True)
         return True
 
     def _overwrite(self, number: int, content: Content) -> bool:
         """Write this job's own file; return whether the lease had not expired before the end."""
-        path, data = _path(self.folder, number), _encode(content)
+        path, data = _path(self.directory, number), _encode(content)
         try:
             with path.open("r+b") as file:
                 file.write(data)
-        except FileNotFoundError:  # the folder was deleted, or a later owner has tidied it
+        except FileNotFoundError:  # the directory was deleted, or a later owner has tidied it
             return False
         return self._clock() < self._expires
 
     def _lose(self, number: int) -> None:
-        self._lost_to = _owner(self.folder, number) or replace(
+        self._lost_to = _owner(self.directory, number) or replace(
             self._content.owner, job="", host="unknown"
         )
 
 
-def last_owner(folder: Location) -> Owner | None:
-    """Return the job that owns a folder or was the last to own it; None if that is not known."""
+def last_owner(directory: Location) -> Owner | None:
+    """Return the job that owns a directory or was the last to own it; None if that is not known."""
     try:
-        return _owner(folder, _latest(folder))
+        return _owner(directory, _latest(directory))
     except OSError:
         return None
 
 
-def _owner(folder: Location, number: int) -> Owner | None:
-    content = Content.decode(_read(folder, number))
+def _owner(directory: Location, number: int) -> Owner | None:
+    content = Content.decode(_read(directory, number))
     return None if content is None else content.owner
 
 
-def _read(folder: Location, number: int) -> bytes:
+def _read(directory: Location, number: int) -> bytes:
     try:
-        return _path(folder, number).read_bytes()
+        return _path(directory, number).read_bytes()
     except FileNotFoundError:
         return b""
 
 
-def _path(folder: Location, number: int) -> Location:
-    return folder / f"lease-{number:06d}.json"
+def _path(directory: Location, number: int) -> Location:
+    return directory / f"lease-{number:06d}.json"
 
 
 def _encode(content: Content) -> bytes:
     return replace(content, time=time.time()).encode()
 
 
-def _latest(folder: Location) -> int:
-    return max(_numbers(folder), default=0)
+def _latest(directory: Location) -> int:
+    return max(_numbers(directory), default=0)
 
 
-def _numbers(folder: Location) -> list[int]:
-    if not folder.is_dir():
+def _numbers(directory: Location) -> list[int]:
+    if not directory.is_dir():
         return []
-    names = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    names = (_NAME.fullmatch(path.name) for path in directory.iterdir())
     return [int(name[1]) for name in names if name]
 
 

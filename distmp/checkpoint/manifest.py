@@ -238,7 +238,7 @@ def check_name(name: str) -> str:
     """Return the name of a file of a checkpoint.
 
     Raises:
-        CheckpointError: If it is not that of a file inside the folder.
+        CheckpointError: If it is not that of a file inside the directory.
     """
     if Path(name).name != name:
         raise CheckpointError(f"it names a file outside the checkpoint, {name!r}")

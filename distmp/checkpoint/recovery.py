@@ -163,7 +163,7 @@ def _problem_of(path: Location) -> str | None:
 
 
 def _examined(directory: Location, before: int | None = None) -> Iterator[tuple[Entry, str | None]]:
-    """Yield the folders of checkpoints, the latest first, and why unhealthy ones are.
+    """Yield the directories of checkpoints, the latest first, and why unhealthy ones are.
 
     Args:
         directory: The directory.

@@ -75,8 +75,8 @@ class CheckpointConfig:
     """Permanently keep the first checkpoint of each interval of so many steps; 0 disables this."""
 
     path: str | None = None
-    """Parent folder of the checkpoint folder, which has the name of the run's folder. null: in the
-    run's folder."""
+    """Parent directory of the checkpoint directory, which has the name of the run's directory.
+    null: in the run's directory."""
 
     def __post_init__(self) -> None:
         if self.every < 0:

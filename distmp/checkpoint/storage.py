@@ -1,8 +1,8 @@
 """Creates and removes checkpoints atomically.
 
-The checkpoint of step 100 is the folder `step-000100`. It contains `state.json`, which is written
-last. The folder is then renamed, which is atomic, so every reader sees a complete checkpoint or
-none. Suffixes mark other folders:
+The checkpoint of step 100 is the directory `step-000100`. It contains `state.json`, which is
+written last. The directory is then renamed, which is atomic, so every reader sees a complete
+checkpoint or none. Suffixes mark other directories:
 
 - `.writing`: not finished; removed by the next save.
 - `.replaced`: was current until another checkpoint of the same step was written. It is used while
@@ -30,11 +30,11 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 class Entry(NamedTuple):
-    """The folder of a checkpoint, finished or not.
+    """The directory of a checkpoint, finished or not.
 
     Attributes:
-        step: Step in the name of the folder.
-        path: The folder.
+        step: Step in the name of the directory.
+        path: The directory.
         finished: Whether the checkpoint was completed.
     """
 
@@ -48,13 +48,13 @@ def is_checkpoint(path: Path) -> bool:
     return (path / STATE_FILE).is_file() and (path / INDEX_FILE).is_file()
 
 
-def folder_name(step: int) -> str:
-    """Return the folder name of the checkpoint of `step`."""
+def directory_name(step: int) -> str:
+    """Return the directory name of the checkpoint of `step`."""
     return f"step-{step:06d}"
 
 
 def named_step(path: Path) -> int | None:
-    """Return the step in the name of a folder, with any suffix; None if the name has none."""
+    """Return the step in the name of a directory, with any suffix; None if the name has none."""
     name = _STEP.match(path.name)
     return int(name[1]) if name else None
 
@@ -79,7 +79,7 @@ class LocalStorage:
         self._directory = directory
 
     def entries(self) -> list[Entry]:
-        """Return the folders of checkpoints, finished or not, in order of preference."""
+        """Return the directories of checkpoints, finished or not, in order of preference."""
         order = {".writing": 0, None: 1, ".replaced": 2}
         entries = []
         for path in self._directory.glob("step-*"):
@@ -98,13 +98,13 @@ class LocalStorage:
         return sorted(found, reverse=True)
 
     def prepare(self, step: int) -> Path:
-        """Remove leftovers of a crash, and return the folder to write to."""
+        """Remove leftovers of a crash, and return the directory to write to."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("step-*"):
             replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
             if path.suffix in (".writing", ".removing") or replaced:
                 _delete(path)
-        writing = self._directory / f"{folder_name(step)}.writing"
+        writing = self._directory / f"{directory_name(step)}.writing"
         writing.mkdir()
         return writing
 
@@ -113,7 +113,7 @@ class LocalStorage:
         _delete(path)
 
     def publish(self, written: Path) -> Path:
-        """Make the checkpoint in a folder current; return the folder under its final name.
+        """Make the checkpoint in a directory current; return the directory under its final name.
 
         Its files must be on the disk, `state.json` last.
         """
@@ -140,7 +140,7 @@ class LocalStorage:
 
 
 def _holds_checkpoints(path: Path) -> bool:
-    """Return whether a folder with the name of a checkpoint is a directory of checkpoints.
+    """Return whether a directory with the name of a checkpoint is a directory of checkpoints.
 
     A loop that saves to `runs/step-000100` gets `runs/step-000100/step-000100`.
     """

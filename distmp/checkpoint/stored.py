@@ -57,7 +57,7 @@ def read_index(path: Location, files: dict[str, FileSum]) -> Metadata:
     """Read and check the index of the checkpoint at `path`.
 
     Args:
-        path: Folder of the checkpoint.
+        path: Directory of the checkpoint.
         files: Its files by name.
 
     Raises:
@@ -91,10 +91,10 @@ class StoredCheckpoint:
     `state.json` and the index of the tensors are read once, when they are first used.
 
     Args:
-        path: Folder of the checkpoint.
+        path: Directory of the checkpoint.
 
     Attributes:
-        path: Folder of the checkpoint.
+        path: Directory of the checkpoint.
     """
 
     def __init__(self, path: Location) -> None:
@@ -196,7 +196,7 @@ class StoredCheckpoint:
         step = named_step(self.path)
         if step not in (None, self.state.step):
             raise CheckpointError(
-                f"its folder is named after step {step}, but it holds step {self.state.step}"
+                f"its directory is named after step {step}, but it holds step {self.state.step}"
             )
         files = self.state.files
         # In the order of the ranks that wrote them: at the same world size a rank verifies the file

@@ -1,4 +1,4 @@
-"""`distmp export CHECKPOINT --to FOLDER`: export the weights of a run as safetensors."""
+"""`distmp export CHECKPOINT --to DIRECTORY`: export the weights of a run as safetensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
 
     Raises:
         ConfigError: If an argument is invalid.
-        CheckpointError: If the checkpoint cannot be read or the folder cannot be written.
+        CheckpointError: If the checkpoint cannot be read or the directory cannot be written.
     """
     parser = Parser(
         prog="distmp export",
@@ -21,9 +21,9 @@ def main(argv: list[str]) -> int:
         "run.",
     )
     parser.add_argument(
-        "checkpoint", help="a checkpoint, or the folder of a run to export its latest one"
+        "checkpoint", help="a checkpoint, or the directory of a run to export its latest one"
     )
-    parser.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")
+    parser.add_argument("--to", metavar="DIRECTORY", required=True, help="a new directory")
     parser.add_argument(
         "--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="dtype of the weights"
     )

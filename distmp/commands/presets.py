@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from distmp.commands.arguments import Parser
-from distmp.utils.presets import PREFIX, preset_folder, preset_names, preset_purpose
+from distmp.utils.presets import PREFIX, preset_directory, preset_names, preset_purpose
 
 
 def main(argv: list[str]) -> int:
@@ -17,6 +17,6 @@ def main(argv: list[str]) -> int:
     sys.stdout.write("".join(lines))
     sys.stdout.write(
         "\nUse one with `--config preset:NAME`, or copy and edit its file. The files are in:\n"
-        f"{preset_folder()}\n"
+        f"{preset_directory()}\n"
     )
     return 0

@@ -291,8 +291,8 @@ def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:
         raise ConfigError("INPUT", None, "no document has a token; name files with text")
     if encoder.directory is not None:
         # Runs copy it to the models that they export.
-        (directory / tokenizers.SUBFOLDER).mkdir()
-        tokenizers.copy(encoder.directory, directory / tokenizers.SUBFOLDER)
+        (directory / tokenizers.SUBDIRECTORY).mkdir()
+        tokenizers.copy(encoder.directory, directory / tokenizers.SUBDIRECTORY)
     return TokenMetadata(
         dtype=encoder.dtype,
         vocabulary_size=encoder.vocabulary_size,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from distmp.data.checks import check_workers, problem_of
 from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
-from distmp.data.text import TextFile, TextFolder, list_text_files
+from distmp.data.text import TextDirectory, TextFile, list_text_files
 from distmp.data.tokens import check_validation, open_tokens
 from distmp.data.windows import W, Windows
 from distmp.errors import ConfigError
@@ -50,7 +50,7 @@ def is_held_out(name: str, share: float) -> bool:
     """Return whether a file is used for validation. Only a hash of its name decides.
 
     Args:
-        name: Path relative to the folder, with forward slashes.
+        name: Path relative to the directory, with forward slashes.
         share: Share of held-out names, on average, from 0 to 1.
     """
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
@@ -61,53 +61,53 @@ def is_held_out(name: str, share: float) -> bool:
 
 
 def text_files(config: DataConfig, path: str | None) -> tuple[Path, list[TextFile]]:
-    """Return the folder of a text source and its files.
+    """Return the directory of a text source and its files.
 
     Args:
         config: The settings of the data.
-        path: The folder; None for the standard library of the running Python.
+        path: The directory; None for the standard library of the running Python.
 
     Raises:
-        ConfigError: If there is no such folder, or no file in it can be used.
+        ConfigError: If there is no such directory, or no file in it can be used.
     """
     if path is None:
-        folder = Path(sysconfig.get_path("stdlib"))
-        return folder, list_text_files(folder, config.pattern, _NOT_STANDARD_LIBRARY)
-    folder = Path(path).expanduser()
-    return folder, list_text_files(folder, config.pattern)
+        directory = Path(sysconfig.get_path("stdlib"))
+        return directory, list_text_files(directory, config.pattern, _NOT_STANDARD_LIBRARY)
+    directory = Path(path).expanduser()
+    return directory, list_text_files(directory, config.pattern)
 
 
 def _build_text(config: DataConfig) -> Datasets:
-    folder, files = text_files(config, config.path)
+    directory, files = text_files(config, config.path)
     if config.path is None:
         name = f"standard library of Python {sysconfig.get_python_version()}"
     else:
-        name = f"text below {folder}"
-    train, validation = _split_text(config, folder, files)
-    _require_window("data.path", str(folder), train)
-    return _described(name, train, validation, TextFolder.vocabulary_size)
+        name = f"text below {directory}"
+    train, validation = _split_text(config, directory, files)
+    _require_window("data.path", str(directory), train)
+    return _described(name, train, validation, TextDirectory.vocabulary_size)
 
 
 def _split_text(
-    config: DataConfig, folder: Path, files: Sequence[TextFile]
-) -> tuple[TextFolder, TextFolder | None]:
+    config: DataConfig, directory: Path, files: Sequence[TextFile]
+) -> tuple[TextDirectory, TextDirectory | None]:
     length = config.sequence_length
-    everything = TextFolder(folder, files, length)
+    everything = TextDirectory(directory, files, length)
     if config.validation_path is not None:
         other = Path(config.validation_path).expanduser()
         other_files = list_text_files(other, config.pattern, setting="data.validation_path")
-        validation = TextFolder(other, other_files, length)
+        validation = TextDirectory(other, other_files, length)
         _require_window("data.validation_path", str(other), validation)
         return everything, validation
     if config.held_out == 0.0:
         return everything, None
     held_out = {file.name for file in files if is_held_out(file.name, config.held_out)}
-    train = TextFolder(folder, [file for file in files if file.name not in held_out], length)
-    validation = TextFolder(folder, [file for file in files if file.name in held_out], length)
+    train = TextDirectory(directory, [file for file in files if file.name not in held_out], length)
+    validation = TextDirectory(directory, [file for file in files if file.name in held_out], length)
     if len(train) and len(validation):
         return train, validation
     # With few files the hash may leave one side empty; then the tokens are split.
-    return _split(config, str(folder), everything)
+    return _split(config, str(directory), everything)
 
 
 # --- token files ---

@@ -26,23 +26,23 @@ class DataConfig:
     """
 
     source: str = "text"
-    """'text' (files below a folder, as bytes), 'tokens' (a folder of token ids, such as
+    """'text' (files below a directory, as bytes), 'tokens' (a directory of token ids, such as
     `distmp data tokenize` writes) or the import path 'module:callable' of a function that returns a
     map-style or iterable dataset."""
 
     path: str | None = field(default=None, metadata=HARMLESS)
-    """Folder of a text source (default: the standard library of the running Python), or of a token
-    source."""
+    """Directory of a text source (default: the standard library of the running Python), or of a
+    token source."""
 
     validation_path: str | None = field(
         default=None,
         metadata=consequential("validation losses are not comparable with earlier ones"),
     )
-    """Folder for validation; then nothing of `path` is held out."""
+    """Directory for validation; then nothing of `path` is held out."""
 
     pattern: str = field(default="**/*.py", metadata=HARMLESS)
-    """Files of the folder to read, as a glob on the path relative to it. Hidden files and folders
-    are skipped, links to folders are not followed."""
+    """Files of the directory to read, as a glob on the path relative to it. Hidden files and
+    directories are skipped, links to directories are not followed."""
 
     sequence_length: int = 256
     """Tokens in one sample."""
@@ -102,7 +102,7 @@ class DataConfig:
                 " JSON Lines, parquet and text into tokens",
             )
         if self.source == "tokens" and self.path is None:
-            raise ConfigError("data.path", None, "name the folder of token ids")
+            raise ConfigError("data.path", None, "name the directory of token ids")
         if self.source == "text" and (not self.pattern or self.pattern.startswith("/")):
             raise ConfigError(
                 "data.pattern",

@@ -1,4 +1,4 @@
-"""Text as bytes: the files below a folder, concatenated and divided into windows."""
+"""Text as bytes: the files below a directory, concatenated and divided into windows."""
 
 from __future__ import annotations
 
@@ -46,48 +46,48 @@ def decode(ids: Iterable[int] | Tensor) -> str:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file at the time when the folder was indexed."""
+    """A file at the time when the directory was indexed."""
 
     name: str
-    """Path relative to the folder, with forward slashes."""
+    """Path relative to the directory, with forward slashes."""
 
     size: int
     """Size in bytes."""
 
 
 def list_text_files(
-    folder: Path,
+    directory: Path,
     pattern: str,
-    skipped_folders: Collection[str] = (),
+    skipped_directories: Collection[str] = (),
     setting: str = "data.path",
 ) -> list[TextFile]:
-    """Return the files below a folder that match and are not empty, sorted by relative path.
+    """Return the files below a directory that match and are not empty, sorted by relative path.
 
     Args:
-        folder: The folder to search.
+        directory: The directory to search.
         pattern: Glob on the relative path: `*`, `?` and `[...]` match within one name, `**` matches
-            folders. Hidden names are skipped, links to folders are not followed.
-        skipped_folders: Names of folders to skip.
-        setting: Name of the setting that holds the folder, for error messages.
+            directories. Hidden names are skipped, links to directories are not followed.
+        skipped_directories: Names of directories to skip.
+        setting: Name of the setting that holds the directory, for error messages.
 
     Raises:
-        ConfigError: If the folder does not exist or is a file, a file in it cannot be read, or no
-            file matches or has content.
+        ConfigError: If the directory does not exist or is a file, a file in it cannot be read, or
+            no file matches or has content.
     """
-    if not folder.is_dir():
+    if not directory.is_dir():
         problem = (
             "is not a directory; name a directory of text files, or make token ids of the file: "
             f"{_TOKENIZE.format(setting)}"
         )
-        raise ConfigError(setting, str(folder), problem)
+        raise ConfigError(setting, str(directory), problem)
     matches = re.compile(_regular_expression(pattern)).fullmatch
     names = sorted(
-        name for name in visible_files(folder, setting, skipped_folders) if matches(name)
+        name for name in visible_files(directory, setting, skipped_directories) if matches(name)
     )
     if not names:
         raise ConfigError(
             setting,
-            str(folder),
+            str(directory),
             f"no file below it matches data.pattern = {pattern!r}; change data.pattern, or make "
             f"token ids of JSON Lines and parquet: {_TOKENIZE.format(setting)}",
         )
@@ -95,26 +95,26 @@ def list_text_files(
         if name.endswith(_RECORDS):
             raise ConfigError(
                 setting,
-                str(folder),
+                str(directory),
                 f"{name} holds records, which would be trained as they are stored; exclude it by "
                 f"data.pattern, or make token ids of it: {_TOKENIZE.format(setting)}",
             )
-    files = [TextFile(name, _readable_size(folder, name, setting)) for name in names]
+    files = [TextFile(name, _readable_size(directory, name, setting)) for name in names]
     if not any(file.size for file in files):
         raise ConfigError(
-            setting, str(folder), f"all {len(files)} files that match {pattern!r} are empty"
+            setting, str(directory), f"all {len(files)} files that match {pattern!r} are empty"
         )
     return [file for file in files if file.size]
 
 
-def _readable_size(folder: Path, name: str, setting: str) -> int:
+def _readable_size(directory: Path, name: str, setting: str) -> int:
     """Return the size of a file in bytes. Opens it: permissions alone do not suffice."""
     try:
-        with open(folder / name, "rb", buffering=0) as file:
+        with open(directory / name, "rb", buffering=0) as file:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
         problem = f"cannot read {name}: {error.strerror}; allow it or exclude it by data.pattern"
-        raise ConfigError(setting, str(folder), problem) from error
+        raise ConfigError(setting, str(directory), problem) from error
 
 
 def _regular_expression(pattern: str) -> str:
@@ -130,22 +130,22 @@ def _regular_expression(pattern: str) -> str:
     return re.sub(r"\*\*/|\*\*|\[!?[^]/]+\]|.", translate, pattern, flags=re.DOTALL)
 
 
-class TextFolder(Windows):
+class TextDirectory(Windows):
     """Windows over the bytes of many files, with END_OF_FILE after each.
 
     Only names and sizes are kept in memory.
 
     Args:
-        folder: Folder of the files.
+        directory: Directory of the files.
         files: Its files, in the order of concatenation.
         sequence_length: Tokens in a sample, T.
     """
 
     vocabulary_size = VOCABULARY_SIZE
 
-    def __init__(self, folder: Path, files: Sequence[TextFile], sequence_length: int) -> None:
+    def __init__(self, directory: Path, files: Sequence[TextFile], sequence_length: int) -> None:
         super().__init__((file.size + 1 for file in files), sequence_length)
-        self.folder = folder
+        self.directory = directory
         self.files = list(files)
 
     def digest(self) -> str:
@@ -169,7 +169,7 @@ class TextFolder(Windows):
         Raises:
             DataError: If it cannot be read, or its size has changed since it was indexed.
         """
-        path = self.folder / file.name
+        path = self.directory / file.name
         try:
             with open(path, "rb", buffering=0) as stream:
                 size = os.fstat(stream.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Metadata of tokenized data: `tokens.json`, in the folder of the token files."""
+"""Metadata of tokenized data: `tokens.json`, in the directory of the token files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distmp.utils.files import read_regular, replacing
 
 NAME = "tokens.json"
 UNFINISHED_SUFFIX = ".partial"
-"""Appended to the name of a folder while `distmp data tokenize` fills it."""
+"""Appended to the name of a directory while `distmp data tokenize` fills it."""
 
 END_OF_FILE = 256
 """Token after each file whose bytes are the tokens."""
@@ -28,7 +28,7 @@ _LARGEST_BYTES = 2**28
 
 @dataclass(frozen=True)
 class TokenMetadata:
-    """Describes the token files of a folder.
+    """Describes the token files of a directory.
 
     Attributes:
         dtype: numpy name of the type of an id.
@@ -51,29 +51,29 @@ class TokenMetadata:
     documents: int = 0
     tokens: int = 0
 
-    def write(self, folder: Path) -> None:
-        """Write `tokens.json` in a folder, atomically."""
+    def write(self, directory: Path) -> None:
+        """Write `tokens.json` in a directory, atomically."""
         content = {"format": _FORMAT, **dataclasses.asdict(self)}
-        with replacing(folder / NAME) as file:
+        with replacing(directory / NAME) as file:
             file.write(json.dumps(content, indent=2).encode() + b"\n")
 
     @classmethod
-    def read(cls, folder: Path, setting: str = "data.path") -> TokenMetadata:
-        """Read `tokens.json` in a folder.
+    def read(cls, directory: Path, setting: str = "data.path") -> TokenMetadata:
+        """Read `tokens.json` in a directory.
 
         Args:
-            folder: The folder.
-            setting: Name of the setting that holds the folder, for error messages.
+            directory: The directory.
+            setting: Name of the setting that holds the directory, for error messages.
 
         Raises:
             ConfigError: If it cannot be read, or was written by a later version.
         """
-        file = folder / NAME
+        file = directory / NAME
         if not file.exists():
             raise ConfigError(
                 setting,
-                str(folder),
-                f"is no folder with {NAME}, which `distmp data tokenize` writes; describe other "
+                str(directory),
+                f"is no directory with {NAME}, which `distmp data tokenize` writes; describe other "
                 'files of ids by {"format": 1, "dtype": "uint16", "vocabulary_size": NUMBER, '
                 '"files": {"NAME": NUMBER OF IDS}}',
             )
@@ -85,8 +85,8 @@ class TokenMetadata:
                 raise ValueError(f"dtype = {metadata.dtype!r} is not one of {', '.join(_DTYPES)}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"cannot read {file}: {error}; tokenize the data again"
-            raise ConfigError(setting, str(folder), problem) from error
+            raise ConfigError(setting, str(directory), problem) from error
         if metadata is None:
             problem = f"{file} has format {found!r}; this version of distmp reads {_FORMAT}"
-            raise ConfigError(setting, str(folder), problem)
+            raise ConfigError(setting, str(directory), problem)
         return metadata

@@ -95,12 +95,12 @@ class TokenFiles(Windows):
 
 
 def open_tokens(
-    folder: Path, sequence_length: int, setting: str
+    directory: Path, sequence_length: int, setting: str
 ) -> tuple[TokenFiles, TokenMetadata]:
-    """Open a folder of token files.
+    """Open a directory of token files.
 
     Args:
-        folder: The folder, which has a `tokens.json`.
+        directory: The directory, which has a `tokens.json`.
         sequence_length: Tokens in a sample.
         setting: Name of the setting that holds the path, for error messages.
 
@@ -110,29 +110,29 @@ def open_tokens(
     Raises:
         ConfigError: If the files cannot be read, or contradict their metadata.
     """
-    if folder.with_name(folder.name + UNFINISHED_SUFFIX).is_dir() and not folder.exists():
+    if directory.with_name(directory.name + UNFINISHED_SUFFIX).is_dir() and not directory.exists():
         problem = "is not finished; remove it and run `distmp data tokenize` again"
-        raise ConfigError(setting, str(folder), problem)
-    metadata = TokenMetadata.read(folder, setting)
-    files = [folder / name for name in metadata.files]
+        raise ConfigError(setting, str(directory), problem)
+    metadata = TokenMetadata.read(directory, setting)
+    files = [directory / name for name in metadata.files]
     tokens = TokenFiles(files, metadata.dtype, metadata.vocabulary_size, sequence_length, setting)
     for file, count in zip(files, np.diff(tokens.starts).tolist(), strict=True):
         if count != metadata.files[file.name]:
             problem = (
                 f"{file.name} has {count:,} tokens, not the {metadata.files[file.name]:,} of"
-                f" {METADATA}; copy the folder again, or tokenize the data again"
+                f" {METADATA}; copy the directory again, or tokenize the data again"
             )
-            raise ConfigError(setting, str(folder), problem)
+            raise ConfigError(setting, str(directory), problem)
     return tokens, metadata
 
 
-def check_validation(train: TokenMetadata, validation: TokenMetadata, folder: Path) -> None:
+def check_validation(train: TokenMetadata, validation: TokenMetadata, directory: Path) -> None:
     """Refuse data for validation that was tokenized in another way.
 
     Args:
         train: Metadata of the training data.
         validation: Metadata of the data for validation.
-        folder: Its folder.
+        directory: Its directory.
 
     Raises:
         ConfigError: If tokenizers or ends of documents differ.
@@ -144,4 +144,4 @@ def check_validation(train: TokenMetadata, validation: TokenMetadata, folder: Pa
             f" {validation.end_of_text} after each document, data.path with {train.tokenizer!r} and"
             f" {train.end_of_text}; tokenize both in the same way"
         )
-        raise ConfigError("data.validation_path", str(folder), problem)
+        raise ConfigError("data.validation_path", str(directory), problem)

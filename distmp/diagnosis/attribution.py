@@ -75,8 +75,8 @@ class RankOverflowStats:
         forward: For each microbatch, the first module with a non-finite value in forward, or None.
         bad_parameters: Names of the model's parameters that hold non-finite values.
         bad_weights: Names of the FP32 weights with a non-finite value in this rank's shard.
-        wide_weights: Names of the FP32 weights that are non-finite after rounding to the compute
-            dtype; includes `bad_weights`.
+        overflowing_weights: Names of the FP32 weights that are non-finite after rounding to the
+            compute dtype; includes `bad_weights`.
         parameters: Parameters with a non-finite gradient, in the order of backward, so those
             nearest to the loss first.
         largest: Largest finite magnitude of all gradients, multiplied by the loss scale.
@@ -92,7 +92,7 @@ class RankOverflowStats:
     forward: Sequence[ForwardOverflow | None]
     bad_parameters: Sequence[str]
     bad_weights: Sequence[str]
-    wide_weights: Sequence[str]
+    overflowing_weights: Sequence[str]
     parameters: Sequence[ParameterOverflow]
     largest: float
     histogram: ExponentHistogram
@@ -299,7 +299,7 @@ def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> OverflowReport | No
         text = f"parameter {name!r} itself holds inf or NaN"
         advice = "continue from an earlier checkpoint; check what else writes to the weights"
         return OverflowReport("bad_parameter", text, advice, holders, module=module)
-    if holders := _ranks_with(name, [stats.wide_weights for stats in evidence]):
+    if holders := _ranks_with(name, [stats.overflowing_weights for stats in evidence]):
         text = f"parameter {name!r} is inf: its FP32 master weight is beyond the range of float16"
         advice = f"{_USE_BF16}, or keep that module in FP32 (keep_fp32)"
         return OverflowReport("bad_parameter", text, advice, holders, module=module)

@@ -50,7 +50,7 @@ class StepInputs(NamedTuple):
         losses: Loss sum of each microbatch, 0-dim, on the device.
         weights: Weight of each microbatch, as returned by the loss function, 0-dim.
         position: Number of the step, and index of the first microbatch in the global batch.
-        formats: The formats of layers with narrow products, by name.
+        formats: The formats of layers with low-precision matmuls, by name.
     """
 
     microbatches: tuple[Any, ...]
@@ -98,7 +98,7 @@ class StepReplay:
                 parameter_name(name) for probe in probes for name in probe.bad_parameters
             ],
             bad_weights=_non_finite(weights, torch.float32),
-            wide_weights=_non_finite(weights, compute_dtype),
+            overflowing_weights=_non_finite(weights, compute_dtype),
             parameters=first_overflows(gradients, self._rank),
             largest=max(map(_largest_finite, gradients)),
             histogram=_histogram(probes),
@@ -126,9 +126,9 @@ class StepReplay:
         ):
             for index, (batch, stream) in enumerate(microbatches):
                 strategy.begin_microbatch(last=False)
-                if strategy.narrow_layers is not None:
+                if strategy.low_precision_layers is not None:
                     step, first = self._step.position
-                    strategy.narrow_layers.begin_microbatch(step, first + index)
+                    strategy.low_precision_layers.begin_microbatch(step, first + index)
                 probe = Probe(strategy.model, strategy.units())
                 seed_generators(stream, device)
                 with probe:
@@ -178,8 +178,8 @@ def _histogram(probes: Sequence[Probe]) -> ExponentHistogram:
 
 @contextmanager
 def _formats_as(formats: Mapping[str, ProductFormats], strategy: Strategy) -> Iterator[None]:
-    """Set the formats of narrow products to those of a step, and restore them afterwards."""
-    layers = strategy.narrow_layers
+    """Set the formats of low-precision matmuls to those of a step, and restore them afterwards."""
+    layers = strategy.low_precision_layers
     if layers is None:
         yield
         return

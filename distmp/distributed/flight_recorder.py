@@ -78,14 +78,14 @@ def pending() -> dict[str, list[tuple[int, str]]]:
     return {label: collectives[:MAX_PENDING] for label, collectives in found.items() if collectives}
 
 
-def dump(folder: Path) -> Path:
+def dump(directory: Path) -> Path:
     """Write NCCL's flight recorder of this rank, in the format that `torchfrtrace` reads.
 
     Args:
-        folder: The folder of the files of all ranks; it is created if necessary.
+        directory: The directory of the files of all ranks; it is created if necessary.
 
     Returns:
-        The file, `nccl-rank-RANK` in the folder.
+        The file, `nccl-rank-RANK` in the directory.
 
     Raises:
         RuntimeError: If nothing was recorded.
@@ -99,8 +99,8 @@ def dump(folder: Path) -> Path:
             raise RuntimeError(f"{variable}=0 disables it")
     with _end_process_if_blocked("nccl"):
         contents: bytes = read()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"nccl-rank-{dist.get_rank()}"
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"nccl-rank-{dist.get_rank()}"
     file.write_bytes(contents)
     return file
 

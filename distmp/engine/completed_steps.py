@@ -13,13 +13,13 @@ from distmp.distributed.compare_ranks import (
 )
 from distmp.distributed.rank_monitor import explain_lost_peers
 from distmp.engine.calls import EngineCalls
-from distmp.engine.narrow_products import MatmulStatistics
+from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.engine.observers import EvaluationMode
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepOutcome, advice
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState
 from distmp.errors import listed
-from distmp.quantization import NarrowLayers
+from distmp.quantization import LowPrecisionLayers
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class CallCheck:
         layers: The layers with low-precision matmuls; None: there are none.
     """
 
-    def __init__(self, layers: NarrowLayers | None) -> None:
+    def __init__(self, layers: LowPrecisionLayers | None) -> None:
         self._layers = layers
 
     def warning(self, statistics: MatmulStatistics | None) -> str | None:
@@ -114,7 +114,7 @@ class CallCheck:
         )
 
 
-def _counts_calls(layers: NarrowLayers, name: str) -> bool:
+def _counts_calls(layers: LowPrecisionLayers, name: str) -> bool:
     """Return whether every call of a layer adds statistics.
 
     Backward skips the gradients of inputs and weights that need none, also in called layers.
@@ -149,7 +149,7 @@ class CompletedSteps:
         self._explain = explain
         checks = setup.config.first_step_checks
         self._modes = modes if checks else None
-        self._call_check = CallCheck(setup.narrow_products.layers if checks else None)
+        self._call_check = CallCheck(setup.low_precision_matmuls.layers if checks else None)
         self._previous: StepOutcome | None = None
 
     def warnings(self, outcome: StepOutcome) -> Iterator[str]:
@@ -169,7 +169,7 @@ class CompletedSteps:
         if completed is None:
             return
         self.check_ranks_agree(completed)
-        if warning := self._call_check.warning(completed.narrow_statistics):
+        if warning := self._call_check.warning(completed.matmul_statistics):
             yield warning
         if not self.is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
             cause = self._explain(completed) or advice(completed.numbers)

@@ -17,7 +17,7 @@ from distmp.engine.calls import EngineCalls
 from distmp.engine.completed_steps import CompletedSteps, StepSettings
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
-from distmp.engine.narrow_products import LowPrecisionMatmuls
+from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.observers import AnyGradient, EvaluationMode, FirstStep, StepObserver
 from distmp.engine.outcome import StepOutcome, advice
 from distmp.engine.replays import Replays
@@ -64,7 +64,7 @@ class Engine:
             same holds for parameters on the meta device. Others get the values of rank 0.
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
             its weight (the number of summed tokens or samples), a number or a 0-dim tensor.
-        optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
+        optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be updated.
         config: The settings; None uses the defaults.
         schedule: Builds a torch learning-rate scheduler on an optimizer. It follows the number of
             applied updates.
@@ -180,9 +180,9 @@ class Engine:
         return self._setup.clock
 
     @property
-    def narrow_products(self) -> LowPrecisionMatmuls:
+    def low_precision_matmuls(self) -> LowPrecisionMatmuls:
         """The linear layers with low-precision matmuls, and their statistics."""
-        return self._setup.narrow_products
+        return self._setup.low_precision_matmuls
 
     @property
     def model(self) -> nn.Module:
@@ -283,7 +283,7 @@ class Engine:
             check_power_of_two(len(batches))
         self._setup.updates.check(self.optimizer)
         self._strategy.check_model()
-        self.narrow_products.check_unchanged()
+        self.low_precision_matmuls.check_unchanged()
         return batches
 
     # After the step
@@ -483,7 +483,7 @@ class Engine:
 
     def save(
         self,
-        folder: str | Path,
+        directory: str | Path,
         numbers: Mapping[str, Any] | None = None,
         *,
         wait: bool = True,
@@ -491,24 +491,24 @@ class Engine:
     ) -> Location:
         """Save everything that training continues from; every rank has to call it.
 
-        Writes the checkpoint `folder/step-000100` after 100 steps. It is atomic, has checksums, and
-        loads under any strategy, policy and number of ranks.
+        Writes the checkpoint `directory/step-000100` after 100 steps. It is atomic, has checksums,
+        and loads under any strategy, policy and number of ranks.
 
         Args:
-            folder: Directory of the checkpoints, on storage that all ranks share.
+            directory: Directory of the checkpoints, on storage that all ranks share.
             numbers: Values to load with the checkpoint, such as the position in the data: the same
                 on all ranks, of types that JSON keeps. If `samples` is among them, the number of
                 samples consumed by all ranks, a run of the trainer can continue from there.
             wait: Return when the checkpoint is written. With False, a thread writes a copy of the
                 state while training continues, and an error is raised by the next call of `save`,
                 `load` or `wait_for_save`.
-            keep: Number of latest checkpoints to keep in the folder; None keeps all.
+            keep: Number of latest checkpoints to keep in the directory; None keeps all.
 
         Returns:
             Path of the checkpoint.
 
         Raises:
-            ConfigError: If an argument is invalid, such as a folder that is named like a file
+            ConfigError: If an argument is invalid, such as a directory that is named like a file
                 (`model.pt`), or `numbers` differ between ranks.
             TrainingError: Inside of `WeightAverage.as_weights`.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
@@ -520,7 +520,7 @@ class Engine:
 
                 self._saves = Saves(self.world)
             self._setup.buffers.broadcast()  # the loss of another engine may have changed them
-            return self._saves.save(folder, self, numbers, keep, wait=wait)
+            return self._saves.save(directory, self, numbers, keep, wait=wait)
 
     def wait_for_save(self) -> None:
         """Wait until a checkpoint in the background is written; every rank has to call it.
@@ -535,13 +535,14 @@ class Engine:
                 self._saves.finish()
 
     def load(
-        self, folder: str | Path, *, missing_ok: bool = False, optimizer: bool = True
+        self, directory: str | Path, *, missing_ok: bool = False, optimizer: bool = True
     ) -> dict[str, Any]:
         """Load a checkpoint of `save` or of a trainer's run; every rank has to call it.
 
         Args:
-            folder: A checkpoint, or a directory of checkpoints, whose newest healthy one is loaded;
-                damaged ones are logged. If it has none, its folders `step-100`, `epoch_3`,
+            directory: A checkpoint, or a directory of checkpoints, whose newest healthy one is
+                loaded; damaged ones are logged. If it has none, its directories `step-100`,
+                `epoch_3`,
                 `checkpoints` ... are searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
             optimizer: Whether to load the optimizer state. With False it starts from scratch, so
@@ -553,7 +554,7 @@ class Engine:
 
         Raises:
             ConfigError: If there is no checkpoint, it has the state of another optimizer, or ranks
-                name different folders.
+                name different directories.
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
@@ -562,37 +563,37 @@ class Engine:
         with self._calls.call("load"):
             if self._saves is not None:
                 self._saves.finish()
-            numbers = load(self, folder, missing_ok=missing_ok, optimizer=optimizer)
+            numbers = load(self, directory, missing_ok=missing_ok, optimizer=optimizer)
             return {"step": self._state.steps} if numbers is None else numbers
 
     def export(
         self,
-        folder: str | Path,
+        directory: str | Path,
         state: Mapping[str, Tensor] | None = None,
         *,
         max_shard_size: int | None = None,
     ) -> None:
         """Write the FP32 weights as safetensors; every rank has to call it.
 
-        The folder has the format of `distmp export`; it has a `config.json` only if the model is
+        The directory has the format of `distmp export`; it has a `config.json` only if the model is
         one of transformers or distmp's transformer. All ranks gather one tensor at a time, and rank
-        0 writes it. An existing folder of weights is replaced when the new one is complete.
+        0 writes it. An existing directory of weights is replaced when the new one is complete.
 
         Args:
-            folder: The folder to write.
+            directory: The directory to write.
             state: Tensors to write in place of `state_dict()`, with its names and shards, such as
                 an average of the weights.
             max_shard_size: Maximum size of one file, in bytes; None: 5 GB.
 
         Raises:
-            CheckpointError: On all ranks, if the folder cannot be written, or holds other files.
-            ConfigError: If `state` lacks a weight, or has an unknown one, if `folder` is named like
-                a file (`model.safetensors`), or if `max_shard_size` is not positive.
+            CheckpointError: On all ranks, if the directory cannot be written, or holds other files.
+            ConfigError: If `state` lacks a weight, or has an unknown one, if `directory` is named
+                like a file (`model.safetensors`), or if `max_shard_size` is not positive.
         """
         from distmp.export.running import save_weights
 
         with self._calls.call("export"):
-            save_weights(self, folder, state, max_shard_size)
+            save_weights(self, directory, state, max_shard_size)
 
     def tensors_by_use(self) -> dict[str, list[Tensor]]:
         """Return the live tensors that persist between steps, by their use.

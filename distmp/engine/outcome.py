@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine.narrow_products import MatmulStatistics
+from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.utils.host_copy import HostCopy
 
 # The engine warns after this many skipped steps in a row if the caller never calls `check`, and a
@@ -85,7 +85,7 @@ class StepOutcome:
 
     Attributes:
         overflow_report: Why the step overflowed; None until `Engine.explain` has replayed the step.
-        narrow_statistics: Statistics of low-precision matmuls; None without any.
+        matmul_statistics: Statistics of low-precision matmuls; None without any.
         formats: The policy of `precision.phases` in this step; None without phases.
 
     Example:
@@ -95,7 +95,7 @@ class StepOutcome:
     """
 
     overflow_report: OverflowReport | None = None
-    narrow_statistics: MatmulStatistics | None = None
+    matmul_statistics: MatmulStatistics | None = None
     formats: str | None = None
 
     def __init__(self, numbers: Mapping[str, Tensor], ranks_differ: Tensor | None = None) -> None:

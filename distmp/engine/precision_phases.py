@@ -22,7 +22,7 @@ from distmp.engine.settings import PHASES, PrecisionPhase
 from distmp.errors import ConfigError
 from distmp.precision.notation import policy as policy_of
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import NarrowLayers, ProductFormats
+from distmp.quantization import LowPrecisionLayers, ProductFormats
 from distmp.quantization.layers import product_formats
 from distmp.scaling.step_decision import StepDecision
 from distmp.utils.host_copy import HostCopy
@@ -45,7 +45,7 @@ class PhaseSchedule:
 
     def __init__(
         self,
-        layers: NarrowLayers,
+        layers: LowPrecisionLayers,
         policy: PrecisionPolicy,
         phases: Sequence[PrecisionPhase],
         *,
@@ -104,7 +104,7 @@ def phase_formats(
     Raises:
         ConfigError: If a policy differs in more than the formats of matmuls.
     """
-    if phases and not policy.is_narrow:
+    if phases and not policy.has_low_precision_matmuls:
         raise ConfigError(
             PHASES,
             phases[0].policy,
@@ -121,8 +121,11 @@ def _formats_of(phase: PrecisionPhase, policy: PrecisionPolicy) -> ProductFormat
     except ConfigError as error:
         problem = str(error).partition(": ")[2]
         raise ConfigError(f"{PHASES}.policy", phase.policy, problem) from None
-    same_matmuls = (found.scaling, found.hp) == (policy.scaling, policy.hp) or not found.is_narrow
-    if replace(found.wide, name=policy.name) != policy.wide or not same_matmuls:
+    same_matmuls = (found.scaling, found.hp) == (
+        policy.scaling,
+        policy.hp,
+    ) or not found.has_low_precision_matmuls
+    if replace(found.high_precision, name=policy.name) != policy.high_precision or not same_matmuls:
         raise ConfigError(
             f"{PHASES}.policy",
             phase.policy,

@@ -48,7 +48,7 @@ class Replays:
         """Keep references to the inputs of a step, with `attribution`."""
         if not self.setup.config.attribution:
             return
-        products = self.setup.narrow_products
+        products = self.setup.low_precision_matmuls
         inputs = StepInputs(
             tuple(microbatches),
             stats.streams,

@@ -30,7 +30,7 @@ from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
 from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed
 from distmp.export.running import RunningEngine
-from distmp.utils.files import check_folder_name
+from distmp.utils.files import check_directory_name
 
 logger = logging.getLogger("distmp")
 
@@ -42,7 +42,7 @@ TIMEOUT_SECONDS = 1800.0
 OWN_NUMBERS = "custom_loop"
 # Key of the class of the optimizer and its base classes, by name.
 OPTIMIZER = "optimizer"
-# The engine that saves to a folder, by the folder.
+# The engine that saves to a directory, by the directory.
 _owners: weakref.WeakValueDictionary[str, SavedEngine] = weakref.WeakValueDictionary()
 # Writers with a save in the background, which the end of the process waits for.
 _writing: set[CheckpointWriter] = set()
@@ -86,7 +86,7 @@ class StateToSave(NamedTuple):
         if engine.holds_average:
             raise TrainingError(
                 "a checkpoint inside of average.as_weights() would have the average in place of "
-                "the weights; save after it, or use engine.export(folder) for the average"
+                "the weights; save after it, or use engine.export(directory) for the average"
             )
         tensors = engine.state_dict()
         counts = tensors["engine/counts"]
@@ -128,11 +128,11 @@ def check_optimizer(engine: SavedEngine, checkpoint: store.StoredCheckpoint) -> 
     if {*stored} & {*own}:
         return
     raise ConfigError(
-        "folder",
+        "directory",
         str(checkpoint),
         f"has the state of the optimizer {stored[0]}, and this engine has {own[0]}; build the "
         f"engine with {stored[0]}, or start with new optimizer state: "
-        "engine.load(folder, optimizer=False)",
+        "engine.load(directory, optimizer=False)",
     )
 
 
@@ -160,7 +160,7 @@ class Saves:
 
     def save(
         self,
-        folder: str | Path,
+        directory: str | Path,
         engine: SavedEngine,
         numbers: Mapping[str, Any] | None,
         keep: int | None,
@@ -168,18 +168,18 @@ class Saves:
         wait: bool,
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
-        directory, retention = _on_all_ranks(
-            lambda: (_own_folder(folder, engine), _retention(keep)), self._world
+        location, retention = _on_all_ranks(
+            lambda: (_own_location(directory, engine), _retention(keep)), self._world
         )
         own = dict(numbers or {})
-        _owners[str(directory.absolute())] = engine
+        _owners[str(location.absolute())] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
-        described |= {"folder": str(folder), "keep": repr(keep), "wait": repr(bool(wait))}
+        described |= {"directory": str(directory), "keep": repr(keep), "wait": repr(bool(wait))}
         check_same(self._world.group, self._world.device, described)
         self.finish()
         step, tensors, held, health = StateToSave.of(engine)
-        self.writer.redirect(directory, retention)
+        self.writer.redirect(location, retention)
         if not wait:
             self._open(engine)
         stored = {"step": step, **_data_position(own), OWN_NUMBERS: own}
@@ -189,7 +189,7 @@ class Saves:
             self._check()
         else:
             _writing.add(self.writer)
-        return store.final_path(directory, step)
+        return store.final_path(location, step)
 
     def finish(self) -> None:
         """Wait for a save in the background.
@@ -232,25 +232,25 @@ def _finish_all() -> None:
         _writing.pop().__exit__(type(error) if error else None, error, None)
 
 
-def _own_folder(folder: str | Path, engine: SavedEngine) -> Location:
-    """Return the folder, unless another engine saves to it.
+def _own_location(directory: str | Path, engine: SavedEngine) -> Location:
+    """Return the directory, unless another engine saves to it.
 
     Raises:
         ConfigError: If it is named like a file, or checkpoints of both would replace each other.
     """
-    check_folder_name("folder", folder)
-    directory = locate("folder", str(folder))
-    key = str(directory.absolute())
+    check_directory_name("directory", directory)
+    location = locate("directory", str(directory))
+    key = str(location.absolute())
     if _owners.get(key, engine) is not engine:
         gc.collect()  # the other engine may have been deleted
     if _owners.get(key, engine) is not engine:
         raise ConfigError(
-            "folder",
-            str(folder),
+            "directory",
+            str(directory),
             "another engine of this process saves its checkpoints there, which would be replaced; "
-            "save each engine to its own folder",
+            "save each engine to its own directory",
         )
-    return directory
+    return location
 
 
 def _retention(keep: int | None) -> Retention:
@@ -283,12 +283,12 @@ def _data_position(own: Mapping[str, Any]) -> dict[str, int]:
 
 
 def load(
-    engine: SavedEngine, folder: str | Path, *, missing_ok: bool, optimizer: bool
+    engine: SavedEngine, directory: str | Path, *, missing_ok: bool, optimizer: bool
 ) -> dict[str, Any] | None:
     """Load a checkpoint, see `Engine.load`; None if there is none. Collective over all ranks."""
-    described = {"folder": str(folder), "optimizer": repr(bool(optimizer))}
+    described = {"directory": str(directory), "optimizer": repr(bool(optimizer))}
     check_same(engine.world.group, engine.world.device, described)
-    checkpoint = store.resolve(str(folder), Path(), setting="folder", missing_ok=missing_ok)
+    checkpoint = store.resolve(str(directory), Path(), setting="directory", missing_ok=missing_ok)
     if checkpoint is None:
         return None
     if optimizer:

@@ -18,7 +18,7 @@ from distmp.distributed.rank_monitor import explain_lost_peers
 from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.config import EngineConfig
-from distmp.engine.narrow_products import LowPrecisionMatmuls
+from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.precision_phases import PhaseSchedule, phase_formats
 from distmp.engine.updates import Updates
 from distmp.errors import ConfigError
@@ -54,7 +54,7 @@ def _warn(dtype: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # with keep_vars the caller asks for the parameters themselves
         warnings.warn(
             f"module.state_dict() returns {dtype} copies of the weights; the FP32 weights "
-            "are in engine.state_dict(), and engine.export(folder) writes them",
+            "are in engine.state_dict(), and engine.export(directory) writes them",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -116,7 +116,7 @@ class Setup:
         strategy: The distributed model and its gradients.
         buffers: The buffers of the model, such as running statistics.
         updates: The optimizer.
-        narrow_products: The linear layers with low-precision matmuls, and their statistics.
+        low_precision_matmuls: The linear layers with low-precision matmuls, and their statistics.
         clock: Measures the time that this rank computes in a step, while it is active.
         first_seed: The seed of the run, unless a state with another one is loaded.
     """
@@ -129,7 +129,7 @@ class Setup:
     strategy: Strategy
     buffers: ModuleBuffers
     updates: Updates
-    narrow_products: LowPrecisionMatmuls
+    low_precision_matmuls: LowPrecisionMatmuls
     clock: StepClock
     first_seed: int
 
@@ -194,7 +194,7 @@ def set_up(
     strategy = _distribute(model, values, policy, config, world, initialize=initialize)
     if config.strategy not in SHARDED_STRATEGIES and world.rank == 0:
         warn_about_copies(strategy.module, policy)
-    layers = strategy.narrow_layers
+    layers = strategy.low_precision_layers
     phases = None
     if layers is not None and config.precision_phases:
         phases = PhaseSchedule(layers, policy, config.precision_phases, quiet=world.rank != 0)

@@ -1,6 +1,7 @@
 """Saves and loads the state of an engine, under flat names.
 
-Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`, `narrow/`,
+Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`,
+`low_precision/`,
 `unused/` or `engine/`.
 Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
 updates what is derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
@@ -26,7 +27,7 @@ from distmp.optim.state import (
     check_shapes,
     create_state,
     named_state,
-    never_stepped,
+    never_updated,
     prepare_for_device_skip,
 )
 from distmp.scaling.loss_scale import LossScale
@@ -73,7 +74,7 @@ UNUSED = "unused/"
 SCHEDULE = "schedule/"
 
 # Name of the number of tokens that `precision.phases` needs.
-TOKENS = "narrow/tokens"
+TOKENS = "low_precision/tokens"
 
 # Shape and dtype of a stored tensor.
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -101,7 +102,7 @@ class EngineState:
         self._is_quiet = setup.world.rank != 0
         self._strategy = setup.strategy
         self._updates = setup.updates
-        self._products = setup.narrow_products
+        self._products = setup.low_precision_matmuls
         rules = loss_scale_rules(setup.policy.loss_scale, config.loss_scale)
         self.loss_scale = LossScale(rules, setup.device)
         self.divergence = DivergenceGuard(config.divergence, setup.device)
@@ -192,7 +193,7 @@ class EngineState:
             prepare_for_device_skip(self._updates.optimizer)
         self._strategy.used.unused = [
             *(name.removeprefix(UNUSED) for name in stored if name.startswith(UNUSED)),
-            *never_stepped(self._updates.optimizer, self._updates.names, optimizer_state),
+            *never_updated(self._updates.optimizer, self._updates.names, optimizer_state),
         ]
         if left_out:
             self._warn(

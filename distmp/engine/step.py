@@ -120,7 +120,7 @@ def take_step(
         The outcome, and the statistics of this rank's microbatches.
     """
     current_phase.enter("beginning of the step")
-    updates, products = setup.updates, setup.narrow_products
+    updates, products = setup.updates, setup.low_precision_matmuls
     rate = updates.learning_rates.set(state.counts[0], updates.max_applied)
     scale = state.loss_scale.value
     setup.buffers.begin_step()
@@ -149,7 +149,7 @@ def take_step(
     products.end_step(of_products, decision)
     exhausted = exhausted & decision.overflow
     outcome = _outcome(state.counts, decision, spike_check, differ, rate, scale, exhausted)
-    outcome.narrow_statistics = products.statistics
+    outcome.matmul_statistics = products.statistics
     outcome.formats = products.formats
     return outcome, stats
 
@@ -162,7 +162,7 @@ def _accumulate(
     observers: Sequence[StepObserver],
 ) -> MicrobatchStats:
     """Run forward and backward of the microbatches, and reduce the gradients."""
-    strategy, products = setup.strategy, setup.narrow_products
+    strategy, products = setup.strategy, setup.low_precision_matmuls
     reproducible = setup.config.reproducible
     count = len(microbatches)
     strategy.compare_microbatches(count)
@@ -199,7 +199,7 @@ def _accumulate(
 def random_stream(setup: Setup, state: EngineState, use: str, rank: int | None = None) -> str:
     """Return the key of a rank's random numbers in a step, see `seed_generators`."""
     rank = setup.world.rank if rank is None else rank
-    return f"{use} {state.seed} {setup.narrow_products.step} {rank}"
+    return f"{use} {state.seed} {setup.low_precision_matmuls.step} {rank}"
 
 
 def forward(

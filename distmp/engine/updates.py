@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
+from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
 from distmp.optim.state import prepare_for_device_skip
-from distmp.optim.stepped import SteppedTensors, set_rounding
 from distmp.parallel import Strategy
 from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.precision import PrecisionPolicy
@@ -47,7 +47,7 @@ class Updates:
         place_matrices(self.optimizer, strategy, self.names, device)
         place_shards(self.optimizer, strategy, self.names)
         self.skips_on_device = prepare_for_device_skip(self.optimizer)
-        self._stepped = SteppedTensors(self.optimizer, parameters)
+        self._updated = OptimizerTensors(self.optimizer, parameters)
         self.learning_rates = LearningRates(
             self.optimizer, schedule, device, on_device=self.skips_on_device
         )
@@ -62,7 +62,7 @@ class Updates:
         Raises:
             ConfigError: If it is another one, or has other tensors.
         """
-        self._stepped.check(optimizer)
+        self._updated.check(optimizer)
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
@@ -73,7 +73,7 @@ class Updates:
             self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
             self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
             self._strategy.prepare_optimizer_grads()
-            self._stepped.step()
+            self._updated.step()
         elif decision.found_inf.item() == 0:
             self.max_applied += 1
             for part in self._strategy.gradients():
@@ -81,7 +81,7 @@ class Updates:
                     divisor = decision.grad_scale.to(part.tensors[0].device)
                     torch._foreach_div_(part.tensors, divisor)
             self._strategy.prepare_optimizer_grads()
-            self._stepped.step_in_place()
+            self._updated.step_in_place()
         self._strategy.copy_master_to_model()
 
     def _fit_divisor(self, decision: StepDecision) -> StepDecision:

@@ -1,4 +1,4 @@
-"""Exports weights: a folder of safetensors, from a checkpoint of any strategy.
+"""Exports weights: a directory of safetensors, from a checkpoint of any strategy.
 
     distmp export runs/default --to weights
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.errors import ConfigError, nearest
-from distmp.export.files import Weights, write, write_folder
+from distmp.export.files import Weights, write, write_directory
 from distmp.export.sources import CheckpointWeights, LlamaWeights, has_average
 from distmp.models import llama, tokenizers
 from distmp.models.adapters import exported_name, is_adapter
@@ -29,7 +29,7 @@ from distmp.models.tokenizers import has_tokenizer
 from distmp.models.transformer import TransformerConfig
 from distmp.precision.policy import DTYPE_WORDS
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.files import check_folder_name
+from distmp.utils.files import check_directory_name
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -56,23 +56,23 @@ class AdapterWeights:
 
 
 def write_adapter(
-    folder: Path,
+    directory: Path,
     weights: AdapterWeights,
     described: Mapping[str, Any],
     tokenizer: Path | None = None,
     *,
     writes: bool = True,
 ) -> None:
-    """Write the adapters of a model as a folder for `PeftModel.from_pretrained`.
+    """Write the adapters of a model as a directory for `PeftModel.from_pretrained`.
 
-    An existing folder of that name is removed just before. Collective over the ranks that read
+    An existing directory of that name is removed just before. Collective over the ranks that read
     `weights` together.
 
     Args:
-        folder: The folder to write.
+        directory: The directory to write.
         weights: The adapters.
         described: Result of `distmp.models.adapters.describe`.
-        tokenizer: Folder whose tokenizer is copied.
+        tokenizer: Directory whose tokenizer is copied.
         writes: Whether this rank writes the files.
 
     Raises:
@@ -83,7 +83,7 @@ def write_adapter(
         (temporary / _CONFIG).write_text(json.dumps(described["config"], indent=2) + "\n")
         tokenizers.copy(tokenizer, temporary)
 
-    write_folder(folder, weights, {_WEIGHTS: [*weights.specs]}, write_rest, writes=writes)
+    write_directory(directory, weights, {_WEIGHTS: [*weights.specs]}, write_rest, writes=writes)
 
 
 logger = logging.getLogger("distmp")
@@ -93,7 +93,7 @@ Layout = Literal["own", "transformers"]
 
 def export(
     source: str | Path,
-    folder: str | Path,
+    directory: str | Path,
     dtype: str = "fp32",
     layout: Layout = "own",
     *,
@@ -104,9 +104,9 @@ def export(
     Takes the memory of one tensor.
 
     Args:
-        source: A checkpoint, a run's folder, or a folder of checkpoints, of which the newest
+        source: A checkpoint, a run's directory, or a directory of checkpoints, of which the newest
             undamaged one is used.
-        folder: A new folder, or an empty one.
+        directory: A new directory, or an empty one.
         dtype: "fp32", "bf16" or "fp16": dtype of all floating-point tensors of up to 32 bits.
         layout: "own": the names of the model's `state_dict`. "transformers": names and config.json
             of transformers' Llama or Qwen3, for distmp's transformer; a Hugging Face model keeps
@@ -120,16 +120,16 @@ def export(
         Number of exported elements.
 
     Raises:
-        ConfigError: If there is no checkpoint or no average in it, the folder is not empty or named
-            like a file, or `dtype` is invalid.
+        ConfigError: If there is no checkpoint or no average in it, the directory is not empty or
+            named like a file, or `dtype` is invalid.
         CheckpointError: If the checkpoint cannot be read, or a weight is out of range of `dtype`.
     """
     if dtype not in DTYPE_WORDS:
         raise ConfigError("--dtype", dtype, nearest(dtype, DTYPE_WORDS))
-    check_folder_name("--to", folder)
-    target = Path(folder)
+    check_directory_name("--to", directory)
+    target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError("--to", str(folder), "exists already; name a new folder")
+        raise ConfigError("--to", str(directory), "exists already; name a new directory")
     checkpoint = store.resolve(str(source), Path(), setting="checkpoint")
     assert checkpoint is not None  # only "auto" can return None
     if ema and not has_average(checkpoint):
@@ -154,7 +154,7 @@ def export(
 
 
 def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
-    """Return the folder of the tokenizer of a run, if it exists; log if there is none."""
+    """Return the directory of the tokenizer of a run, if it exists; log if there is none."""
     known = checkpoint.numbers.get("tokenizer")
     if known is not None and has_tokenizer(Path(known)):
         return Path(known)

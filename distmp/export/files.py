@@ -1,4 +1,4 @@
-"""Writes weights as a folder of safetensors, one tensor at a time."""
+"""Writes weights as a directory of safetensors, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _header(specs: Mapping[str, Tensor]) -> dict[str, object]:
 # The usual limit for safetensors: larger models are several files with an index.
 MAX_SHARD_SIZE = 5 * 10**9
 INDEX = "model.safetensors.index.json"
-# Suffixes of the files in folders of weights, those of tokenizers included.
+# Suffixes of the files in directories of weights, those of tokenizers included.
 _SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 
 
@@ -109,7 +109,7 @@ def check_shard_size(setting: str, size: object) -> None:
 
 
 def write(
-    folder: Path,
+    directory: Path,
     weights: Weights,
     architecture: Mapping[str, Any] | None,
     dtype: torch.dtype,
@@ -118,22 +118,22 @@ def write(
     tokenizer: Path | None = None,
     writes: bool = True,
 ) -> None:
-    """Write a folder of safetensors, which gets its name when it is complete.
+    """Write a directory of safetensors, which gets its name when it is complete.
 
-    An existing folder of exported weights is removed just before. Takes the memory of one tensor.
-    Collective over the ranks that read `weights` together.
+    An existing directory of exported weights is removed just before. Takes the memory of one
+    tensor. Collective over the ranks that read `weights` together.
 
     Args:
-        folder: The folder to write.
+        directory: The directory to write.
         weights: The weights.
         architecture: Content of config.json, see `distmp.models.architecture`; None: no such file.
         dtype: Dtype of the weights, for config.json.
         max_shard_size: Maximum size of one file, in bytes; a larger tensor has one of its own.
-        tokenizer: Folder whose tokenizer is copied; None: no tokenizer.
+        tokenizer: Directory whose tokenizer is copied; None: no tokenizer.
         writes: Whether this rank writes the files.
 
     Raises:
-        CheckpointError: On the rank that writes, if they cannot be written, or the folder holds
+        CheckpointError: On the rank that writes, if they cannot be written, or the directory holds
             other files.
     """
     # A dependency of accelerate; imported here because most runs do not need it.
@@ -146,26 +146,26 @@ def write(
         _write_architecture(temporary, architecture, dtype)
         tokenizers.copy(tokenizer, temporary)
 
-    write_folder(folder, weights, plan.filename_to_tensors, write_rest, writes=writes)
+    write_directory(directory, weights, plan.filename_to_tensors, write_rest, writes=writes)
 
 
-def write_folder(
-    folder: Path,
+def write_directory(
+    directory: Path,
     weights: Weights,
     files: Mapping[str, Sequence[str]],
     write_rest: Callable[[Path], None],
     *,
     writes: bool,
 ) -> None:
-    """Write files of safetensors and others into a folder, which replaces one of its name.
+    """Write files of safetensors and others into a directory, which replaces one of its name.
 
     Collective over the ranks that read `weights` together.
 
     Args:
-        folder: The folder.
+        directory: The directory.
         weights: The weights.
         files: Names of the tensors of each file.
-        write_rest: Called with the unfinished folder, to write other files.
+        write_rest: Called with the unfinished directory, to write other files.
         writes: Whether this rank writes.
 
     Raises:
@@ -178,7 +178,7 @@ def write_folder(
     values = (weights.read([name]) for specs in ordered.values() for name in specs)
     try:
         if writes:
-            with _replacing(folder) as temporary:
+            with _replacing(directory) as temporary:
                 for file, specs in ordered.items():
                     write_file(temporary / file, specs, (next(values)[name] for name in specs))
                 write_rest(temporary)
@@ -187,53 +187,57 @@ def write_folder(
             pass
 
 
-def _write_index(folder: Path, plan: StateDictSplit) -> None:
+def _write_index(directory: Path, plan: StateDictSplit) -> None:
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_architecture(
-    folder: Path, architecture: Mapping[str, Any] | None, dtype: torch.dtype
+    directory: Path, architecture: Mapping[str, Any] | None, dtype: torch.dtype
 ) -> None:
     if architecture is None:
         return
     if is_hugging_face(architecture):
-        huggingface.write_configuration(folder, architecture, dtype)
+        huggingface.write_configuration(directory, architecture, dtype)
     else:
-        (folder / CONFIG_FILE).write_text(json.dumps(architecture, indent=2) + "\n")
+        (directory / CONFIG_FILE).write_text(json.dumps(architecture, indent=2) + "\n")
 
 
-def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace what is not a folder of exported weights.
+def _check_replaceable(directory: Path) -> None:
+    """Refuse to replace what is not a directory of exported weights.
 
     Raises:
-        CheckpointError: If the folder holds other files, such as checkpoints, or is a file.
+        CheckpointError: If the directory holds other files, such as checkpoints, or is a file.
     """
-    if not folder.exists():
+    if not directory.exists():
         return
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
+    names = (
+        sorted(path.name for path in directory.iterdir())
+        if directory.is_dir()
+        else [directory.name]
+    )
     has_weights = any(name.endswith(".safetensors") for name in names)
     others = [name for name in names if not has_weights or Path(name).suffix not in _SUFFIXES]
     if others:
         raise CheckpointError(
-            f"cannot write {folder}: it holds {listed(others)}, which exported weights would "
-            "replace; name a new folder"
+            f"cannot write {directory}: it holds {listed(others)}, which exported weights would "
+            "replace; name a new directory"
         )
 
 
 @contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` at the end, and is removed after an error."""
-    temporary = folder.with_name(f".{folder.name}.writing")
-    _check_replaceable(folder)
+def _replacing(directory: Path) -> Iterator[Path]:
+    """Yield a new directory that replaces `directory` at the end, and is removed after an error."""
+    temporary = directory.with_name(f".{directory.name}.writing")
+    _check_replaceable(directory)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.replace(folder)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.replace(directory)
     except OSError as error:
-        raise CheckpointError(f"cannot write {folder}: {error}") from error
+        raise CheckpointError(f"cannot write {directory}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

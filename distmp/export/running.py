@@ -18,7 +18,7 @@ from distmp.export.weights import PREFIX
 from distmp.models import huggingface
 from distmp.models.architecture import TRANSFORMER
 from distmp.models.transformer import Transformer
-from distmp.utils.files import check_folder_name
+from distmp.utils.files import check_directory_name
 
 
 class RunningEngine(Protocol):
@@ -41,12 +41,12 @@ class RunningEngine(Protocol):
 
 def save_weights(
     engine: RunningEngine,
-    folder: str | Path,
+    directory: str | Path,
     state: Mapping[str, Tensor] | None = None,
     max_shard_size: int | None = None,
 ) -> None:
     """Write the FP32 weights of an engine as safetensors; see `Engine.export`."""
-    check_folder_name("folder", folder)
+    check_directory_name("directory", directory)
     max_shard_size = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
     check_shard_size("max_shard_size", max_shard_size)
     ranks, writes = engine.world.ranks, engine.world.rank == 0
@@ -54,7 +54,7 @@ def save_weights(
     problem = None
     try:
         write(
-            Path(folder),
+            Path(directory),
             weights,
             _description(engine.model),
             torch.float32,

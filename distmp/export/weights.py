@@ -1,4 +1,4 @@
-"""Loads a folder of safetensors into a model."""
+"""Loads a directory of safetensors into a model."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ PREFIX = "model/"
 _SINGLE_FILE = "model.safetensors"
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Load the weights in a folder of safetensors, or in one such file, into a model.
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Load the weights in a directory of safetensors, or in one such file, into a model.
 
     Values are converted to the dtypes of the model's tensors. A tied weight may be stored under any
     of its names.
 
     Args:
         model: All its parameters and persistent buffers are overwritten.
-        folder: A folder from `distmp export` or another program, with the names of the model's
+        directory: A directory from `distmp export` or another program, with the names of the
+            model's
             `state_dict`; or a file.
 
     Raises:
         ConfigError: If the weights do not fit; one message lists all misfits, and the model is
             unchanged.
     """
-    _load(model.state_dict(keep_vars=True), StoredWeights(Path(folder)), _dimensions(model))
+    _load(model.state_dict(keep_vars=True), StoredWeights(Path(directory)), _dimensions(model))
 
 
 def read_shards(state: Mapping[str, Tensor], built: BuiltModel, weights: StoredWeights) -> None:
@@ -84,9 +85,10 @@ class StoredWeights:
     """Weights in safetensors.
 
     Attributes:
-        path: A folder, or a file.
-        name: Value of `model.name` if it names the folder of a Hugging Face model, whose files may
-            have more tensors than the model; None: the weights are the value of `model.weights`.
+        path: A directory, or a file.
+        name: Value of `model.name` if it names the directory of a Hugging Face model, whose files
+            may have more tensors than the model; None: the weights are the value of
+            `model.weights`.
     """
 
     path: Path
@@ -187,11 +189,11 @@ class StoredWeights:
             names.setdefault(str(file), []).append(name)
         here = {file.name for file in self.path.iterdir() if file.is_file()}
         if absent := sorted(names.keys() - here):
-            raise self._index_error(f"names files that are not in the folder: {listed(absent)}")
+            raise self._index_error(f"names files that are not in the directory: {listed(absent)}")
         return {self.path / file: names[file] for file in sorted(names)}
 
     def _index_error(self, problem: str) -> ConfigError:
-        return self.error(f"{self.path / INDEX} {problem}; save or download the folder again")
+        return self.error(f"{self.path / INDEX} {problem}; save or download the directory again")
 
 
 class BuiltModel(NamedTuple):
@@ -217,14 +219,14 @@ class BuiltModel(NamedTuple):
         return cls(names, _dimensions(model))
 
 
-def load_model(folder: str | Path) -> nn.Module:
-    """Return distmp's transformer from an exported folder, in FP32 on the CPU.
+def load_model(directory: str | Path) -> nn.Module:
+    """Return distmp's transformer from an exported directory, in FP32 on the CPU.
 
     Raises:
-        ConfigError: If the folder has another kind of model, or its weights do not fit.
+        ConfigError: If the directory has another kind of model, or its weights do not fit.
     """
-    model = rebuild(folder)
-    load_weights(model, folder)
+    model = rebuild(directory)
+    load_weights(model, directory)
     return model
 
 

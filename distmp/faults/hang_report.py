@@ -292,7 +292,7 @@ def _differ(traces: Mapping[int, Trace]) -> bool:
 
 
 def _recorders(answers: Mapping[int, RankStatus], traces: Mapping[int, Trace]) -> list[str]:
-    """Return lines with the folder of the flight recorders, and why some are missing."""
+    """Return lines with the directory of the flight recorders, and why some are missing."""
     lines = []
     files = {rank: Path(trace.file) for rank, trace in traces.items() if trace.file}
     if files:

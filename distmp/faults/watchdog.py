@@ -96,7 +96,8 @@ class Watchdog(RankMonitor):
 
     Attributes:
         before_exit: Called before the watchdog ends this process; must return soon.
-        traces_folder: The folder for the flight recorders of all ranks; None before it is known.
+        traces_directory: The directory for the flight recorders of all ranks; None before it is
+            known.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Watchdog(RankMonitor):
         self._has_trace = False
         self._suspects: set[int] = set()
         self.before_exit: Callable[[], object] = lambda: None
-        self.traces_folder: Path | None = None
+        self.traces_directory: Path | None = None
 
     def watch(self) -> None:
         """Start monitoring."""
@@ -266,10 +267,10 @@ class Watchdog(RankMonitor):
         try:
             pending = flight_recorder.pending()
             if flight_recorder.uses_nccl():
-                if self.traces_folder is None:
-                    problem = "the run has no folder yet"
+                if self.traces_directory is None:
+                    problem = "the run has no directory yet"
                 else:
-                    file = str(flight_recorder.dump(self.traces_folder))
+                    file = str(flight_recorder.dump(self.traces_directory))
         except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
             problem = " ".join(describe(error).split())
         return Trace(pending, file, problem)

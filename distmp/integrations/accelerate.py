@@ -203,17 +203,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)
-        narrow = [
+        low_precision = [
             f"{name!r} is {dtype_name(parameter.dtype)}"
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.dtype in SIXTEEN_BIT
         ]
-        if narrow and self._follows and self.is_main_process:
+        if low_precision and self._follows and self.is_main_process:
             logger.warning(
                 "mixed_precision trains FP32 weights: %d parameters in 16 bits become float32 (%s);"
                 " policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are",
-                len(narrow),
-                narrow[0],
+                len(low_precision),
+                low_precision[0],
             )
 
     def _prepare_to_shard(self, module: nn.Module) -> None:

@@ -38,43 +38,43 @@ def is_hugging_face(described: Mapping[str, Any]) -> bool:
     return described.get("model_type") not in (TRANSFORMER, IMPORT_PATH)
 
 
-def read(folder: str | Path) -> dict[str, Any]:
-    """Return the description in a folder; it contains `model_type`.
+def read(directory: str | Path) -> dict[str, Any]:
+    """Return the description in a directory; it contains `model_type`.
 
     Raises:
         ConfigError: If there is no config.json, or it is not such a description.
     """
-    file = Path(folder) / CONFIG_FILE
+    file = Path(directory) / CONFIG_FILE
     try:
         described = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError("folder", str(folder), f"{file} cannot be read: {error}") from None
+        raise ConfigError("directory", str(directory), f"{file} cannot be read: {error}") from None
     if not isinstance(described, dict) or "model_type" not in described:
-        raise ConfigError("folder", str(folder), f"{file} has no 'model_type'")
+        raise ConfigError("directory", str(directory), f"{file} has no 'model_type'")
     return described
 
 
-def rebuild(folder: str | Path) -> nn.Module:
-    """Build distmp's transformer from config.json in a folder, with random weights.
+def rebuild(directory: str | Path) -> nn.Module:
+    """Build distmp's transformer from config.json in a directory, with random weights.
 
-    Runs no code from the folder, and none that config.json names. So it does not build models by
+    Runs no code from the directory, and none that config.json names. So it does not build models by
     import path; transformers builds its own models.
 
     Raises:
         ConfigError: If there is no config.json, or it describes another kind of model.
     """
-    described = read(folder)
+    described = read(directory)
     kind = described.pop("model_type")
     if kind != TRANSFORMER:
         raise ConfigError(
-            "folder",
-            str(folder),
+            "directory",
+            str(directory),
             f"has a model of type {kind!r}; only {TRANSFORMER!r} can be built from config.json",
         )
     try:
         return Transformer(TransformerConfig(**described))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError("folder", str(folder), f"cannot be built: {error}") from None
+        raise ConfigError("directory", str(directory), f"cannot be built: {error}") from None
 
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]

@@ -1,6 +1,7 @@
-"""Reads and writes models of Hugging Face transformers in local folders (`model.name: hf:FOLDER`).
+"""Reads and writes models of Hugging Face transformers in directories: `model.name: hf:DIRECTORY`.
 
-Nothing is downloaded, and no code from a folder is run: weights are read only from safetensors, and
+Nothing is downloaded, and no code from a directory is run: weights are read only from safetensors,
+and
 `trust_remote_code` is always false.
 """
 
@@ -38,7 +39,7 @@ def build(
     """Build a causal language model, on torch's default device, with random FP32 parameters.
 
     Args:
-        name: `hf:FOLDER` or `hf:FILE.json`.
+        name: `hf:DIRECTORY` or `hf:FILE.json`.
         options: Values that replace those in the configuration file.
         vocabulary_size: Number of token ids in the data; None if it is unknown.
         sequence_length: Length of the data's samples, in tokens.
@@ -53,8 +54,8 @@ def build(
         return _prepared(_create(name, config))
 
 
-def weights_folder(name: str) -> Path | None:
-    """Return the folder of the weights of a model; None for a model with random weights.
+def weights_directory(name: str) -> Path | None:
+    """Return the directory of the weights of a model; None for a model with random weights.
 
     Raises:
         ConfigError: If the weights are not safetensors.
@@ -179,11 +180,11 @@ def configuration(model: nn.Module) -> dict[str, Any]:
     return values
 
 
-def write_configuration(folder: Path, values: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Write what transformers needs to load weights in a folder.
+def write_configuration(directory: Path, values: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Write what transformers needs to load weights in a directory.
 
     Args:
-        folder: The folder, for `from_pretrained`.
+        directory: The directory, for `from_pretrained`.
         values: Result of `configuration`.
         dtype: Dtype of the weights.
 
@@ -200,8 +201,8 @@ def write_configuration(folder: Path, values: Mapping[str, Any], dtype: torch.dt
         except Exception as error:
             raise _refused(str(values.get("model_type")), error) from error
         model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+        model.config.save_pretrained(directory)
+        model.generation_config.save_pretrained(directory)
 
 
 def _read_config(name: str, path: Path, options: Mapping[str, Any]) -> Any:

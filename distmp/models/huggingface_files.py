@@ -1,4 +1,4 @@
-"""Finds the local folders and files that `model.name: hf:PATH` names."""
+"""Finds the local directories and files that `model.name: hf:PATH` names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIG_FILE = "config.json"
 
 
 def locate(name: str) -> Path:
-    """Return the folder or configuration file that `hf:PATH` or `hf:preset:NAME` names.
+    """Return the directory or configuration file that `hf:PATH` or `hf:preset:NAME` names.
 
     Raises:
         ConfigError: If it does not exist, or transformers is not installed.
@@ -24,7 +24,7 @@ def locate(name: str) -> Path:
         raise ConfigError(
             "model.name",
             name,
-            f"there is no file {file}; name a local folder with a {CONFIG_FILE}, or such a file. "
+            f"there is no file {file}; name a directory with a {CONFIG_FILE}, or such a file. "
             "Nothing is downloaded",
         )
     require_transformers(name)

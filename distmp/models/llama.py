@@ -93,7 +93,7 @@ def describe(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def check_same(described: Mapping[str, Any], config: TransformerConfig, folder: str) -> None:
+def check_same(described: Mapping[str, Any], config: TransformerConfig, directory: str) -> None:
     """Check that a config.json of transformers describes the same model, except for its length.
 
     Raises:
@@ -112,7 +112,7 @@ def check_same(described: Mapping[str, Any], config: TransformerConfig, folder: 
     ]
     if differing:
         raise ConfigError(
-            "model.weights", folder, f"does not fit the model: {', '.join(differing)}"
+            "model.weights", directory, f"does not fit the model: {', '.join(differing)}"
         )
 
 

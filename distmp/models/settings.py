@@ -65,8 +65,8 @@ class ModelConfig:
     """The model to train, and its loss."""
 
     name: str = "transformer"
-    """'transformer' (decoder-only), 'hf:FOLDER' for a local model of Hugging Face transformers, or
-    the import path 'module:callable' of a function that returns a torch.nn.Module."""
+    """'transformer' (decoder-only), 'hf:DIRECTORY' for a local model of Hugging Face transformers,
+    or the import path 'module:callable' of a function that returns a torch.nn.Module."""
 
     size: str = "1m"
     """Named size of the transformer: 1m, 22m, 125m, 350m, 1.3b, or 3b, 8b or 70b, the shapes of
@@ -79,7 +79,7 @@ class ModelConfig:
     loss(model, batch) -> (loss sum, weight)."""
 
     weights: str | None = field(default=None, metadata=IGNORED)
-    """Folder of safetensors (or one such file) that a new run starts from, for example from
+    """Directory of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
 
     unmatched_weights: tuple[str, ...] = field(default=(), metadata=IGNORED)
@@ -114,7 +114,7 @@ class ModelConfig:
             raise ConfigError(
                 "model.name",
                 self.name,
-                "write 'transformer', 'hf:FOLDER' or an import path 'module:callable'",
+                "write 'transformer', 'hf:DIRECTORY' or an import path 'module:callable'",
             )
         if ":" not in self.loss and self.loss != "next_token":
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Loads tokenizers of Hugging Face from local folders. Nothing is downloaded, and no code runs."""
+"""Loads tokenizers of Hugging Face from local directories, without a download or foreign code."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from distmp.errors import ConfigError
 
 DEFINITION = "tokenizer.json"
-"""File of a folder that defines a tokenizer."""
+"""File of a directory that defines a tokenizer."""
 
 
-def load_tokenizer(setting: str, folder: Path) -> Any:
-    """Return the tokenizer of a folder, as transformers loads it.
+def load_tokenizer(setting: str, directory: Path) -> Any:
+    """Return the tokenizer of a directory, as transformers loads it.
 
     Args:
-        setting: Name of the setting or option that names the folder, for error messages.
-        folder: A folder with `tokenizer.json`.
+        setting: Name of the setting or option that names the directory, for error messages.
+        directory: A directory with `tokenizer.json`.
 
     Raises:
         ConfigError: If transformers is not installed, or cannot load it.
@@ -27,15 +27,15 @@ def load_tokenizer(setting: str, folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
         problem = "needs transformers; install the extra `hf`: pip install 'distmp[hf]'"
-        raise ConfigError(setting, str(folder), problem) from error
+        raise ConfigError(setting, str(directory), problem) from error
     try:
         return AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
+            str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
         # Libraries of tokenizers raise any type.
         problem = f"transformers cannot load it: {error}"
-        raise ConfigError(setting, str(folder), problem) from error
+        raise ConfigError(setting, str(directory), problem) from error
 
 
 def sha256(tokenizer: Any) -> str:
@@ -44,8 +44,8 @@ def sha256(tokenizer: Any) -> str:
     return hashlib.sha256(definition.encode()).hexdigest()
 
 
-SUBFOLDER = "tokenizer"
-"""Folder in a folder of token files with the tokenizer that made them."""
+SUBDIRECTORY = "tokenizer"
+"""Directory in a directory of token files with the tokenizer that made them."""
 
 _CONFIG = "tokenizer_config.json"
 # One of them defines a tokenizer; the others refine it.
@@ -69,19 +69,19 @@ _FILES = (
 )
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder defines a tokenizer."""
-    return any((folder / name).is_file() for name in _DEFINITIONS)
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory defines a tokenizer."""
+    return any((directory / name).is_file() for name in _DEFINITIONS)
 
 
-def copy(source: Path | None, folder: Path) -> None:
-    """Copy the files of a tokenizer, if there is one, into a folder.
+def copy(source: Path | None, directory: Path) -> None:
+    """Copy the files of a tokenizer, if there is one, into a directory.
 
     Raises:
         OSError: If they cannot be read or written.
     """
-    if source is None or source.absolute() == folder.absolute():
+    if source is None or source.absolute() == directory.absolute():
         return
     for name in _FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            shutil.copyfile(source / name, directory / name)

@@ -14,7 +14,7 @@ from distmp.errors import ConfigError
 from distmp.optim.adamw import AdamW
 from distmp.optim.build import OptimizerFactory
 from distmp.optim.muon import Muon
-from distmp.optim.stepped import build_on
+from distmp.optim.optimizer_tensors import build_on
 
 # Optimizers whose update of an element depends only on the history of that element.
 ELEMENTWISE = (

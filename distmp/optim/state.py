@@ -169,9 +169,9 @@ def create_state(
         for parameter in group["params"]
     }
     left_out: dict[str, None] = {}
-    stepped = {entry.rpartition("/")[0] for entry in stored}
+    updated = {entry.rpartition("/")[0] for entry in stored}
     for name, (parameter, _) in owners.items():
-        if name not in stepped:
+        if name not in updated:
             optimizer.state.pop(parameter, None)
     for entry, (shape, dtype) in stored.items():
         name, key = entry.rsplit("/", 1)
@@ -202,7 +202,7 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def never_stepped(
+def never_updated(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], stored: Iterable[str]
 ) -> list[str]:
     """Return the names of parameters without a stored state in groups where others have one.
@@ -212,10 +212,10 @@ def never_stepped(
         names: Name of each parameter by its `id`.
         stored: Names of the stored states, as in `named_state`.
     """
-    stepped = {entry.rpartition("/")[0] for entry in stored}
+    updated = {entry.rpartition("/")[0] for entry in stored}
     missing = []
     for group in optimizer.param_groups:
         own = [names[id(tensor)] for tensor in group["params"]]
-        if not stepped.isdisjoint(own):
-            missing += [name for name in own if name not in stepped]
+        if not updated.isdisjoint(own):
+            missing += [name for name in own if name not in updated]
     return missing

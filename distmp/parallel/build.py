@@ -17,7 +17,7 @@ from distmp.parallel.settings import (
 )
 from distmp.parallel.strategy import Strategy, check_parameters, refuse_shared_memory
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import narrow_layers
+from distmp.quantization import low_precision_layers
 
 
 def resolve_strategy(name: str, world: World) -> str:
@@ -91,8 +91,12 @@ def build_strategy(
         refuse_shared_memory(module, "policy", policy.name)
     if accumulation is not None and accumulation.shard_optimizer:
         refuse_shared_memory(module, "shard_optimizer", "True")
-    blocks = outermost(find_blocks(module, config.sharding.wrap)) if policy.is_narrow else {}
-    narrow = narrow_layers(module, policy, [*blocks], world.device)
+    blocks = (
+        outermost(find_blocks(module, config.sharding.wrap))
+        if policy.has_low_precision_matmuls
+        else {}
+    )
+    low_precision = low_precision_layers(module, policy, [*blocks], world.device)
     prepare_blocks(module, config, quiet=world.rank > 0)
     strategy: Strategy
     # Import lazily: importing FSDP takes half a second, and the other strategies do not need it.
@@ -104,5 +108,5 @@ def build_strategy(
         from distmp.parallel.replicated import Replicated
 
         strategy = Replicated(module, policy, world, accumulation, values)
-    strategy.narrow_layers = narrow
+    strategy.low_precision_layers = low_precision
     return strategy

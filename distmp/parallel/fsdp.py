@@ -54,9 +54,9 @@ from distmp.parallel.strategy import (
     Strategy,
     broadcast_from_rank_zero,
     move_to,
-    narrow_parameters,
     parameter_name,
     refuse_shared_memory,
+    sixteen_bit_parameters,
     store_parameters_in_fp32,
     trainable,
 )
@@ -218,7 +218,7 @@ class FullySharded(Strategy):
         broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
-        narrow_parameters(module, policy.param_dtype, except_for=kept)
+        sixteen_bit_parameters(module, policy.param_dtype, except_for=kept)
         mesh = _mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")
         ties = tied_names(module)
@@ -550,7 +550,9 @@ def _shard(
 ) -> None:
     """Shard the blocks, the modules kept in FP32 within each block, and the rest as groups."""
     # FP32, because `_ReduceScatter` converts to the communication dtype.
-    computed = replace(fsdp2_policy(policy.wide, own_accumulator=True), reduce_dtype=torch.float32)
+    computed = replace(
+        fsdp2_policy(policy.high_precision, own_accumulator=True), reduce_dtype=torch.float32
+    )
     fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     in_fp32 = _with_submodules(kept)
     done: set[int] = set()

@@ -46,7 +46,7 @@ class Replicated(Strategy):
             weights, or the parameters if the policy has no master weights; otherwise the
             parameters.
         world: The ranks, each of which holds a copy.
-        settings: How gradients are accumulated, reduced and stepped.
+        settings: How gradients are accumulated, reduced and updated.
         values: The initial values of parameters and buffers that are on the meta device.
     """
 
@@ -69,7 +69,7 @@ class Replicated(Strategy):
         broadcast_from_rank_zero(module, world)
         named = trainable(module)
         fp32 = {name: parameter.data for name, parameter in named}
-        prepare(module, policy.wide, world.device.type)
+        prepare(module, policy.high_precision, world.device.type)
         self._shapes = {name: parameter.shape for name, parameter in named}
         # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: BufferValues | None = None

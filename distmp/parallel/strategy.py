@@ -17,11 +17,11 @@ from distmp.buckets.used import UsedParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
+from distmp.optim.optimizer_tensors import build_on
 from distmp.optim.owners import ShardedMatrix
-from distmp.optim.stepped import build_on
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
-from distmp.quantization import NarrowLayers
+from distmp.quantization import LowPrecisionLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name, is_dtensor
 
@@ -57,14 +57,15 @@ class Strategy(ABC):
     Attributes:
         module: The prepared module; call it for forward.
         reason: What was chosen automatically and why, as text; empty if there was no choice.
-        narrow_layers: The linear layers with low-precision matmuls; None if the policy has none.
+        low_precision_layers: The linear layers with low-precision matmuls; None if the policy has
+            none.
         used: Tracks which parameters have ever had a gradient, on any rank.
     """
 
     module: nn.Module
     used: UsedParameters
     reason: str = ""
-    narrow_layers: NarrowLayers | None = None
+    low_precision_layers: LowPrecisionLayers | None = None
     # None if the strategy allows ranks to run different numbers of microbatches.
     _order: CollectiveOrder | None = None
 
@@ -178,7 +179,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def copy_master_to_model(self) -> None:
-        """Copy the stepped weights to the parameters of the module, for the next forward."""
+        """Copy the optimizer's weights to the parameters of the module, for the next forward."""
 
     def end_step(self, skipped: Tensor) -> None:
         """End a step; `skipped` is 0-dim and nonzero if it was skipped. The host does not wait."""
@@ -319,7 +320,7 @@ def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def narrow_parameters(
+def sixteen_bit_parameters(
     module: nn.Module, dtype: torch.dtype, except_for: Iterable[nn.Module]
 ) -> None:
     """Round trainable parameters to the dtype that the optimizer steps, in place."""

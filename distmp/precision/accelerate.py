@@ -18,7 +18,7 @@ from distmp.precision.builders import (
     ddp_comm_hook,
     fsdp1_policy,
     fsdp2_policy,
-    refuse_narrow,
+    refuse_low_precision_matmuls,
 )
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32
 from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT, PrecisionPolicy
@@ -59,7 +59,7 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
             FP32 compute, which accelerate would not unscale, weights are rounded stochastically,
             which the engine tells the optimizer to do, or matrix products have fewer bits.
     """
-    refuse_narrow(policy)
+    refuse_low_precision_matmuls(policy)
     if policy.stochastic_rounding:
         raise ConfigError(
             "precision.policy.stochastic_rounding",
@@ -97,7 +97,7 @@ def check_replicated(policy: PrecisionPolicy) -> None:
     Raises:
         ConfigError: For such a policy; the message suggests another one.
     """
-    refuse_narrow(policy)
+    refuse_low_precision_matmuls(policy)
     if policy.has_masters:
         raise ConfigError(
             "precision.policy",
@@ -168,7 +168,7 @@ def prepare_to_shard(
         ConfigError: If the policy keeps modules in FP32 among 16-bit parameters: accelerate shards
             all modules in the same way; or if matrix products have fewer than 16 bits.
     """
-    refuse_narrow(policy)
+    refuse_low_precision_matmuls(policy)
     if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
         raise _cannot_keep(policy, next(iter(kept)))
     keeps_frozen = mixed_dtypes and policy.compute_dtype in SIXTEEN_BIT

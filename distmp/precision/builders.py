@@ -33,7 +33,7 @@ def autocast_context(
     Raises:
         ConfigError: If matrix products of the policy have fewer than 16 bits.
     """
-    refuse_narrow(policy)
+    refuse_low_precision_matmuls(policy)
     return autocast_of_dtypes(policy, device)
 
 
@@ -88,7 +88,7 @@ def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    refuse_narrow(policy)
+    refuse_low_precision_matmuls(policy)
     if not own_accumulator:
         _check_shards_accumulate("FSDP2", policy)
     return MixedPrecisionPolicy(
@@ -112,7 +112,7 @@ def fsdp1_policy(policy: PrecisionPolicy) -> MixedPrecision:
     """
     from torch.distributed.fsdp import MixedPrecision
 
-    refuse_narrow(policy)
+    refuse_low_precision_matmuls(policy)
     _check_shards_accumulate("FSDP1", policy)
     return MixedPrecision(
         param_dtype=policy.compute_dtype if policy.casts_parameters else None,
@@ -145,7 +145,7 @@ def ddp_comm_hook(policy: PrecisionPolicy) -> CommHook | None:
         ConfigError: If DDP would sum microbatches in another dtype than the policy, or matrix
             products of the policy have fewer than 16 bits.
     """
-    refuse_narrow(policy)
+    refuse_low_precision_matmuls(policy)
     if policy.accumulate_dtype != policy.module_dtype:
         _refuse(
             policy,
@@ -173,17 +173,17 @@ def _averaging_hook(dtype: torch.dtype) -> CommHook:
     return lambda group, bucket: average(group, bucket)
 
 
-def refuse_narrow(policy: PrecisionPolicy) -> None:
+def refuse_low_precision_matmuls(policy: PrecisionPolicy) -> None:
     """Refuse a policy with matrix products of fewer than 16 bits, which only the engine computes.
 
     Raises:
         ConfigError: For such a policy.
     """
-    if policy.is_narrow:
+    if policy.has_low_precision_matmuls:
         _refuse(
             policy,
             "has matrix products with fewer than 16 bits, which only distmp.Engine and the trainer "
-            f"compute; use one of them, or here {name_of(policy.wide)!r}",
+            f"compute; use one of them, or here {name_of(policy.high_precision)!r}",
         )
 
 
@@ -206,7 +206,7 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
         ConfigError: If `keep_fp32` does not fit the module, or matrix products of the policy have
             fewer than 16 bits.
     """
-    refuse_narrow(policy)
+    refuse_low_precision_matmuls(policy)
     dtypes = storage_dtypes(module, policy)
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])

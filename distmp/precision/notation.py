@@ -211,7 +211,7 @@ CPU_FEATURES = {
 }
 # First compute capability with a kernel of torch for low-precision matmuls, by the scaling of a
 # policy. Matmuls with other scalings are emulated on every device.
-NARROW_CAPABILITY = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
+LOW_PRECISION_CAPABILITY = {"tensor": FP8_CAPABILITY, "row": (9, 0)}
 
 
 class Resolution(NamedTuple):
@@ -310,16 +310,16 @@ def _limit(chosen: PrecisionPolicy, device: torch.device) -> str:
         name, capability = _gpu(device), torch.cuda.get_device_capability(device)
     if chosen.tf32 and capability < CAPABILITIES[torch.bfloat16]:
         return f"{name} has no TF32, so products keep all bits of float32"
-    if chosen.is_narrow and not computes_narrow(chosen.scaling, capability):
+    if chosen.has_low_precision_matmuls and not computes_low_precision(chosen.scaling, capability):
         return f"{name} only emulates matmuls with scaling={chosen.scaling}, which is slow"
     if chosen.compute_dtype in SIXTEEN_BIT and chosen.compute_dtype not in native_dtypes(device):
         return f"{name} only emulates {dtype_name(chosen.compute_dtype)}, which is slow"
     return ""
 
 
-def computes_narrow(scaling: str, capability: tuple[int, int]) -> bool:
+def computes_low_precision(scaling: str, capability: tuple[int, int]) -> bool:
     """Return whether a GPU of this compute capability has a kernel for low-precision matmuls."""
-    return scaling in NARROW_CAPABILITY and capability >= NARROW_CAPABILITY[scaling]
+    return scaling in LOW_PRECISION_CAPABILITY and capability >= LOW_PRECISION_CAPABILITY[scaling]
 
 
 def _gpu(device: torch.device) -> str:

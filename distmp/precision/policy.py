@@ -20,7 +20,7 @@ DTYPE_WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 # Formats of the operands of a matrix product with fewer than 16 bits: 4 or 5 exponent bits and 3 or
 # 2 mantissa bits (FP8), and 2 and 1 (FP4).
-NARROW_FORMATS = ("e4m3", "e5m2", "e2m1")
+LOW_PRECISION_FORMATS = ("e4m3", "e5m2", "e2m1")
 # Which values of an operand share a scale: all, those of a row, or blocks of 32 or 16 values.
 SCALINGS = ("tensor", "row", "block32", "block16")
 
@@ -131,14 +131,14 @@ class PrecisionPolicy:
         return tuple(entry for entry in self.keep_fp32 if not entry.endswith("()"))
 
     @property
-    def is_narrow(self) -> bool:
+    def has_low_precision_matmuls(self) -> bool:
         """Whether any matrix product of linear layers has operands of fewer than 16 bits."""
         return any((self.forward_format, self.grad_format, self.wgrad_format))
 
     @property
-    def wide(self) -> PrecisionPolicy:
+    def high_precision(self) -> PrecisionPolicy:
         """This policy with all matrix products in the compute dtype."""
-        if not self.is_narrow:
+        if not self.has_low_precision_matmuls:
             return self
         formats = {"forward_format": None, "grad_format": None, "wgrad_format": None}
         return replace(self, **formats, scaling="tensor", hp=())  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ class PrecisionPolicy:
             self._check_format(key, getattr(self, f"{key}_format"))
         if self.scaling not in SCALINGS:
             self._refuse("scaling", f"choose one of {', '.join(SCALINGS)}")
-        if not self.is_narrow:
+        if not self.has_low_precision_matmuls:
             if self.scaling != "tensor":
                 self._refuse("scaling", "no product has a low-precision format; set forward")
             if self.hp:
@@ -198,8 +198,8 @@ class PrecisionPolicy:
             return
         if value is None:
             return
-        if value not in NARROW_FORMATS:
-            self._refuse(key, f"choose one of {', '.join(NARROW_FORMATS)}, bf16")
+        if value not in LOW_PRECISION_FORMATS:
+            self._refuse(key, f"choose one of {', '.join(LOW_PRECISION_FORMATS)}, bf16")
         if (value == "e2m1") != (self.scaling == "block16"):
             self._refuse(
                 key,
@@ -235,8 +235,12 @@ class PrecisionPolicy:
 
     def _check_gradients(self) -> None:
         computed = dtype_name(self.compute_dtype)
-        narrow = self.compute_dtype in SIXTEEN_BIT
-        if self.reduce_dtype in SIXTEEN_BIT and narrow and self.reduce_dtype != self.compute_dtype:
+        low_precision = self.compute_dtype in SIXTEEN_BIT
+        if (
+            self.reduce_dtype in SIXTEEN_BIT
+            and low_precision
+            and self.reduce_dtype != self.compute_dtype
+        ):
             self._refuse(
                 "reduce",
                 f"cannot represent {computed} gradients and saves nothing; use "

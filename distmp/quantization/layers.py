@@ -14,16 +14,16 @@ from distmp.precision.policy import PrecisionPolicy
 from distmp.precision.stochastic import parameter_id
 from distmp.quantization.linear import (
     OPERANDS,
-    NarrowState,
+    LowPrecisionState,
     ProductFormats,
-    narrow_linear,
+    low_precision_linear,
 )
 from distmp.quantization.operands import STATISTICS
 from distmp.quantization.products import choose_product, emulated_product
 from distmp.quantization.selection import Selection, select
 
 
-class NarrowLayers:
+class LowPrecisionLayers:
     """The linear layers of a model with low-precision matmuls.
 
     Args:
@@ -35,7 +35,7 @@ class NarrowLayers:
         is_emulated: Whether products are emulated, which is slow.
         backend: How products are computed, such as "emulated".
         policy_formats: The formats of the policy; those of a layer may change during the run.
-        wide: Why each other linear layer stays in the compute dtype, by name.
+        high_precision: Why each other linear layer stays in the compute dtype, by name.
         states: The state of each low-precision layer, by name.
         modules: The low-precision layers, by name.
         counts: Statistics of this step, FP64 of shape [layers, 5, 4]; see `OPERANDS` in
@@ -45,16 +45,16 @@ class NarrowLayers:
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
         self.is_emulated = choose_product(policy.scaling, device) is emulated_product
         self.backend = "emulated" if self.is_emulated else "computed by torch._scaled_mm"
-        self.wide = selection.wide
-        self.modules = selection.narrow
-        shape = (len(selection.narrow), len(OPERANDS), len(STATISTICS))
+        self.high_precision = selection.high_precision
+        self.modules = selection.low_precision
+        shape = (len(selection.low_precision), len(OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
         salts = [parameter_id(f"{name}.weight") for name in self.modules]
         self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
         self._keys = self._salts.clone()
         self.policy_formats = product_formats(policy)
         self.states = {
-            name: NarrowState(self.policy_formats, counts, key)
+            name: LowPrecisionState(self.policy_formats, counts, key)
             for name, counts, key in zip(self.modules, self.counts, self._keys, strict=True)
         }
         for name, module in self.modules.items():
@@ -87,17 +87,17 @@ class NarrowLayers:
     def describe(self) -> str:
         """Return which layers have low-precision matmuls, and why others are not, as text."""
         reasons: dict[str, list[str]] = {}
-        for name, reason in self.wide.items():
+        for name, reason in self.high_precision.items():
             reasons.setdefault(reason, []).append(name)
-        count = f"{len(self.modules)} of {len(self.modules) + len(self.wide)}"
+        count = f"{len(self.modules)} of {len(self.modules) + len(self.high_precision)}"
         text = f"{count} linear layers have low-precision matmuls, {self.backend}"
         wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
         return f"{text}; in the compute dtype: {', '.join(wide)}" if wide else text
 
 
-def narrow_layers(
+def low_precision_layers(
     model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str], device: torch.device
-) -> NarrowLayers | None:
+) -> LowPrecisionLayers | None:
     """Give the linear layers of a model low-precision matmuls in place.
 
     Low-precision matmuls of an earlier engine are removed.
@@ -116,9 +116,9 @@ def narrow_layers(
     """
     # A model may have been in an engine before, whose formats must not remain in this one.
     _restore_forward(model)
-    if not policy.is_narrow:
+    if not policy.has_low_precision_matmuls:
         return None
-    return NarrowLayers(select(model, policy, blocks), policy, device)
+    return LowPrecisionLayers(select(model, policy, blocks), policy, device)
 
 
 def product_formats(policy: PrecisionPolicy) -> ProductFormats:
@@ -128,13 +128,15 @@ def product_formats(policy: PrecisionPolicy) -> ProductFormats:
     )
 
 
-def _replace_forward(module: nn.Linear, state: NarrowState, compute_dtype: torch.dtype) -> None:
+def _replace_forward(
+    module: nn.Linear, state: LowPrecisionState, compute_dtype: torch.dtype
+) -> None:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - the name of torch
         # Under autocast the parameters are FP32.
         weight = self.weight.to(compute_dtype)
-        return narrow_linear(input.to(compute_dtype), weight, self.bias, state)
+        return low_precision_linear(input.to(compute_dtype), weight, self.bias, state)
 
-    forward.is_narrow = True  # type: ignore[attr-defined]
+    forward.has_low_precision_matmuls = True  # type: ignore[attr-defined]
     # A bound method, so that a deep copy calls its own module.
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
@@ -142,7 +144,7 @@ def _replace_forward(module: nn.Linear, state: NarrowState, compute_dtype: torch
 def _restore_forward(model: nn.Module) -> None:
     """Give the low-precision layers of an earlier engine the forward of torch again."""
     for module in model.modules():
-        if getattr(vars(module).get("forward"), "is_narrow", False):
+        if getattr(vars(module).get("forward"), "has_low_precision_matmuls", False):
             del module.forward
 
 
@@ -154,7 +156,7 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 logger = logging.getLogger("distmp")
 
 
-def describe_formats(layers: NarrowLayers) -> str:
+def describe_formats(layers: LowPrecisionLayers) -> str:
     """Return the formats of the policy, how products are computed, and which layers have them.
 
     Example: "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor; 8 of 9 linear layers have
@@ -163,24 +165,24 @@ def describe_formats(layers: NarrowLayers) -> str:
     return f"{_formats(layers.policy_formats)}; {layers.describe()}"
 
 
-def formats_record(layers: NarrowLayers) -> dict[str, Any]:
+def formats_record(layers: LowPrecisionLayers) -> dict[str, Any]:
     """Return what `describe_formats` says, as JSON values.
 
     Returns:
-        "formats", a list of texts; "emulated"; "backend", how products are computed; "narrow", the
-        names of the layers with low-precision matmuls; "wide", why each other linear layer stays in
-        the compute dtype, by name.
+        "formats", a list of texts; "emulated"; "backend", how products are computed;
+        "low_precision", the names of the layers with low-precision matmuls; "high_precision", why each other
+        linear layer stays in the compute dtype, by name.
     """
     return {
         "formats": [_formats(layers.policy_formats)],
         "emulated": layers.is_emulated,
         "backend": layers.backend,
-        "narrow": [*layers.modules],
-        "wide": dict(layers.wide),
+        "low_precision": [*layers.modules],
+        "high_precision": dict(layers.high_precision),
     }
 
 
-def log_formats(layers: NarrowLayers, policy: PrecisionPolicy, device: torch.device) -> None:
+def log_formats(layers: LowPrecisionLayers, policy: PrecisionPolicy, device: torch.device) -> None:
     """Log the formats of low-precision matmuls; a warning if a GPU emulates them.
 
     Args:

@@ -48,7 +48,7 @@ def random_transform(device: torch.device) -> Tensor:
     return (matrix * torch.tensor(_SIGNS) / SIZE**0.5).to(device)
 
 
-# Rows of `NarrowState.counts`.
+# Rows of `LowPrecisionState.counts`.
 OPERANDS = ("input", "weight", "grad", "wgrad_input", "wgrad_grad")
 INPUT, WEIGHT, GRAD, WGRAD_INPUT, WGRAD_GRAD = range(len(OPERANDS))
 
@@ -77,7 +77,7 @@ class ProductFormats:
         return "e2m1" if self.scaling == "block16" else "e4m3"
 
 
-class NarrowState:
+class LowPrecisionState:
     """The changing state of a linear layer with low-precision matmuls.
 
     Attributes:
@@ -96,7 +96,9 @@ class NarrowState:
         self.product = choose_product(formats.scaling, counts.device)
 
 
-def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowState) -> Tensor:
+def low_precision_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: LowPrecisionState
+) -> Tensor:
     """Return `x @ weight.T + bias`, with the products of `state`.
 
     Args:
@@ -109,20 +111,20 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: NarrowS
         [..., output features], in the dtype of `x`.
     """
     counts = state.counts if torch.is_grad_enabled() else None
-    y: Tensor = _NarrowLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
+    y: Tensor = _LowPrecisionLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
     # As in F.linear, the result is no view: FSDP loses its hook if a view is changed in place.
     result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
     return result
 
 
-class _NarrowLinear(torch.autograd.Function):
+class _LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        state: NarrowState,
+        state: LowPrecisionState,
         counts: LayerCounts | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distmp.precision.notation import computes_narrow
+from distmp.precision.notation import computes_low_precision
 from distmp.quantization.operands import Operand
 
 # Returns `a @ b.T` in the given dtype, rounded once.
@@ -26,7 +26,9 @@ def choose_product(scaling: str, device: torch.device) -> Product:
         scaling: "tensor", "row", "block32" or "block16".
         device: Device of the model.
     """
-    if device.type == "cuda" and computes_narrow(scaling, torch.cuda.get_device_capability(device)):
+    if device.type == "cuda" and computes_low_precision(
+        scaling, torch.cuda.get_device_capability(device)
+    ):
         return scaled_product
     return emulated_product
 

@@ -26,12 +26,12 @@ class Selection(NamedTuple):
     """The linear layers of a model.
 
     Attributes:
-        narrow: Layers with low-precision matmuls, by name.
-        wide: Why each other linear layer stays in the compute dtype, by name.
+        low_precision: Layers with low-precision matmuls, by name.
+        high_precision: Why each other linear layer stays in the compute dtype, by name.
     """
 
-    narrow: dict[str, nn.Linear]
-    wide: dict[str, str]
+    low_precision: dict[str, nn.Linear]
+    high_precision: dict[str, str]
 
 
 def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> Selection:
@@ -50,15 +50,15 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
         for name in _matched(model, pattern, blocks):
             reasons.setdefault(name, f"hp={pattern}")
     linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    narrow = {name: part for name, part in linear.items() if name not in reasons}
-    if not narrow:
+    low_precision = {name: part for name, part in linear.items() if name not in reasons}
+    if not low_precision:
         raise ConfigError(
             "precision.policy",
             policy.name,
             f"gives no linear layer low-precision matmuls; {_why(reasons)}",
         )
     wide = {name: reasons[name] for name in linear if name in reasons}
-    return Selection(narrow, wide)
+    return Selection(low_precision, wide)
 
 
 def _why(reasons: dict[str, str]) -> str:

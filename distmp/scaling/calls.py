@@ -107,7 +107,7 @@ class CallLog:
         self._changes: list[str] = []
         # Of this iteration. Sets, because after a common decision their order does not matter.
         self._unscaled: set[int] = set()
-        self._stepped: set[int] = set()
+        self._updated: set[int] = set()
         self._digest = 0
 
     def __reduce__(self) -> tuple[type[CallLog], tuple[()]]:
@@ -121,7 +121,7 @@ class CallLog:
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the step of an optimizer that was decided on."""
         if optimizer in self._numbers:
-            self._stepped.add(self._numbers[optimizer])
+            self._updated.add(self._numbers[optimizer])
 
     def updates(self, *, sets_scale: bool) -> None:
         """Record an update, which ends the iteration."""
@@ -173,13 +173,13 @@ class CallLog:
 
     def _close_iteration(self, ending: str) -> None:
         unscaled = [f"unscale_({optimizers})" for optimizers in _optimizers(self._unscaled)]
-        changes = [*unscaled, *(f"step({optimizers})" for optimizers in _optimizers(self._stepped))]
+        changes = [*unscaled, *(f"step({optimizers})" for optimizers in _optimizers(self._updated))]
         self._changes += [f"{change} in iteration {self.iteration}" for change in changes]
         if changes or ending:
             calls = _join([*changes, ending] if ending else changes)
             self._before.append(f"{calls} in iteration {self.iteration}")
         self._unscaled.clear()
-        self._stepped.clear()
+        self._updated.clear()
 
 
 # Sends a value to the other ranks, and returns the value of each rank in its JSON form.

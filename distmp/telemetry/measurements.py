@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from distmp.engine.narrow_products import MatmulStatistics
+from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.quantization.linear import OPERANDS
 from distmp.quantization.operands import STATISTICS
 from distmp.utils.host_memory import return_freed_memory
@@ -114,7 +114,7 @@ LARGEST, SATURATED, UNDERFLOWED, ELEMENTS = range(len(STATISTICS))
 
 
 def summarize(statistics: MatmulStatistics) -> dict[str, dict[str, Any]]:
-    """Wait for the step, and return the statistics of each operand that is narrow.
+    """Wait for the step, and return the statistics of each operand that is low_precision.
 
     Returns:
         For each of `OPERANDS`: "saturated", the share of the values that are saturated or not
@@ -131,7 +131,7 @@ def summarize(statistics: MatmulStatistics) -> dict[str, dict[str, Any]]:
 
 
 def _summary(values: Tensor, layers: Sequence[str]) -> dict[str, Any]:
-    """Summarize the statistics of an operand, FP64 [layers, 4]; empty if it is not narrow."""
+    """Summarize the statistics of an operand, FP64 [layers, 4]; empty for high precision."""
     _, saturated, underflowed, elements = values.sum(0).tolist()
     if elements == 0:
         return {}

@@ -2,7 +2,7 @@
 
 Standard output and standard error become pipes into `tee`, a separate process that drains them to
 the last byte even if the rank is killed. torchrun's `--tee` does not fit: it does not write to the
-run's folder, takes the terminal from the live line, and is missing under other launchers.
+run's directory, takes the terminal from the live line, and is missing under other launchers.
 """
 
 from __future__ import annotations

@@ -64,11 +64,11 @@ class StepRecord:
             for a rank that was not measured.
         validation_metrics: Metrics of the validation after this step, by name; None without one.
         formats: The policy of `precision.phases` in this step; None without phases.
-        narrow_operands: How well the operands of narrow products fit their formats, in the steps
-            of `log.every`: by "input", "weight", "grad", "wgrad_input" and "wgrad_grad" the shares
-            "saturated" (or not finite) and "underflowed" (rounded to zero) over all ranks, the
-            "largest" magnitude on the first rank, and the layers that are "most_saturated" and
-            "most_underflowed".
+        low_precision_operands: How well the operands of low-precision matmuls fit their formats, in
+            the steps of `log.every`: by "input", "weight", "grad", "wgrad_input" and "wgrad_grad"
+            the shares "saturated" (or not finite) and "underflowed" (rounded to zero) over all
+            ranks, the "largest" magnitude on the first rank, and the layers that are
+            "most_saturated" and "most_underflowed".
     """
 
     step: int
@@ -92,7 +92,7 @@ class StepRecord:
     rank_seconds: list[float] | None = None
     validation_metrics: dict[str, float] | None = None
     formats: str | None = None
-    narrow_operands: dict[str, Any] | None = None
+    low_precision_operands: dict[str, Any] | None = None
 
 
 class RecordWriter:
@@ -103,7 +103,7 @@ class RecordWriter:
     is created again.
 
     Args:
-        path: The file; it and its folder are created if missing.
+        path: The file; it and its directory are created if missing.
         resume_after_step: First drop records of later steps, so that a run resumed after that
             step has every step once (0 drops all). None keeps every complete record.
         warn: Called with a message when records cannot be written, and when they can again.

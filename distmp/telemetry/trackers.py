@@ -68,7 +68,8 @@ def start(
     Args:
         trackers: Keyword arguments of each tracker, by the names in `log.trackers`. `project` is
             the name of the project, by default "distmp".
-        directory: Folder of the run; a tracker that writes files gets a subfolder of its name.
+        directory: Directory of the run; a tracker that writes files gets a subdirectory of its
+            name.
         hyperparameters: The configuration as nested mappings.
         after_step: The step from which the run continues, or 0.
         warn: Called with a message when a tracker fails later.
@@ -89,10 +90,10 @@ def start(
     started = {}
     for name, options in trackers.items():
         tracker_class = find(name)
-        folder = [str(directory / name)] if tracker_class.requires_logging_directory else []
+        own = [str(directory / name)] if tracker_class.requires_logging_directory else []
         arguments = {"project": "distmp", **defaults.get(name, {}), **options}
         try:
-            tracker = tracker_class(arguments.pop("project"), *folder, **arguments)
+            tracker = tracker_class(arguments.pop("project"), *own, **arguments)
             tracker.start()
             settings = flat(masked(hyperparameters)).items()
             tracker.store_init_configuration({name: _plain(value) for name, value in settings})
@@ -131,14 +132,16 @@ def scalars(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted.
 
     The throughput has the name of its unit, such as `tokens_per_second`, a metric the name
-    `validation_NAME`. A share of narrow operands is `narrow_operands/OPERAND/NAME`.
+    `validation_NAME`. A share of low-precision operands is `low_precision_operands/OPERAND/NAME`.
     """
     values = dataclasses.asdict(record)
     del values["step"]
     values[f"{record.unit}s_per_second"] = values.pop("weight_per_second")
     values |= {f"validation_{n}": value for n, value in (record.validation_metrics or {}).items()}
-    for operand, statistics in (record.narrow_operands or {}).items():
-        values |= {f"narrow_operands/{operand}/{n}": value for n, value in statistics.items()}
+    for operand, statistics in (record.low_precision_operands or {}).items():
+        values |= {
+            f"low_precision_operands/{operand}/{n}": value for n, value in statistics.items()
+        }
     return {
         name: int(value) if isinstance(value, bool) else value
         for name, value in values.items()

@@ -25,7 +25,7 @@ from distmp.training.run_fingerprint import (
     changes_since,
     describe_model,
     run_fingerprint,
-    weights_folder,
+    weights_directory,
 )
 from distmp.training.run_lease import DirectoryChoice, this_job
 from distmp.training.setup import (
@@ -102,7 +102,7 @@ class _Builder:
         if checkpoint is None and _freezes_random_weights(config):
             self._console.message(
                 "model.peft: the model has random weights, and they stay frozen; name its weights "
-                "with hf:FOLDER or model.weights"
+                "with hf:DIRECTORY or model.weights"
             )
         changes = Changes()
         if checkpoint is not None:
@@ -185,13 +185,13 @@ class _Builder:
                 )
         if self._world.rank == 0:
             try_to_write(directory.config, lambda path: settings.write_yaml(config, path), log)
-        layers = engine.narrow_products.layers
+        layers = engine.low_precision_matmuls.layers
         manifest.record(
             directory.manifest,
             self._world,
             settings.to_mapping(config),
             first_step=step,
-            narrow_products=None if layers is None else formats_record(layers),
+            low_precision_matmuls=None if layers is None else formats_record(layers),
         )
 
     def _continue_from(
@@ -229,8 +229,8 @@ def _summary(
         f"model: {config.model.name}, {parameters}; "
         f"precision {engine.policy.name} ({engine.policy_reason})"
     )
-    if engine.narrow_products.layers is not None:
-        yield f"formats: {describe_formats(engine.narrow_products.layers)}"
+    if engine.low_precision_matmuls.layers is not None:
+        yield f"formats: {describe_formats(engine.low_precision_matmuls.layers)}"
     yield (
         f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
         f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
@@ -245,7 +245,7 @@ def _summary(
 
 def _freezes_random_weights(config: RunConfig) -> bool:
     known = config.model.peft is not None and not config.model.is_import_path
-    return known and weights_folder(config) is None
+    return known and weights_directory(config) is None
 
 
 def _count_parameters(model: nn.Module) -> str:

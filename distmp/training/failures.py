@@ -152,10 +152,10 @@ def before_exit(action: Callable[[], object]) -> None:
         _watchdog.before_exit = action
 
 
-def write_traces_to(folder: Path) -> None:
-    """Set the folder for the flight recorders of all ranks, which are written if ranks hang."""
+def write_traces_to(directory: Path) -> None:
+    """Set the directory for the flight recorders of all ranks, which are written if ranks hang."""
     if _watchdog is not None:
-        _watchdog.traces_folder = folder
+        _watchdog.traces_directory = directory
 
 
 def stop_watching() -> None:

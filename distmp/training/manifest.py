@@ -37,7 +37,7 @@ def record(
     world: World,
     configuration: Mapping[str, Any],
     first_step: int = 0,
-    narrow_products: Mapping[str, Any] | None = None,
+    low_precision_matmuls: Mapping[str, Any] | None = None,
 ) -> None:
     """Add this start of a run to its manifest; every rank has to call it, rank 0 writes.
 
@@ -46,7 +46,7 @@ def record(
         world: The ranks.
         configuration: The resolved configuration, nested.
         first_step: Steps done before this start.
-        narrow_products: Which products have fewer than 16 bits, see
+        low_precision_matmuls: Which products have fewer than 16 bits, see
             `distmp.quantization.layers.formats_record`; None if none has.
 
     Raises:
@@ -57,8 +57,12 @@ def record(
 
     def write(path: Path) -> None:
         start = describe_start(configuration)
-        narrow = {} if narrow_products is None else {"narrow_products": narrow_products}
-        append(path, {**start, **narrow, "first_step": first_step, "ranks": ranks})
+        low_precision = (
+            {}
+            if low_precision_matmuls is None
+            else {"low_precision_matmuls": low_precision_matmuls}
+        )
+        append(path, {**start, **low_precision, "first_step": first_step, "ranks": ranks})
 
     world.ranks.from_rank_0(lambda: try_to_write(path, write, logger.warning))
 
@@ -87,20 +91,20 @@ def device_name(world: World) -> str:
     return f"{world.device} ({torch.cuda.get_device_name(world.device)})"
 
 
-def revision(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of a folder's git repository and whether it has changes; None without one.
+def revision(directory: Path) -> dict[str, Any] | None:
+    """Return the commit of a directory's git repository, and whether it has changes, or None.
 
     Args:
-        folder: A folder of the repository.
+        directory: A directory of the repository.
     """
-    if (commit := _git(folder, "rev-parse", "HEAD")) is None:
+    if (commit := _git(directory, "rev-parse", "HEAD")) is None:
         return None
-    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    status = _git(directory, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
+def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(directory), *arguments]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
         if result.returncode == 0:

@@ -1,4 +1,4 @@
-"""Selects the folder and the checkpoint of a restart, and limits the number of restarts.
+"""Selects the directory and the checkpoint of a restart, and limits the number of restarts.
 
 Attempts within a job share values through the store of torchrun's agent, which belongs to the job
 and outlives its ranks. Jobs that a scheduler starts one after the other use the run's manifest.
@@ -44,7 +44,7 @@ class Restarts:
         checkpoint_path: Setting `checkpoint.path`.
 
     Attributes:
-        directory: The folder of the run in earlier attempts; None if they made none.
+        directory: The directory of the run in earlier attempts; None if they made none.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Restarts:
             return configured()
         first = self._stored_value("first checkpoint")
         own = None
-        # Until this job has saved, the folder may contain later checkpoints than the one that the
-        # job started from; the folder of a new run contains only its own.
+        # Until this job has saved, the directory may contain later checkpoints than the one that
+        # the job started from; the directory of a new run contains only its own.
         if first is None or self._stored_value("saved"):
             own = checkpoints.resolve("auto", self.directory.checkpoints)
         if own is not None or not first:
@@ -93,7 +93,7 @@ class Restarts:
         return checkpoints.resolve(first, self.directory.checkpoints)
 
     def begin(self, directory: RunDirectory, checkpoint: StoredCheckpoint | None) -> None:
-        """Store the folder and the checkpoint of this attempt. Rank 0 calls it.
+        """Store the directory and the checkpoint of this attempt. Rank 0 calls it.
 
         Raises:
             TrainingError: If the last restarts completed no further step.

@@ -27,11 +27,11 @@ class Run:
         components: Data, loss, and the model before it was distributed.
         engine: Takes the optimizer steps. The state of the checkpoint, if any, has been loaded.
         fingerprint: Properties of the run that a checkpoint stores, see `run_fingerprint`.
-        directory: The folder of the run.
+        directory: The directory of the run.
         restarts: Earlier attempts of this job.
         checkpoint: The checkpoint that was loaded; None for a new run.
         progress: Steps and samples up to now.
-        lease: On rank 0, the right to write to the folder; None on the others.
+        lease: On rank 0, the right to write to the directory; None on the others.
     """
 
     config: RunConfig

@@ -1,4 +1,4 @@
-"""The folder of a run: a new one for a new run, the same one for a run that resumes."""
+"""The directory of a run: a new one for a new run, the same one for a run that resumes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class RunDirectory:
     """The paths of everything that a run writes.
 
     Args:
-        path: The run's folder.
-        checkpoint_path: Setting `checkpoint.path`: the parent of the checkpoint folders of runs.
+        path: The run's directory.
+        checkpoint_path: Setting `checkpoint.path`: the parent of the checkpoint directories of
+            runs.
     """
 
     def __init__(self, path: Path, checkpoint_path: str | None = None) -> None:
@@ -35,8 +36,8 @@ class RunDirectory:
         """Return the file to which a rank's output is copied."""
         return self.path / "logs" / f"rank-{rank}.log"
 
-    def folders(self) -> list[Location]:
-        """Return the folders that the run writes to: its own, and that of its checkpoints."""
+    def leased_paths(self) -> list[Location]:
+        """Return the directories that the run writes to: its own, and that of its checkpoints."""
         inside = self.checkpoints == self.path / "checkpoints"
         return [self.path] if inside else [self.path, self.checkpoints]
 
@@ -62,21 +63,21 @@ def check_saves(checkpoints: Location) -> None:
 
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
-    """Return the newest folder created for `run_dir`, see `existing_runs`."""
+    """Return the newest directory created for `run_dir`, see `existing_runs`."""
     runs = existing_runs(run_dir, checkpoint_path)
     return runs[-1] if runs else None
 
 
 def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunDirectory]:
-    """Return the folders created for `run_dir`: `run_dir` itself, then each `run_dir-N`.
+    """Return the directories created for `run_dir`: `run_dir` itself, then each `run_dir-N`.
 
     Args:
         run_dir: Setting `run_dir`.
-        checkpoint_path: Setting `checkpoint.path`. A run with a folder there counts too: it may
+        checkpoint_path: Setting `checkpoint.path`. A run with a directory there counts too: it may
             have been started on another machine.
 
     Raises:
-        ConfigError: If the folder cannot be read.
+        ConfigError: If the directory cannot be read.
     """
     first = Path(run_dir)
     try:
@@ -85,7 +86,7 @@ def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunD
         raise ConfigError("run_dir", run_dir, f"cannot be read ({error.strerror})") from None
     names = {path.name for path in first.parent.glob(f"{glob.escape(first.name)}*/")}
     if checkpoint_path is not None:
-        names |= _folders_in(locate("checkpoint.path", checkpoint_path))
+        names |= _directories_in(locate("checkpoint.path", checkpoint_path))
     numbers = sorted(
         int(number)
         for name in names
@@ -97,19 +98,19 @@ def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunD
 
 
 def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory:
-    """Create a folder for a new run: `run_dir`, or `run_dir-2` and so on if it exists.
+    """Create a directory for a new run: `run_dir`, or `run_dir-2` and so on if it exists.
 
     Args:
         run_dir: Setting `run_dir`.
-        checkpoint_path: Setting `checkpoint.path`. Names of folders there are not used either.
+        checkpoint_path: Setting `checkpoint.path`. Names of directories there are not used either.
 
     Raises:
-        ConfigError: If the folder cannot be created.
+        ConfigError: If the directory cannot be created.
     """
     first = path = Path(run_dir)
     taken = set()
     if checkpoint_path is not None:
-        taken = _folders_in(locate("checkpoint.path", checkpoint_path))
+        taken = _directories_in(locate("checkpoint.path", checkpoint_path))
     number = 1
     while True:
         try:
@@ -118,7 +119,7 @@ def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
                 return RunDirectory(path, checkpoint_path)
         except FileExistsError:
             if number == 1 and not path.is_dir():
-                raise ConfigError("run_dir", run_dir, "is a file; name a folder") from None
+                raise ConfigError("run_dir", run_dir, "is a file; name a directory") from None
         except OSError as error:
             raise ConfigError("run_dir", run_dir, f"cannot be created ({error.strerror})") from None
         number += 1
@@ -133,8 +134,8 @@ def try_to_write(path: Path, write: Callable[[Path], object], log: Callable[[str
         log(f"cannot write {path}: {error}; training continues without it")
 
 
-def _folders_in(place: Location) -> set[str]:
-    """Return the names of the entries of a folder; none if it does not exist.
+def _directories_in(place: Location) -> set[str]:
+    """Return the names of the entries of a directory; none if it does not exist.
 
     Raises:
         ConfigError: If it cannot be read.

@@ -162,32 +162,32 @@ def describe_model(model: nn.Module, config: RunConfig) -> dict[str, Any]:
 
     Returns:
         "model", the content of config.json; "adapter" for a model with adapters, see
-        `adapters.describe`; "tokenizer", the folder of the tokenizer, if it is known.
+        `adapters.describe`; "tokenizer", the directory of the tokenizer, if it is known.
     """
     described: dict[str, Any] = {"model": architecture(model, config.model)}
     if config.model.peft is not None:
-        described["adapter"] = adapters.describe(model, weights_folder(config))
-    if (tokenizer := tokenizer_folder(config)) is not None:
+        described["adapter"] = adapters.describe(model, weights_directory(config))
+    if (tokenizer := tokenizer_directory(config)) is not None:
         described["tokenizer"] = str(tokenizer.absolute())
     return described
 
 
-def weights_folder(config: RunConfig) -> str | None:
-    """Return the folder of the weights that a new run starts from; None for random weights."""
+def weights_directory(config: RunConfig) -> str | None:
+    """Return the directory of the weights that a new run starts from; None for random weights."""
     if config.model.weights is not None:
         return str(Path(config.model.weights).absolute())
-    folder = None
+    directory = None
     if config.model.is_hugging_face:
-        folder = huggingface.weights_folder(config.model.name)
-    return None if folder is None else str(folder.absolute())
+        directory = huggingface.weights_directory(config.model.name)
+    return None if directory is None else str(directory.absolute())
 
 
-def tokenizer_folder(config: RunConfig) -> Path | None:
-    """Return the folder of the tokenizer that made the data, or of the model's; None without."""
+def tokenizer_directory(config: RunConfig) -> Path | None:
+    """Return the directory of the tokenizer that made the data, or of the model's; None without."""
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
         path = Path(config.data.path).expanduser()
-        candidates.append((path if path.is_dir() else path.parent) / tokenizers.SUBFOLDER)
+        candidates.append((path if path.is_dir() else path.parent) / tokenizers.SUBDIRECTORY)
     if config.model.is_hugging_face:
         candidates.append(huggingface_files.locate(config.model.name))
     return next(filter(tokenizers.has_tokenizer, candidates), None)

@@ -110,7 +110,7 @@ class RunLease:
 
     def __init__(self, directory: RunDirectory, job: Owner) -> None:
         self.directory = directory
-        self._leases = [Lease(folder, job) for folder in directory.folders()]
+        self._leases = [Lease(path, job) for path in directory.leased_paths()]
         self._job = job
         self._released = threading.Event()
         self._warned = False
@@ -203,7 +203,7 @@ class RunLease:
             logger.warning(
                 "cannot write the lease in %s: %r; training continues, but a second job with this "
                 "run_dir is not detected",
-                lease.folder,
+                lease.directory,
                 error,
             )
 
@@ -330,4 +330,4 @@ class DirectoryChoice:
 
 
 def _last_owner(run: RunDirectory) -> Owner | None:
-    return next(filter(None, map(last_owner, run.folders())), None)
+    return next(filter(None, map(last_owner, run.leased_paths())), None)

@@ -139,11 +139,11 @@ def check_datasets(config: RunConfig, datasets: Datasets) -> None:
 def _with_weights(
     model: nn.Module, weights: StoredWeights, config: ModelConfig, *, quiet: bool
 ) -> tuple[nn.Module, StoredWeights | None]:
-    """Load the weights of a Hugging Face folder now if transformers has to convert them.
+    """Load the weights of a Hugging Face directory now if transformers has to convert them.
 
     Args:
         model: The model as it was built.
-        weights: The weights in its folder.
+        weights: The weights in its directory.
         config: Section `model`.
         quiet: Whether to leave warnings to another rank.
 
@@ -201,8 +201,8 @@ def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.M
 def _weights(config: ModelConfig) -> StoredWeights | None:
     if config.weights is not None:
         return StoredWeights(Path(config.weights))
-    folder = huggingface.weights_folder(config.name) if config.is_hugging_face else None
-    return None if folder is None else StoredWeights(folder, config.name)
+    directory = huggingface.weights_directory(config.name) if config.is_hugging_face else None
+    return None if directory is None else StoredWeights(directory, config.name)
 
 
 def build_engine(

@@ -88,8 +88,8 @@ def _bytes_of_rank(
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     gradients, moments = 4 * trained, 8 * trained
     if option == "ddp":
-        stepped = moments + (4 * trained if policy.has_masters else 0)
+        updated = moments + (4 * trained if policy.has_masters else 0)
         ranks = world.world_size if config.shard_optimizer else 1
-        return policy.module_dtype.itemsize * elements + gradients + stepped // ranks
+        return policy.module_dtype.itemsize * elements + gradients + updated // ranks
     shards = shard_size(config.sharding, world) if option == "hsdp" else world.world_size
     return (policy.param_dtype.itemsize * elements + gradients + moments) // shards

@@ -312,7 +312,7 @@ class Trainer:
             step.validation_loss,
             step.validation_metrics,
             formats=step.outcome.formats,
-            narrow_statistics=step.outcome.narrow_statistics,
+            matmul_statistics=step.outcome.matmul_statistics,
         )
         for callback in self._each("on_step_end"):
             callback.on_step_end(self, result)

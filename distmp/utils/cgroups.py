@@ -17,14 +17,17 @@ def core_quota(root: Path = Path("/")) -> float | None:
     """Return the CPU limit in cores, or None without a limit.
 
     Args:
-        root: Folder that contains `proc` and `sys`.
+        root: Directory that contains `proc` and `sys`.
     """
     quotas = []
-    for folder in _folders(root, "cpu"):
-        words = _read(folder / "cpu.max").split()
+    for directory in _directories(root, "cpu"):
+        words = _read(directory / "cpu.max").split()
         if len(words) == 2 and words[0] != "max":
             quotas.append(int(words[0]) / int(words[1]))
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        quota, period = (
+            _read(directory / "cpu.cfs_quota_us"),
+            _read(directory / "cpu.cfs_period_us"),
+        )
         if quota and period and int(quota) > 0:
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -44,7 +47,7 @@ def granted_cores(root: Path = Path("/")) -> int:
     would stop all threads for part of each period.
 
     Args:
-        root: Folder that contains `proc` and `sys`.
+        root: Directory that contains `proc` and `sys`.
     """
     cores = usable_cores()
     return max(1, min(cores, int(core_quota(root) or cores)))
@@ -54,7 +57,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     """Return the memory limit in bytes, or None without a limit.
 
     Args:
-        root: Folder that contains `proc` and `sys`.
+        root: Directory that contains `proc` and `sys`.
     """
     return min((limit for limit, _ in _memory_groups(root)), default=None)
 
@@ -63,7 +66,7 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     """Return the free memory of this machine in bytes, at most what the memory limit leaves.
 
     Args:
-        root: Folder that contains `proc` and `sys`.
+        root: Directory that contains `proc` and `sys`.
     """
     free: int = psutil.virtual_memory().available
     return min([free, *(max(0, limit - used) for limit, used in _memory_groups(root))])
@@ -75,25 +78,25 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     )
-    for folder in _folders(root, "memory"):
+    for directory in _directories(root, "memory"):
         for limit_name, used_name, cache_name in names:
-            limit, used = _read(folder / limit_name), _read(folder / used_name)
+            limit, used = _read(directory / limit_name), _read(directory / used_name)
             if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
-                lines = map(str.split, _read(folder / "memory.stat").splitlines())
+                lines = map(str.split, _read(directory / "memory.stat").splitlines())
                 # Like the kubelet: the kernel frees this part of the page cache first.
                 cache = dict(line for line in lines if len(line) == 2).get(cache_name, "0")
                 yield int(limit), max(0, int(used or 0) - int(cache))
 
 
-def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's group and of its parents, for one controller."""
+def _directories(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the directories of this process's group and of its parents, for one controller."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         # Version 2 has one tree and does not name controllers.
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        # In a container the path may be that of the host, and only the top folder is visible.
+        # In a container the path may be that of the host, and only the top directory is visible.
         group = top / path.lstrip("/")
         while group != top and top in group.parents:
             yield group

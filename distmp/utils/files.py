@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from distmp.errors import ConfigError
 
-# Suffixes of files of weights and checkpoints, which the folders of distmp do not have.
+# Suffixes of files of weights and checkpoints, which the directories of distmp do not have.
 _OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # Permissions of files that may contain secrets: only the user can read them.
 PRIVATE = 0o600
@@ -28,14 +28,14 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
     Readers see the old content or the new one, never a part. After an error the old one remains.
 
     Args:
-        path: The file to replace or create. Its folder must exist.
+        path: The file to replace or create. Its directory must exist.
         mode: Permissions of the file, reduced by the umask of this process.
 
     Yields:
         A binary file, open for writing.
     """
     path = Path(path)
-    # In the same folder, so on the same file system: the rename is atomic.
+    # In the same directory, so on the same file system: the rename is atomic.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
@@ -48,16 +48,16 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
         temporary.unlink(missing_ok=True)
 
 
-def check_folder_name(setting: str, folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder for checkpoints or weights whose name ends like that of a file.
+def check_directory_name(setting: str, directory: str | os.PathLike[str]) -> None:
+    """Refuse a directory for checkpoints or weights whose name ends like that of a file.
 
     Raises:
         ConfigError: If it ends with `.pt`, `.safetensors` or similar.
     """
-    suffix = Path(folder).suffix
+    suffix = Path(directory).suffix
     if suffix.lower() in _OF_FILES:
         raise ConfigError(
-            setting, str(folder), f"names a folder, not a file; use a name without {suffix!r}"
+            setting, str(directory), f"names a directory, not a file; use a name without {suffix!r}"
         )
 
 
@@ -85,33 +85,35 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def visible_files(
-    folder: Path, setting: str, skipped_folders: Collection[str] = ()
+    directory: Path, setting: str, skipped_directories: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the relative paths of all regular files below a folder, with forward slashes.
+    """Yield the relative paths of all regular files below a directory, with forward slashes.
 
-    Hidden names are skipped, links to folders are not followed.
+    Hidden names are skipped, links to directories are not followed.
 
     Args:
-        folder: The folder.
-        setting: Name of the setting that holds the folder, for error messages.
-        skipped_folders: Names of folders to skip.
+        directory: The directory.
+        setting: Name of the setting that holds the directory, for error messages.
+        skipped_directories: Names of directories to skip.
 
     Raises:
-        ConfigError: If a folder cannot be listed.
+        ConfigError: If a directory cannot be listed.
     """
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(
-            setting, str(folder), f"cannot list {error.filename}: {error.strerror}"
+            setting, str(directory), f"cannot list {error.filename}: {error.strerror}"
         ) from error
 
-    for parent, folders, names in os.walk(folder, onerror=unreadable):
-        folders[:] = [f for f in folders if f not in skipped_folders and not f.startswith(".")]
+    for parent, directories, names in os.walk(directory, onerror=unreadable):
+        directories[:] = [
+            f for f in directories if f not in skipped_directories and not f.startswith(".")
+        ]
         for name in names:
             path = os.path.join(parent, name)
             # Broken links and sockets are skipped, and are not the user's mistake.
             if not name.startswith(".") and os.path.isfile(path):
-                yield os.path.relpath(path, folder).replace(os.sep, "/")
+                yield os.path.relpath(path, directory).replace(os.sep, "/")
 
 
 # This limits the time to about a second, also on a network file system.

@@ -11,8 +11,8 @@ CONFIGURATION = ".yaml"
 MODEL = ".json"
 
 
-def preset_folder() -> Path:
-    """Return the folder of the presets: `configs/` in a clone, `presets` in a wheel."""
+def preset_directory() -> Path:
+    """Return the directory of the presets: `configs/` in a clone, `presets` in a wheel."""
     package = Path(__file__).parents[1]
     installed = package / "presets"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -20,12 +20,12 @@ def preset_folder() -> Path:
 
 def preset_names(suffix: str = CONFIGURATION) -> list[str]:
     """Return the names of the presets with a suffix: configurations of runs, or of models."""
-    return sorted(file.stem for file in preset_folder().glob(f"*{suffix}"))
+    return sorted(file.stem for file in preset_directory().glob(f"*{suffix}"))
 
 
 def preset_purpose(name: str) -> str:
     """Return what a configuration is for: the first line of its comment."""
-    with (preset_folder() / f"{name}{CONFIGURATION}").open() as lines:
+    with (preset_directory() / f"{name}{CONFIGURATION}").open() as lines:
         return next(lines).removeprefix("#").strip()
 
 
@@ -50,4 +50,4 @@ def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
     name, known = path.removeprefix(PREFIX), preset_names(suffix)
     if name not in known:
         raise ConfigError(setting, path, f"there is no such preset; {nearest(name, known)}")
-    return str(preset_folder() / f"{name}{suffix}")
+    return str(preset_directory() / f"{name}{suffix}")

@@ -196,9 +196,9 @@ MUTANTS = [
     Mutant(
         "updated parameters are rounded on another stream",
         PARAMETERS,
-        "                flat.own.copy_(flat.stepped)\n",
+        "                flat.own.copy_(flat.updated)\n",
         "                with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "                    flat.own.copy_(flat.stepped)\n",
+        "                    flat.own.copy_(flat.updated)\n",
         f"{TWO_RANKS}[sharded optimizer]",
     ),
     Mutant(

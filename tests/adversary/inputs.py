@@ -85,7 +85,7 @@ ODD_BYTES = (
     b"<<: *a\n", b"? ", b"- ", b"[" * 3000, b"%YAML 9\n", b"---\n", b"|", b"\xe2\x80\xa8",
     b'"\\ud800"', b"a: " * 400,
 )  # fmt: skip
-# Settings that ask for more work or memory than a case has, or write outside of its folder.
+# Settings that ask for more work or memory than a case has, or write outside of its directory.
 LEFT_OUT = {"compile", "run_dir"}
 
 
@@ -133,7 +133,7 @@ class Verdict:
         )
 
 
-# What is tried. Each function prepares the current folder and returns the arguments of `distmp`.
+# What is tried. Each function prepares the current directory and returns the arguments of `distmp`.
 
 
 def odd_settings(chance: random.Random) -> tuple[str, list[str]]:
@@ -199,7 +199,7 @@ def _loop(path: Path) -> None:
 
 NO_FILES: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
-    "folder": Path.mkdir,
+    "directory": Path.mkdir,
     "endless": lambda path: path.symlink_to("/dev/zero"),
     "random": lambda path: path.symlink_to("/dev/urandom"),
     "loop": _loop,
@@ -392,12 +392,12 @@ def _settings() -> list[str]:
 # Processes
 
 
-def isolated(work: Callable[[], int], folder: Path) -> Ending:
-    """Run `work` in a process of its own, in a folder, with limits."""
-    outputs = [folder.with_suffix(".out"), folder.with_suffix(".err")]
+def isolated(work: Callable[[], int], directory: Path) -> Ending:
+    """Run `work` in a process of its own, in a directory, with limits."""
+    outputs = [directory.with_suffix(".out"), directory.with_suffix(".err")]
     pid = os.fork()
     if pid == 0:
-        _run_limited(work, folder, outputs)
+        _run_limited(work, directory, outputs)
     progress, problem, pause = Progress([pid], IDLE_SECONDS, 4 * CPU_SECONDS), "", 0.002
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
         time.sleep(pause)
@@ -410,7 +410,7 @@ def isolated(work: Callable[[], int], folder: Path) -> Ending:
     return Ending(os.waitstatus_to_exitcode(ended[1]), output, errors, problem)
 
 
-def _run_limited(work: Callable[[], int], folder: Path, outputs: Sequence[Path]) -> NoReturn:
+def _run_limited(work: Callable[[], int], directory: Path, outputs: Sequence[Path]) -> NoReturn:
     """Run `work` in this process and end it."""
     code = 70
     try:
@@ -422,7 +422,7 @@ def _run_limited(work: Callable[[], int], folder: Path, outputs: Sequence[Path])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8")
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace")
-        os.chdir(folder)
+        os.chdir(directory)
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -474,16 +474,16 @@ def torch_float32() -> Any:
 
 
 class Bench:
-    """Runs cases in folders below one, from which every case starts with an equal copy.
+    """Runs cases in directories below one, from which every case starts with an equal copy.
 
     Args:
-        folder: An empty folder.
+        directory: An empty directory.
         seed: Seed of all cases.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._seed = folder, seed
-        self._start = folder / "start"
+    def __init__(self, directory: Path, seed: int) -> None:
+        self._directory, self._seed = directory, seed
+        self._start = directory / "start"
         corpus(self._start / "corpus")
         (self._start / "tiny.yaml").write_text(yaml.safe_dump(TINY))
         made = isolated(lambda: _command([*RESUME, "--resume=auto"]), self._start)
@@ -496,10 +496,10 @@ class Bench:
         """Run a case."""
         chance = random.Random(f"{self._seed} {number}")
         kind = CASES[number % len(CASES)]
-        folder = self._folder / str(number)
-        shutil.copytree(self._start, folder)
+        directory = self._directory / str(number)
+        shutil.copytree(self._start, directory)
         started, case = time.monotonic(), ["unknown"]
-        os.environ.update(COLUMNS="100", TMPDIR=str(folder))
+        os.environ.update(COLUMNS="100", TMPDIR=str(directory))
 
         def work() -> int:
             made, arguments = kind(chance)
@@ -507,11 +507,13 @@ class Bench:
             Path("arguments").write_text(json.dumps(arguments))
             return _command(arguments)
 
-        ending = isolated(work, folder)
-        case = (folder / "case").read_text() if (folder / "case").exists() else "was not made"
-        arguments = json.loads((folder / "arguments").read_text()) if case != "was not made" else []
+        ending = isolated(work, directory)
+        case = (directory / "case").read_text() if (directory / "case").exists() else "was not made"
+        arguments = (
+            json.loads((directory / "arguments").read_text()) if case != "was not made" else []
+        )
         problem = self._problem(ending, arguments)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         return Verdict(number, case, problem, ending, time.monotonic() - started)
 
     def _problem(self, ending: Ending, arguments: list[str]) -> str:
@@ -544,8 +546,8 @@ def judge_all(numbers: Sequence[int], seed: int) -> list[Verdict]:
     """Run cases in this process, which must not have run any operation of torch."""
     for name in PRELOADED:
         importlib.import_module(name)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), seed)
+    with tempfile.TemporaryDirectory() as directory:
+        bench = Bench(Path(directory), seed)
         return [bench.judge(number) for number in numbers]
 
 

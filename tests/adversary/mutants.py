@@ -203,12 +203,12 @@ MUTANTS = [
     Mutant(
         "16-bit parameters are not made from their masters",
         "distmp/buckets/parameters.py",
-        "flat.own.copy_(flat.stepped)",
+        "flat.own.copy_(flat.updated)",
         "pass",
     ),
     Mutant(
-        "nobody compares the optimizer's tensors with those to be stepped",
-        "distmp/optim/stepped.py",
+        "nobody compares the optimizer's tensors with those to be updated",
+        "distmp/optim/optimizer_tensors.py",
         "    _check_tensors(optimizer, parameters)\n    if any(",
         "    if any(",
         "misuse",
@@ -278,7 +278,7 @@ MUTANTS = [
     ),
     Mutant(
         "the optimizer may be stepped outside of the engine",
-        "distmp/optim/stepped.py",
+        "distmp/optim/optimizer_tensors.py",
         "if not self._is_stepping:",
         "if False:",
         "misuse",

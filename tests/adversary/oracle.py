@@ -12,7 +12,7 @@
   batch statistics. For the loss scale this is an overflow.
 - Buffers are those of rank 0 after each step (docs/accumulation.md). With `reproducible`, each
   microbatch begins with those of the step, and the first one's are kept.
-- A parameter that no rank has ever used is not stepped. From its first gradient on any rank, a step
+- A parameter that no rank has ever used is not updated. From its first gradient on any rank, a step
   in which no rank uses it counts as a zero gradient. Dropped microbatches and skipped steps do not
   count (docs/numerics.md, "Parameters without a gradient").
 - A frozen parameter does not change and keeps its state, unless a state is loaded.

@@ -336,7 +336,7 @@ class Script(Acts):
         seen = {**weights, "mean": torch.tensor(mean), "numbers": repr(self.found.numbers)}
         if (
             not self.case.sharded
-        ):  # the parameters of the module, in addition to the stepped weights
+        ):  # the parameters of the module, in addition to the optimizer's weights
             seen |= {
                 f"held/{name}": value.detach()
                 for name, value in self.engine.module.state_dict().items()

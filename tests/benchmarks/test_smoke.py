@@ -13,7 +13,7 @@ import pytest
 from benchmarks import ages, guard
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.figures import ROOT
-from benchmarks.report import FOLDER, RESULTS, commit
+from benchmarks.report import DIRECTORY, RESULTS, commit
 from tests.marks import nightly
 
 CASES = [nightly(name) if benchmark.nightly else name for name, benchmark in BENCHMARKS.items()]
@@ -24,7 +24,7 @@ CASES = [nightly(name) if benchmark.nightly else name for name, benchmark in BEN
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
     command = [sys.executable, "-m", "benchmarks", name, "--smoke"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", FOLDER: str(tmp_path)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", DIRECTORY: str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     saved = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]

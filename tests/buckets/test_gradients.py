@@ -102,8 +102,8 @@ def test_uses_of_one_weight_in_one_backward_sum_in_fp32(earlier: list[int]) -> N
     expected = torch.stack([gradient.double() for gradient in of_uses]).sum(0)
     assert relative_error(found, expected) < 1e-6
     plain = weight.detach().clone().requires_grad_()
-    narrow = torch.autograd.grad(total([plain] * 64), plain)[0]
-    assert relative_error(narrow, expected) > 1e-3  # the error without buckets
+    low_precision = torch.autograd.grad(total([plain] * 64), plain)[0]
+    assert relative_error(low_precision, expected) > 1e-3  # the error without buckets
 
 
 def sum_of_squares(output: Tensor) -> Tensor:
@@ -564,7 +564,7 @@ def test_the_second_step_reduces_in_the_order_that_rank_0_observed() -> None:
 
 
 @ranks(2)
-def test_narrow_parameters_are_reduced_in_fp32() -> None:
+def test_low_precision_parameters_are_reduced_in_fp32() -> None:
     model = Branches(torch.bfloat16)
     buckets = Fp32GradBuckets(model.named_parameters(), group())
     factor = torch.tensor([1.0, 2.0**-12])[dist.get_rank()]

@@ -24,7 +24,7 @@ CASES, ON_TWO_RANKS = 200, 50
 OLD, NEW = "step-000001", "step-000002"
 
 
-# Kinds of damage to a checkpoint. Each function gets the folder.
+# Kinds of damage to a checkpoint. Each function gets the directory.
 
 
 def a_file(path: Path, random: Random) -> Path:
@@ -98,7 +98,7 @@ def take_from_the_older(path: Path, random: Random) -> None:
     shutil.copyfile(path.with_name(OLD) / file.name, file)
 
 
-def make_a_folder_of_it(path: Path, random: Random) -> None:
+def make_a_directory_of_it(path: Path, random: Random) -> None:
     file = a_file(path, random)
     file.unlink()
     file.mkdir()
@@ -141,7 +141,7 @@ def add_a_file(path: Path, random: Random) -> None:
     (path / "notes.txt").write_bytes(some_bytes(random))
 
 
-def rename_the_folder(path: Path, random: Random) -> None:
+def rename_the_directory(path: Path, random: Random) -> None:
     path.rename(path.with_name(f"step-{random.randint(3, 10_000_000):06d}"))
 
 
@@ -150,12 +150,12 @@ def rename_the_older(path: Path, random: Random) -> None:
     shutil.rmtree(path)
 
 
-def empty_the_folder(path: Path, random: Random) -> None:
+def empty_the_directory(path: Path, random: Random) -> None:
     shutil.rmtree(path)
     path.mkdir()
 
 
-def make_a_file_of_the_folder(path: Path, random: Random) -> None:
+def make_a_file_of_the_directory(path: Path, random: Random) -> None:
     shutil.rmtree(path)
     path.write_bytes(some_bytes(random))
 
@@ -167,9 +167,10 @@ def not_finished(path: Path, random: Random) -> None:
 
 DAMAGES: list[Callable[[Path, Random], None]] = [
     truncate, empty, append, insert, flip_a_bit, zero_a_block, randomize, delete, swap, copy_over,
-    take_from_the_older, make_a_folder_of_it, link_to_nowhere, change_the_version,
+    take_from_the_older, make_a_directory_of_it, link_to_nowhere, change_the_version,
     change_the_step, change_a_number, lose_the_list, nest_deeply, format_anew, add_a_file,
-    rename_the_folder, rename_the_older, empty_the_folder, make_a_file_of_the_folder, not_finished,
+    rename_the_directory, rename_the_older, empty_the_directory, make_a_file_of_the_directory,
+    not_finished,
 ]  # fmt: skip
 HARMLESS = {format_anew, add_a_file}
 

@@ -250,8 +250,8 @@ def test_what_remains_after_streaks_of_skipped_steps(
     streaks: list[tuple[int, int]], every: int, keep: int, keep_every: int
 ) -> None:
     """Each streak is a number of applied updates, then one of skipped steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        directory, step, skipped = Path(folder), 0, 0
+    with tempfile.TemporaryDirectory() as temporary:
+        directory, step, skipped = Path(temporary), 0, 0
         saved: dict[int, int] = {}
         for is_skipped in [s for a, b in streaks for s in [False] * a + [True] * b]:
             step, skipped = step + 1, skipped + 1 if is_skipped else 0

@@ -1,4 +1,4 @@
-"""Leases on folders, with a virtual clock and jobs that are paused between any two operations."""
+"""Leases on directories; a virtual clock, and jobs that are paused between any two operations."""
 
 from __future__ import annotations
 
@@ -55,39 +55,39 @@ class Clock:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
 
 
-def lease(folder: Path, job: str, clock: Clock, **changes: Any) -> Lease:
-    return Lease(folder, owner(job, **changes), clock=clock, sleep=clock.sleep)
+def lease(directory: Path, job: str, clock: Clock, **changes: Any) -> Lease:
+    return Lease(directory, owner(job, **changes), clock=clock, sleep=clock.sleep)
 
 
-def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_released_folder_is_taken_at_once(folder: Path) -> None:
+def test_a_released_directory_is_taken_at_once(directory: Path) -> None:
     clock = Clock()
-    first, second = (lease(folder, job, clock) for job in "ab")
+    first, second = (lease(directory, job, clock) for job in "ab")
     first.claim(pytest.fail)
     assert first.is_valid
-    assert files(folder) == ["lease-000001.json"]
+    assert files(directory) == ["lease-000001.json"]
     first.release()
     assert not first.is_valid
     second.claim(pytest.fail)
     assert second.is_valid
-    assert files(folder) == ["lease-000002.json"]
+    assert files(directory) == ["lease-000002.json"]
     assert clock.now == 0
-    found = leases.last_owner(folder)
+    found = leases.last_owner(directory)
     assert found is not None
     assert found.job == "b"
 
 
-def test_a_job_that_goes_on_keeps_its_folder(folder: Path) -> None:
+def test_a_job_that_goes_on_keeps_its_directory(directory: Path) -> None:
     clock, waited_for = Clock(), []
-    first, second = (lease(folder, job, clock) for job in "ab")
+    first, second = (lease(directory, job, clock) for job in "ab")
     first.claim()
     clock.every(leases.SECONDS / leases.RENEWALS, first.renew)
     with pytest.raises(HeldError, match="owned by process 1 on host of a"):
@@ -98,9 +98,9 @@ def test_a_job_that_goes_on_keeps_its_folder(folder: Path) -> None:
     assert not second.is_valid
 
 
-def test_a_job_that_says_nothing_any_more_loses_its_folder(folder: Path) -> None:
+def test_a_job_that_says_nothing_any_more_loses_its_directory(directory: Path) -> None:
     clock, waited_for = Clock(), []
-    first, second = (lease(folder, job, clock) for job in "ab")
+    first, second = (lease(directory, job, clock) for job in "ab")
     first.claim()
     second.claim(waited_for.append)
     assert leases.SECONDS <= clock.now < 1.2 * leases.SECONDS
@@ -113,9 +113,9 @@ def test_a_job_that_says_nothing_any_more_loses_its_folder(folder: Path) -> None
     assert second.is_valid
 
 
-def test_a_job_that_ends_is_waited_for(folder: Path) -> None:
+def test_a_job_that_ends_is_waited_for(directory: Path) -> None:
     clock = Clock()
-    first, second = (lease(folder, job, clock) for job in "ab")
+    first, second = (lease(directory, job, clock) for job in "ab")
     first.claim()
     first.renew(leases.ENDING)
     clock.every(leases.SECONDS / leases.RENEWALS, first.renew)
@@ -124,15 +124,15 @@ def test_a_job_that_ends_is_waited_for(folder: Path) -> None:
     assert 95 <= clock.now < 100
 
 
-def test_a_stopped_job_that_nobody_replaced_goes_on(folder: Path) -> None:
+def test_a_stopped_job_that_nobody_replaced_goes_on(directory: Path) -> None:
     clock = Clock()
-    first = lease(folder, "a", clock)
+    first = lease(directory, "a", clock)
     first.claim()
     clock.sleep(1000)
     assert not first.is_valid
     first.check()
     assert first.is_valid
-    assert files(folder) == ["lease-000002.json"]
+    assert files(directory) == ["lease-000002.json"]
 
 
 def test_who_replaces_whom(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_content_is_kept(tmp_path: Path) -> None:
         assert Content.decode(damaged) is None
 
 
-def test_a_deleted_folder_is_claimed_again(tmp_path: Path) -> None:
+def test_a_deleted_directory_is_claimed_again(tmp_path: Path) -> None:
     clock = Clock()
     first = lease(tmp_path / "run", "a", clock)
     first.claim()
@@ -191,9 +191,9 @@ def test_a_deleted_folder_is_claimed_again(tmp_path: Path) -> None:
     assert files(tmp_path / "run") == ["lease-000002.json"]
 
 
-def test_only_a_new_folder_has_a_first_owner(folder: Path) -> None:
+def test_only_a_new_directory_has_a_first_owner(directory: Path) -> None:
     clock = Clock()
-    first, second = (lease(folder, job, clock) for job in "ab")
+    first, second = (lease(directory, job, clock) for job in "ab")
     first.claim_first()
     with pytest.raises(HeldError, match="host of a"):
         second.claim_first()
@@ -277,8 +277,8 @@ class Process:
     def __init__(self, job: str, content: dict[str, bytes], now: Callable[[], float]) -> None:
         self.job = job
         self.last = ""
-        folder: Any = SharedPath(content, self._pause)
-        self.lease = Lease(folder, owner(job), clock=self._clock, sleep=self._sleep)
+        directory: Any = SharedPath(content, self._pause)
+        self.lease = Lease(directory, owner(job), clock=self._clock, sleep=self._sleep)
         self._now = now
         self._thread: threading.Thread | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
@@ -334,7 +334,7 @@ class Process:
 
 
 class Jobs:
-    """Jobs that want one folder. Whatever happens, at most one may write to it."""
+    """Jobs that want one directory. Whatever happens, at most one may write to it."""
 
     def __init__(self, number: int) -> None:
         self.now = 0.0
@@ -399,7 +399,7 @@ def new() -> Iterator[Two]:
 
 @pytest.fixture
 def two(new: Two) -> Two:
-    """Two jobs: at time 0, the first one owns the folder, and the second one begins to watch it."""
+    """Two jobs: at time 0, the first one owns the directory, and the second one watches it."""
     jobs, first, second = new
     jobs.until(first, "")
     jobs.until(second, "sleep")
@@ -502,7 +502,7 @@ STEPS = st.one_of(st.integers(1, 8), st.just(WHOLE))
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Three jobs that want one folder, are paused at any operation, and are killed."""
+    """Three jobs that want one directory, are paused at any operation, and are killed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Odd and forged files in the folder of a checkpoint: one message, and `auto` passes over them."""
+"""Odd and forged files in a checkpoint: one message, and `auto` passes over them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def huge(file: Path) -> None:
 ODD: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "device": lambda file: file.symlink_to("/dev/zero"),
-    "folder": Path.mkdir,
+    "directory": Path.mkdir,
     "loop": lambda file: file.symlink_to(file.name),
     "huge": huge,
 }
@@ -108,7 +108,7 @@ def test_a_run_does_not_continue_without_its_position(
         stored_progress(store.StoredCheckpoint(path))
 
 
-def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
+def test_files_outside_of_the_directory_are_not_read(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     state = json.loads((path / STATE_FILE).read_text())
     files = {f"../{path.name}/{name}": manifest.FileSum(file["bytes"], int(file["crc32"], 16))

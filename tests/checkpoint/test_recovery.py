@@ -21,7 +21,7 @@ from tests.torchrun import TINY, corpus
 
 
 def save(directory: Path, *steps: int) -> list[Path]:
-    """Save checkpoints and keep all of them; return their folders."""
+    """Save checkpoints and keep all of them; return their directories."""
     for step in steps:
         store.save(directory, step, {"step": torch.tensor(step)}, {}, keep=9)
     return [directory / f"step-{step:06d}" for step in steps]

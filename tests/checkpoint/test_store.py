@@ -297,7 +297,7 @@ def test_save_after_a_failure_cleans_up(tmp_path: Path) -> None:
 
 
 def _save_to_storage_of_its_own(directory: Path) -> str:
-    """Rank 1 writes to a folder that rank 0 does not see."""
+    """Rank 1 writes to a directory that rank 0 does not see."""
     tensors = {f"weight {i}": torch.zeros(10) for i in range(4)}
     if dist.get_rank() == 1:
         directory = directory / "other host"

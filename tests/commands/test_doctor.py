@@ -32,15 +32,15 @@ def healthy(tmp_path: Path, monkeypatch: Patch) -> None:
     gpu(tmp_path)
 
 
-def program(folder: Path, name: str, output: str) -> None:
-    path = folder / name
+def program(directory: Path, name: str, output: str) -> None:
+    path = directory / name
     path.write_text(f"#!/bin/sh\necho '{output}'\n")
     path.chmod(0o755)
 
 
-def gpu(folder: Path, used: str = "4", errors: str = "0", slowdown: str = "Not Active") -> None:
+def gpu(directory: Path, used: str = "4", errors: str = "0", slowdown: str = "Not Active") -> None:
     row = f"NVIDIA H200, 143771, {used}, {errors}, Not Active, {slowdown}"
-    program(folder, "nvidia-smi", row)
+    program(directory, "nvidia-smi", row)
 
 
 def free(size: int) -> Callable[..., object]:

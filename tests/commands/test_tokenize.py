@@ -18,7 +18,7 @@ from distmp.data.build import build_datasets
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
-from distmp.training.run_fingerprint import tokenizer_folder
+from distmp.training.run_fingerprint import tokenizer_directory
 from tests.torchrun import TINY
 
 END = "<|endoftext|>"
@@ -38,9 +38,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(["the quick brown fox jumps"] * 50, trainer)
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(folder)
-    return folder
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(directory)
+    return directory
 
 
 def test_documents_are_neither_cut_nor_filled(tokenizer: Path, tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "in.jsonl"
 
 
-def ids_in(folder: Path) -> list[int]:
-    metadata = TokenMetadata.read(folder)
-    pieces = [np.fromfile(folder / name, metadata.dtype) for name in metadata.files]
+def ids_in(directory: Path) -> list[int]:
+    metadata = TokenMetadata.read(directory)
+    pieces = [np.fromfile(directory / name, metadata.dtype) for name in metadata.files]
     return list(np.concatenate(pieces).tolist())
 
 
@@ -105,7 +105,7 @@ def test_documents_of_a_local_tokenizer(
     copied = AutoTokenizer.from_pretrained("out/tokenizer")
     assert copied.get_vocab() == reference.get_vocab()
     config = load(["--data.source=tokens", "--data.path=out"])
-    assert tokenizer_folder(config) == Path("out/tokenizer")
+    assert tokenizer_directory(config) == Path("out/tokenizer")
     assert f"out: 45 documents, {len(expected):,} tokens of uint16" in capsys.readouterr().out
     config = DataConfig(source="tokens", path="out", sequence_length=8, held_out=0)
     data = build_datasets(config)
@@ -141,7 +141,7 @@ def test_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_needs_only_the_directory(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 0
     run = ["train", *TINY, "--data.source=tokens", "--data.path=out", "--steps=2"]
     assert cli.main([*run, "--run-dir=run"]) == 0

@@ -17,10 +17,10 @@ from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
 
 
-def text(folder: Path, sizes: dict[str, int]) -> str:
+def text(directory: Path, sizes: dict[str, int]) -> str:
     for name, size in sizes.items():
-        (folder / name).write_bytes(bytes(i % 251 for i in range(size)))
-    return str(folder)
+        (directory / name).write_bytes(bytes(i % 251 for i in range(size)))
+    return str(directory)
 
 
 # --- text ---
@@ -38,8 +38,8 @@ def test_default_is_the_standard_library_and_quick_to_index() -> None:
     assert not names & held_out
     assert not any("site-packages" in name for name in names | held_out)
     assert 0.01 < len(held_out) / len(names) < 0.12
-    folder = Path(sysconfig.get_path("stdlib"))
-    first = (folder / data.train.files[0].name).read_bytes()[:256]
+    directory = Path(sysconfig.get_path("stdlib"))
+    first = (directory / data.train.files[0].name).read_bytes()[:256]
     assert bytes(data.train[0]["inputs"].tolist()) == first
     version = sysconfig.get_python_version()
     assert data.description == (
@@ -57,7 +57,7 @@ def test_larger_share_holds_out_the_same_files_and_more(name: str, a: float, b: 
 
 
 def test_share_of_held_out_names_is_as_asked() -> None:
-    count = sum(is_held_out(f"folder/file_{i}.py", 0.05) for i in range(20_000))
+    count = sum(is_held_out(f"directory/file_{i}.py", 0.05) for i in range(20_000))
     assert abs(count - 1000) < 4 * (20_000 * 0.05 * 0.95) ** 0.5
 
 
@@ -87,7 +87,7 @@ def test_nothing_is_held_out_at_zero(tmp_path: Path) -> None:
     assert data.description == f"text below {path}: samples for training: 37, held out: 0"
 
 
-def test_validation_folder_keeps_all_of_the_other_for_training(tmp_path: Path) -> None:
+def test_validation_directory_keeps_all_of_the_other_for_training(tmp_path: Path) -> None:
     for name in ("train", "other"):
         (tmp_path / name).mkdir()
     config = DataConfig(
@@ -121,7 +121,7 @@ def test_too_little_text_is_refused(
 @pytest.mark.parametrize(
     ("name", "message"), [("none", "is not a directory"), ("short", "too few")]
 )
-def test_errors_of_the_validation_folder_name_its_setting(
+def test_errors_of_the_validation_directory_name_its_setting(
     tmp_path: Path, name: str, message: str
 ) -> None:
     (tmp_path / "short").mkdir()
@@ -139,11 +139,11 @@ def test_errors_of_the_validation_folder_name_its_setting(
 # --- token files ---
 
 
-def tokens(folder: Path, count: int) -> str:
-    folder.mkdir()
-    np.arange(count, dtype=np.uint16).tofile(folder / "ids")
-    TokenMetadata("uint16", 2**16, {"ids": count}).write(folder)
-    return str(folder)
+def tokens(directory: Path, count: int) -> str:
+    directory.mkdir()
+    np.arange(count, dtype=np.uint16).tofile(directory / "ids")
+    TokenMetadata("uint16", 2**16, {"ids": count}).write(directory)
+    return str(directory)
 
 
 def test_last_tokens_are_held_out(tmp_path: Path) -> None:
@@ -168,11 +168,11 @@ def test_validation_file_and_none(tmp_path: Path) -> None:
     assert caught.value.setting == "data.validation_path"
 
 
-def tokenized(folder: Path, parts: dict[str, list[int]], **values: Any) -> TokenMetadata:
-    """Write a folder as `distmp data tokenize` does."""
-    folder.mkdir()
+def tokenized(directory: Path, parts: dict[str, list[int]], **values: Any) -> TokenMetadata:
+    """Write a directory as `distmp data tokenize` does."""
+    directory.mkdir()
     for name, ids in parts.items():
-        np.array(ids, values.get("dtype", "uint32")).tofile(folder / name)
+        np.array(ids, values.get("dtype", "uint32")).tofile(directory / name)
     known: dict[str, Any] = {
         "dtype": "uint32",
         "vocabulary_size": 100_000,
@@ -184,14 +184,14 @@ def tokenized(folder: Path, parts: dict[str, list[int]], **values: Any) -> Token
         "files": {name: len(ids) for name, ids in parts.items()},
     }
     metadata = TokenMetadata(**known | values)
-    metadata.write(folder)
+    metadata.write(directory)
     return metadata
 
 
 PARTS = {"b.bin": list(range(70_000, 70_060)), "a.bin": list(range(60))}
 
 
-def test_a_tokenized_folder_needs_no_other_setting(tmp_path: Path) -> None:
+def test_a_tokenized_directory_needs_no_other_setting(tmp_path: Path) -> None:
     metadata = tokenized(tmp_path / "data", PARTS)
     assert TokenMetadata.read(tmp_path / "data") == metadata
     config = DataConfig(
@@ -213,7 +213,7 @@ def test_a_tokenized_folder_needs_no_other_setting(tmp_path: Path) -> None:
         ({"validation_path": "ends"}, "data.validation_path", "token 8 after each .* and 7;"),
         ({"path": "halves"}, "data.path", r"halves/tokens\.json: dtype = 'float64' is not one of"),
         ({"path": "damaged"}, "data.path", r"a\.bin has 3 tokens, not the 60 of tokens\.json"),
-        ({"path": "nothing"}, "data.path", r"is no folder with tokens\.json"),
+        ({"path": "nothing"}, "data.path", r"is no directory with tokens\.json"),
         ({"path": "begun"}, "data.path", "is not finished; remove it and run `distmp"),
         ({"path": "odd"}, "data.path", r"cannot read odd/tokens\.json"),
         ({"path": "later"}, "data.path", r"has format 2; this version of distmp reads 1"),
@@ -311,7 +311,7 @@ def test_callable_of_the_wrong_kind_is_refused(
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("iterator", {"folder": "x"}, "got an unexpected keyword argument 'folder'"),
+        ("iterator", {"directory": "x"}, "got an unexpected keyword argument 'directory'"),
         ("Squares", {"count": 3}, "got an unexpected keyword argument 'split'"),
     ],
 )

@@ -13,13 +13,13 @@ from distmp.data.token_metadata import TokenMetadata
 LENGTH = 4
 
 
-def text(folder: Path, files: dict[str, str], **settings: Any) -> dict[str, Any]:
+def text(directory: Path, files: dict[str, str], **settings: Any) -> dict[str, Any]:
     for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(content)
     settings = {"held_out": 0.0, **settings}
     return identity(
-        build_datasets(DataConfig(path=str(folder), sequence_length=LENGTH, **settings))
+        build_datasets(DataConfig(path=str(directory), sequence_length=LENGTH, **settings))
     )
 
 

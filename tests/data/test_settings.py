@@ -18,7 +18,7 @@ def test_defaults_are_valid() -> None:
     ("values", "setting", "message"),
     [
         ({"source": "txt"}, "data.source", "did you mean 'text'"),
-        ({"source": "tokens"}, "data.path", "name the folder"),
+        ({"source": "tokens"}, "data.path", "name the directory"),
         ({"pattern": ""}, "data.pattern", "glob"),
         ({"pattern": "/a/*.txt"}, "data.pattern", "relative to data.path"),
         ({"sequence_length": 0}, "data.sequence_length", "at least 1"),

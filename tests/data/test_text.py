@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.data.errors import DataError
-from distmp.data.text import TextFolder, decode, encode, list_text_files
+from distmp.data.text import TextDirectory, decode, encode, list_text_files
 from distmp.data.token_metadata import END_OF_FILE
 from distmp.errors import ConfigError
 
 
-def write(folder: Path, files: dict[str, bytes]) -> Path:
+def write(directory: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
-        path = folder / name
+        path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    return folder
+    return directory
 
 
 def joined(contents: list[bytes]) -> list[int]:
@@ -41,11 +41,11 @@ def test_samples_are_windows_of_the_joined_bytes(
     contents: list[bytes], length: int, skip: int, cut: int
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
-        folder = write(Path(name), {f"{i}.txt": c for i, c in enumerate(contents)})
+        directory = write(Path(name), {f"{i}.txt": c for i, c in enumerate(contents)})
         tokens = joined(contents)
         last = max(skip, len(tokens) - cut)
-        files = list_text_files(folder, "*.txt")
-        data = TextFolder(folder, files, length).part(skip, last)
+        files = list_text_files(directory, "*.txt")
+        data = TextDirectory(directory, files, length).part(skip, last)
         windows = [tokens[i : i + length + 1] for i in range(skip, last - length, length)]
         assert len(data) == len(windows)
         for i, window in enumerate(windows):
@@ -82,18 +82,18 @@ def test_patterns(tmp_path: Path, pattern: str, expected: set[str]) -> None:
     assert {f.name for f in list_text_files(tmp_path, pattern)} == expected
 
 
-def test_skipped_folders_and_dead_links_are_left_out(tmp_path: Path) -> None:
+def test_skipped_directories_and_dead_links_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"1", "site-packages/b.py": b"1"})
     (tmp_path / "dead.py").symlink_to(tmp_path / "nowhere")
     assert [f.name for f in list_text_files(tmp_path, "**/*.py", ["site-packages"])] == ["a.py"]
 
 
-def test_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path = .*is not a directory"):
         list_text_files(tmp_path / "none", "*")
 
 
-def test_file_in_place_of_folder_is_refused(tmp_path: Path) -> None:
+def test_file_in_place_of_directory_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"1"})
     for setting in ("data.path", "data.validation_path"):
         advice = (
@@ -103,7 +103,7 @@ def test_file_in_place_of_folder_is_refused(tmp_path: Path) -> None:
             list_text_files(tmp_path / "a.py", "*", setting=setting)
 
 
-def test_folder_without_a_match_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_match_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.md": b"1"})
     with pytest.raises(ConfigError, match=r"= '\*.py'; change data.pattern, .* tokenize`"):
         list_text_files(tmp_path, "*.py")
@@ -116,15 +116,15 @@ def test_records_are_refused_as_text(tmp_path: Path) -> None:
         list_text_files(tmp_path, "**/*")
 
 
-def test_folder_of_empty_files_is_refused(tmp_path: Path) -> None:
+def test_directory_of_empty_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"", "b.py": b""})
     with pytest.raises(ConfigError, match="all 2 files"):
         list_text_files(tmp_path, "*.py")
 
 
 @pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that any user may enter, used without root permissions."""
+def open_directory() -> Iterator[Path]:
+    """A directory that any user may enter, used without root permissions."""
     user = os.geteuid()
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
@@ -145,34 +145,34 @@ def restrict(path: Path) -> None:
     os.seteuid(user)
 
 
-def test_unreadable_file_is_refused(open_folder: Path) -> None:
-    restrict(open_folder / "secret.py")
+def test_unreadable_file_is_refused(open_directory: Path) -> None:
+    restrict(open_directory / "secret.py")
     with pytest.raises(ConfigError, match=r"cannot read secret\.py: Permission denied; allow"):
-        list_text_files(open_folder, "**/*.py")
-    assert len(list_text_files(open_folder, "a.py")) == 1
+        list_text_files(open_directory, "**/*.py")
+    assert len(list_text_files(open_directory, "a.py")) == 1
 
 
-def test_unreadable_folder_is_refused(open_folder: Path) -> None:
-    restrict(open_folder / "closed")
+def test_unreadable_directory_is_refused(open_directory: Path) -> None:
+    restrict(open_directory / "closed")
     with pytest.raises(ConfigError, match=r"cannot list .*closed: Permission denied"):
-        list_text_files(open_folder, "**/*.py")
+        list_text_files(open_directory, "**/*.py")
 
 
-def folder_of(tmp_path: Path, files: dict[str, bytes], length: int = 4) -> TextFolder:
+def directory_of(tmp_path: Path, files: dict[str, bytes], length: int = 4) -> TextDirectory:
     write(tmp_path, files)
-    return TextFolder(tmp_path, list_text_files(tmp_path, "**/*"), length)
+    return TextDirectory(tmp_path, list_text_files(tmp_path, "**/*"), length)
 
 
 @pytest.mark.parametrize("content", [b"123456789ab", b"123"])
 def test_file_that_changed_is_named(tmp_path: Path, content: bytes) -> None:
-    data = folder_of(tmp_path, {"a.txt": b"123456789a"})
+    data = directory_of(tmp_path, {"a.txt": b"123456789a"})
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=rf"a\.txt had 10 bytes .* and has {len(content)} now"):
         data[0]
 
 
 def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    data = folder_of(tmp_path, {"a.txt": b"123456789a"})
+    data = directory_of(tmp_path, {"a.txt": b"123456789a"})
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"cannot read .*a\.txt any more: No such file"):
         data[0]
@@ -180,14 +180,14 @@ def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_index_outside_is_an_index_error(tmp_path: Path, index: int) -> None:
-    data = folder_of(tmp_path, {"a.txt": b"12345678"})
+    data = directory_of(tmp_path, {"a.txt": b"12345678"})
     assert len(data) == 2
     with pytest.raises(IndexError):
         data[index]
 
 
 def test_no_file_stays_open_and_copies_are_small(tmp_path: Path) -> None:
-    data = folder_of(tmp_path, {f"{i}.txt": b"x" * 100_000 for i in range(3)}, length=64)
+    data = directory_of(tmp_path, {f"{i}.txt": b"x" * 100_000 for i in range(3)}, length=64)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         before = len(os.listdir("/proc/self/fd"))

@@ -26,8 +26,8 @@ from tests.torchrun import python, run
 def test_samples_are_windows_of_the_file(
     ids: list[int], dtype: str, length: int, first: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ids.bin"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "ids.bin"
         path.write_bytes(np.array(ids, dtype).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
         assert count_tokens(path, dtype) == len(ids)
         data = TokenFiles([path], dtype, 256, length).part(first, len(ids))
@@ -96,10 +96,10 @@ def test_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 8))
 def test_windows_cross_the_ends_of_files(sizes: list[int], length: int, first: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         ids, files = np.arange(sum(sizes), dtype=np.uint16), []
         for number, piece in enumerate(np.split(ids, np.cumsum(sizes)[:-1])):
-            files.append(Path(folder) / f"{number}.bin")
+            files.append(Path(directory) / f"{number}.bin")
             piece.tofile(files[-1])
         data = TokenFiles(files, "uint16", 100, length).part(first, len(ids))
         starts = range(first, len(ids) - length, length)

@@ -41,7 +41,7 @@ def make_stats(*values: float, **changes: Any) -> RankOverflowStats:
         "bad_parameters": [],
         "bad_weights": [],
         "loss_weights": [4.0, 4.0],
-        "wide_weights": [],
+        "overflowing_weights": [],
         "parameters": [],
         "largest": max(values, default=0.0),
         "histogram": ExponentHistogram(count_exponents(torch.tensor(values))),
@@ -210,13 +210,13 @@ def test_bad_weight(weight: float) -> None:
     ("held", "diagnosis", "advice", "holders"),
     [
         (
-            {"bad_weights": ["head.weight"], "wide_weights": ["head.weight"]},
+            {"bad_weights": ["head.weight"], "overflowing_weights": ["head.weight"]},
             "parameter 'head.weight' itself holds inf or NaN on rank 2 of 3 only",
             "earlier checkpoint",
             (2,),
         ),
         (
-            {"wide_weights": ["head.weight"]},
+            {"overflowing_weights": ["head.weight"]},
             "parameter 'head.weight' is inf: its FP32 master weight is beyond the range of float16 "
             "on rank 2 of 3 only",
             "use a bf16 policy",

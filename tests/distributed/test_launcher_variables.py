@@ -156,11 +156,11 @@ def test_processes_of_mpirun(tmp_path: Path) -> None:
 
     def mpirun(*options: str) -> subprocess.CompletedProcess[str]:
         run = [f"--data.path={corpus(tmp_path / 'data')}", "--steps=2", "--schedule.warmup-steps=1"]
-        folder = f"--run-dir={tmp_path / 'run'}"
+        directory = f"--run-dir={tmp_path / 'run'}"
         return subprocess.run(
             [
                 *("mpirun", "--oversubscribe", "-n", "2", *options),
-                *(sys.executable, "-m", "distmp.train", *TINY, *run, folder),
+                *(sys.executable, "-m", "distmp.train", *TINY, *run, directory),
             ],
             env={**environment(), **AS_ROOT},
             capture_output=True,

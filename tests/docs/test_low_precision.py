@@ -30,9 +30,9 @@ def test_a_late_switch_recovers_most_of_the_gap_as_the_page_says() -> None:
     losses = {
         name: mean(values) for name, values in result("narrow-formats-1m-cpu")["losses"].items()
     }
-    wide, narrow = losses["bf16"], losses["nvfp4,hp=head"]
+    wide, low_precision = losses["bf16"], losses["nvfp4,hp=head"]
     recovered = [
-        (narrow - losses[f"nvfp4,hp=head, switch at {part}%"]) / (narrow - wide)
+        (low_precision - losses[f"nvfp4,hp=head, switch at {part}%"]) / (low_precision - wide)
         for part in (80, 65)
     ]
     said = re.search(r"recovers (\d+)% of\s+the gap, and one after 65% recovers (\d+)%", PAGE)

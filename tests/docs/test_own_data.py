@@ -45,21 +45,21 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with the data that the examples read."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    folder = tmp_path / "data"
-    (folder / "text").mkdir(parents=True)
+    directory = tmp_path / "data"
+    (directory / "text").mkdir(parents=True)
     for number in range(6):
-        (folder / "text" / f"{number}.txt").write_text(SENTENCES[number % 2] * 20)
+        (directory / "text" / f"{number}.txt").write_text(SENTENCES[number % 2] * 20)
     stories = [json.dumps({"text": sentence * 20}) for sentence in SENTENCES]
-    (folder / "stories.jsonl").write_text("\n".join(stories))
-    (folder / "reviews").mkdir()
+    (directory / "stories.jsonl").write_text("\n".join(stories))
+    (directory / "reviews").mkdir()
     generator = torch.Generator().manual_seed(0)
     for split in ("train", "validation"):
         words = [torch.randint(1, 100, (length,), generator=generator) for length in range(3, 12)]
         rows = [{"words": row, "stars": int(row[0]) % 5} for row in words]
-        torch.save(rows, folder / "reviews" / f"{split}.pt")
+        torch.save(rows, directory / "reviews" / f"{split}.pt")
         lines = [" ".join(str(i % 300) for i in range(n, n + 17)) for n in range(12)]
-        (folder / f"{split}.ids").write_text("\n".join(lines))
-    yield folder
+        (directory / f"{split}.ids").write_text("\n".join(lines))
+    yield directory
     for name in ("columns", "my_data", "my_model", "my_stream"):
         sys.modules.pop(name, None)
 

@@ -22,7 +22,7 @@ from distmp.utils.dtypes import dtype_name
 from distmp.utils.settings import from_mapping
 
 PAGE = (ROOT / "docs" / "precision.md").read_text()
-NARROW = (ROOT / "docs" / "low-precision.md").read_text()
+LOW_PRECISION = (ROOT / "docs" / "low-precision.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 
 
@@ -42,11 +42,13 @@ def blocks(language: str) -> list[str]:
 
 def test_the_table_of_presets_is_complete_and_right() -> None:
     table = {row[0].strip("`"): row[1:] for row in rows("Presets")}
-    assert list(table) == [name for name, preset in PRESETS.items() if not preset.is_narrow]
-    for name, (held, stepped, computed, reduced, accumulated, scale, _) in table.items():
+    assert list(table) == [
+        name for name, preset in PRESETS.items() if not preset.has_low_precision_matmuls
+    ]
+    for name, (held, updated, computed, reduced, accumulated, scale, _) in table.items():
         preset = PRESETS[name]
         assert held == dtype_name(preset.module_dtype)
-        assert stepped == ("FP32 master weights" if preset.has_masters else "the parameters")
+        assert updated == ("FP32 master weights" if preset.has_masters else "the parameters")
         assert computed.startswith(dtype_name(preset.compute_dtype))
         assert ("per operation" in computed) == preset.autocast
         assert ("TF32" in computed) == preset.tf32
@@ -56,15 +58,15 @@ def test_the_table_of_presets_is_complete_and_right() -> None:
         assert scale == (f"fixed at {number:g}" if number else preset.loss_scale or "none")
 
 
-def test_the_table_of_narrow_presets_is_complete_and_right() -> None:
-    table = {row[0].strip("`"): row[1:-1] for row in rows("Presets", NARROW)}
+def test_the_table_of_low_precision_presets_is_complete_and_right() -> None:
+    table = {row[0].strip("`"): row[1:-1] for row in rows("Presets", LOW_PRECISION)}
     assert table == {
         name: [
             *(preset.forward_format, preset.grad_format, preset.wgrad_format, preset.scaling),
             ", ".join(preset.hp),
         ]
         for name, preset in PRESETS.items()
-        if preset.is_narrow
+        if preset.has_low_precision_matmuls
     }
 
 
@@ -94,11 +96,11 @@ def bytes_per_parameter(preset: PrecisionPolicy) -> float:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_bytes_per_parameter(name: str) -> None:
-    every = [*rows("Presets"), *rows("Presets", NARROW)]
+    every = [*rows("Presets"), *rows("Presets", LOW_PRECISION)]
     (told,) = [float(row[-1]) for row in every if row[0] == f"`{name}`"]
     preset = PRESETS[name]
     # The model of one layer has neither a head nor blocks.
-    preset = replace(preset, hp=()) if preset.is_narrow else preset
+    preset = replace(preset, hp=()) if preset.has_low_precision_matmuls else preset
     assert bytes_per_parameter(preset) == pytest.approx(told, rel=0.01)
 
 
@@ -111,7 +113,7 @@ def test_examples() -> None:
 
 
 def test_every_key_and_word_is_named() -> None:
-    named = [row[0] for row in (*rows("Change a policy"), *rows("Keys", NARROW))]
+    named = [row[0] for row in (*rows("Change a policy"), *rows("Keys", LOW_PRECISION))]
     assert sorted(key.strip("`") for key in named) == sorted(FIELDS.keys() - {"name"})
     section = PAGE.partition("## Modules kept in FP32")[2]
     assert all(f"`{word}`" in section for word in WORDS)

@@ -1,7 +1,7 @@
 """Published scripts with the lines of docs/scripts.md: they apply, and train as the originals do.
 
-Scripts that are not installed run if DISTMP_SCRIPTS names a folder with clones of them, `nanogpt`
-and `accelerate`.
+Scripts that are not installed run if DISTMP_SCRIPTS names a directory with clones of them,
+`nanogpt` and `accelerate`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_the_record_was_made_with_the_tested_versions() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_script_trains_as_the_original(name: str) -> None:
     if name != "trl" and CLONES is None:
-        pytest.skip("DISTMP_SCRIPTS names no folder with clones")
+        pytest.skip("DISTMP_SCRIPTS names no directory with clones")
     repository = installed_trl() if name == "trl" else Path(str(CLONES)) / name
     forms = ("original", "distmp")
     _check({form: losses(SCRIPTS[name], repository, 2, form) for form in forms})

@@ -23,26 +23,26 @@ def example() -> ModuleType:
     return module
 
 
-def run_example(folder: Path) -> tuple[float, float, list[str]]:
+def run_example(directory: Path) -> tuple[float, float, list[str]]:
     """Train in two parts, the second from a checkpoint that one engine has not got."""
     torch.set_num_threads(1)
     gan = example()
-    before = gan.train(0, str(folder / "nothing"))
-    gan.train(100, str(folder))
+    before = gan.train(0, str(directory / "nothing"))
+    gan.train(100, str(directory))
     generator, _ = gan.build("bf16-autocast")
-    generator.load(folder / "generator")
+    generator.load(directory / "generator")
     generator.step([torch.randn(4, gan.NOISE)])
-    generator.save(folder / "generator")  # and the process ends before the other is saved
-    after = gan.train(400, str(folder))
-    saved = [path.name for path in sorted((folder / "generator").iterdir())]
+    generator.save(directory / "generator")  # and the process ends before the other is saved
+    after = gan.train(400, str(directory))
+    saved = [path.name for path in sorted((directory / "generator").iterdir())]
     return before, after, saved
 
 
-def end_between_the_first_saves(folder: Path) -> tuple[float, float]:
+def end_between_the_first_saves(directory: Path) -> tuple[float, float]:
     gan = example()
-    radius = gan.train(3, str(folder))
-    shutil.rmtree(folder / "discriminator" / "step-000003")
-    return radius, gan.train(3, str(folder))
+    radius = gan.train(3, str(directory))
+    shutil.rmtree(directory / "discriminator" / "step-000003")
+    return radius, gan.train(3, str(directory))
 
 
 def test_the_gan_continues_after_an_end_between_its_first_saves(

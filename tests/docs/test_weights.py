@@ -36,15 +36,15 @@ def example(heading: str) -> str:
     return re.findall(r"```py(?:thon)?\n(.*?)```", section, flags=re.DOTALL)[0]
 
 
-def run_example(heading: str, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Run a block in a folder, with other settings of the engine; return its variables."""
+def run_example(heading: str, directory: Path, **settings: Any) -> dict[str, Any]:
+    """Run a block in a directory, with other settings of the engine; return its variables."""
     found: dict[str, Any] = {"__name__": "example"}
     build = distmp.Engine
 
     def engine(*arguments: Any, **keywords: Any) -> distmp.Engine:
         return build(*arguments, **(keywords | settings))
 
-    os.chdir(folder)
+    os.chdir(directory)
     torch.manual_seed(1)
     with mock.patch.object(distmp, "Engine", engine):
         exec(compile(example(heading), heading, "exec"), found)
@@ -150,8 +150,8 @@ def test_adapters_load_in_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (found - untrained).abs().max() > 0.05
 
 
-def _train_adapter(folder: Path, tokens: Tensor) -> Any:
-    found = run_example("Adapters", folder, policy="fp32")
+def _train_adapter(directory: Path, tokens: Tensor) -> Any:
+    found = run_example("Adapters", directory, policy="fp32")
     engine = found["engine"]
     if engine.world.rank == 0:
         with pytest.raises(RuntimeError, match="storage"):  # as the page says
@@ -163,7 +163,7 @@ def _train_adapter(folder: Path, tokens: Tensor) -> Any:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @ranks(2)
-def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(
+def test_a_directory_that_cannot_be_written_is_an_error_on_all_ranks(
     kind: str, tmp_path: Path
 ) -> None:
     engine = distmp.Engine(nn.Linear(4, 4), _loss, _sgd, policy="fp32", **KINDS[kind])

@@ -39,13 +39,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp, every microbatch": sharded("fsdp", accumulate="sharded"),
     "hsdp": sharded("hsdp", shard_size=4, accumulate="hybrid"),
 }
-NARROW = "bf16,reduce=bf16"
-POLICIES = ("fp32", "bf16", "fp16", "bf16-autocast", NARROW)
+LOW_PRECISION = "bf16,reduce=bf16"
+POLICIES = ("fp32", "bf16", "fp16", "bf16-autocast", LOW_PRECISION)
 CASES = [
     (strategy, policy)
     for strategy in STRATEGIES
     for policy in POLICIES
-    if (strategy, policy) != ("reproducible", NARROW)  # refused
+    if (strategy, policy) != ("reproducible", LOW_PRECISION)  # refused
 ]
 RANKS = 8
 LAYERS = 4

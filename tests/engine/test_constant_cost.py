@@ -23,7 +23,7 @@ from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.engine.engine import Engine
 from distmp.utils import fake_tensors
 from tests.engine import launches
-from tests.engine.launches import NARROW
+from tests.engine.launches import LOW_PRECISION
 from tests.ranks import ranks
 from tests.recording import Operators
 from tests.reference import TWO_RANKS, make_engine, microbatches
@@ -33,8 +33,11 @@ MICROBATCHES = 4
 BUCKETS = 2
 STRATEGIES: dict[str, dict[str, Any]] = {
     **launches.STRATEGIES,
-    "ddp, 16-bit communication": {"strategy": "ddp", "policy": NARROW},
-    "fsdp, every microbatch": {**launches.STRATEGIES["fsdp, every microbatch"], "policy": NARROW},
+    "ddp, 16-bit communication": {"strategy": "ddp", "policy": LOW_PRECISION},
+    "fsdp, every microbatch": {
+        **launches.STRATEGIES["fsdp, every microbatch"],
+        "policy": LOW_PRECISION,
+    },
 }
 
 

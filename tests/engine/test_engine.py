@@ -682,14 +682,14 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_keep_their_fp32_values_under_another_policy() -> None:
-    narrow, wide = (make_engine(model=Tied(), policy=policy) for policy in ("bf16", "fp32"))
-    train(narrow, 3, ONE_RANK)
-    state = snapshot(narrow)
+    low_precision, wide = (make_engine(model=Tied(), policy=policy) for policy in ("bf16", "fp32"))
+    train(low_precision, 3, ONE_RANK)
+    state = snapshot(low_precision)
     names = [name for name in state if name.startswith("model/")]
     assert names == ["model/one.weight", "model/offset"]
     wide.load_state_dict(state)
     assert torch.equal(wide.module.one.weight, state["model/one.weight"])
-    assert not torch.equal(narrow.module.one.weight.float(), state["model/one.weight"])
+    assert not torch.equal(low_precision.module.one.weight.float(), state["model/one.weight"])
 
 
 @pytest.mark.parametrize(
@@ -777,10 +777,10 @@ def test_a_step_keeps_to_its_device(
     monkeypatch.setattr("distmp.buckets.used.on_host", lambda values: [1] * values.numel())
     # torch has neither autocast nor this kernel for the device "meta".
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
-    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: updated.append(kwargs))
     monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     monkeypatch.setattr("distmp.distributed.world.usable_device", torch.device)
-    stepped: list[Any] = []
+    updated: list[Any] = []
     engine = make_engine(
         device="meta",
         max_norm=1.0,
@@ -796,8 +796,8 @@ def test_a_step_keeps_to_its_device(
         ]
         numbers: Any = engine.step(batches)
         assert {value.device.type for value in numbers.values()} == {"meta"}
-    assert len(stepped) == 3
-    for given in stepped:
+    assert len(updated) == 3
+    for given in updated:
         assert {given[name].device.type for name in ("lr", "grad_scale", "found_inf")} == {"meta"}
 
 

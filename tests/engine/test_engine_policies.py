@@ -1,4 +1,4 @@
-"""Engines apply their policy: in the module, in communication and in the stepped weights."""
+"""Engines apply their policy: in the module, in communication and in the optimizer's weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ LIMITS = {
 
 def test_every_preset_is_here() -> None:
     # The layers of this model are too small for low-precision matmuls; see tests/quantization.
-    assert {name for name, preset in PRESETS.items() if not preset.is_narrow} < set(LIMITS)
+    assert {name for name, preset in PRESETS.items() if not preset.has_low_precision_matmuls} < set(
+        LIMITS
+    )
 
 
 def trained_as_said(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -67,8 +69,8 @@ def trained_as_said(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     train(engine, STEPS - 1, sizes, first=1)
     check(engine)  # every rank holds the same
     assert {name: p.dtype for name, p in engine.module.named_parameters()} == expected
-    stepped = {name: FP32 if chosen.has_masters else dtype for name, dtype in expected.items()}
-    assert {name: weight.dtype for name, weight in weights(engine).items()} == stepped
+    updated = {name: FP32 if chosen.has_masters else dtype for name, dtype in expected.items()}
+    assert {name: weight.dtype for name, weight in weights(engine).items()} == updated
     # The decision and the collectives of the first step are smaller.
     assert {dtype for dtype, count in collectives.sent if count > 32} == {chosen.reduce_dtype}
     assert all(buffer.dtype == FP32 for buffer in engine._strategy.gradients()[0].tensors)

@@ -67,8 +67,8 @@ def take(engine: Engine, step: int) -> tuple[str | None, tuple[str, ...]]:
     """Return the policy of a step, and the matmuls of its second layer that rounded values."""
     outcome = engine.step(batches(step, engine.world.rank))
     _ = outcome.numbers
-    assert engine.narrow_products.statistics is not None
-    elements = engine.narrow_products.statistics.read()[1, :, 3]
+    assert engine.low_precision_matmuls.statistics is not None
+    elements = engine.low_precision_matmuls.statistics.read()[1, :, 3]
     low = [OPERANDS.index(name) for name in ("input", "grad", "wgrad_grad")]
     return outcome.formats, tuple(p for p, n in zip(PRODUCTS, elements[low], strict=True) if n)
 
@@ -95,20 +95,20 @@ def test_a_run_that_resumes_has_the_formats_and_bits_of_one_that_was_not_interru
         assert_same_bits(snapshot(other), expected)
 
 
-def resumed_on_ranks(folder: Path, strategy: str) -> list[Any]:
+def resumed_on_ranks(directory: Path, strategy: str) -> list[Any]:
     engine = make_engine(precision_phases=PHASES, strategy=strategy)
     taken = [take(engine, step) for step in range(2)]
-    engine.save(folder)  # the first phase has ended, which the host does not know yet
+    engine.save(directory)  # the first phase has ended, which the host does not know yet
     taken += run(engine, 2)
     other = make_engine(precision_phases=PHASES, strategy=strategy)
-    other.load(folder / "step-000002")
+    other.load(directory / "step-000002")
     assert run(other, 2) == taken[2:]
     assert_same_bits(snapshot(other), snapshot(engine))
     return taken
 
 
-def all_resumed(folder: Path) -> list[list[Any]]:
-    return [resumed_on_ranks(folder / strategy, strategy) for strategy in ("ddp", "fsdp")]
+def all_resumed(directory: Path) -> list[list[Any]]:
+    return [resumed_on_ranks(directory / strategy, strategy) for strategy in ("ddp", "fsdp")]
 
 
 def test_ranks_change_together_and_resume(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_changes_are_logged_and_formats_described(caplog: pytest.LogCaptureFixtu
         f"precision.phases: policy {FORWARD} from step 7 on",
         "precision.phases: policy fp8 from step 9 on",
     ]
-    layers = engine.narrow_products.layers
+    layers = engine.low_precision_matmuls.layers
     assert layers is not None
     assert formats_record(layers)["formats"] == [
         "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor"

@@ -46,18 +46,18 @@ STEPS = 3
 @ranks(2, timeout=120)
 def test_a_loop_continues_with_the_same_bits(tmp_path: Path) -> None:
     for kind, options in KINDS.items():
-        folder = tmp_path / kind.replace(", ", "-")
+        directory = tmp_path / kind.replace(", ", "-")
         engine = make_engine(**options)
         train(engine, STEPS, TWO_RANKS)
-        path = engine.save(folder / "blocking", {"epoch": 2, "samples": 96})
-        engine.save(folder / "background", {"epoch": 2, "samples": 96}, wait=False)
+        path = engine.save(directory / "blocking", {"epoch": 2, "samples": 96})
+        engine.save(directory / "background", {"epoch": 2, "samples": 96}, wait=False)
         saved = snapshot(engine)
         train(engine, STEPS, TWO_RANKS, first=STEPS)
         engine.wait_for_save()
-        assert path == folder / "blocking" / "step-000003"
+        assert path == directory / "blocking" / "step-000003"
         for way in ("blocking", "background"):
             other = make_engine(**options)
-            assert other.load(folder / way) == {"step": 3, "epoch": 2, "samples": 96}
+            assert other.load(directory / way) == {"step": 3, "epoch": 2, "samples": 96}
             assert_same_bits(snapshot(other), saved)
             train(other, STEPS, TWO_RANKS, first=STEPS)
             assert_same_bits(snapshot(other), snapshot(engine))
@@ -68,17 +68,17 @@ def test_a_loop_continues_with_the_same_bits(tmp_path: Path) -> None:
         assert_same_bits(again, {name: saved[name] for name in again})
 
 
-def _weights_on_one_rank(folder: Path) -> dict[str, Any]:
+def _weights_on_one_rank(directory: Path) -> dict[str, Any]:
     engine = make_engine(strategy="single", policy="fp32")
-    numbers = engine.load(folder)
+    numbers = engine.load(directory)
     train(engine, 1, ONE_RANK, first=numbers["step"])
     return {"numbers": numbers, "weights": weights(engine)}
 
 
-def _weights_on_two_ranks(folder: Path) -> dict[str, Any]:
+def _weights_on_two_ranks(directory: Path) -> dict[str, Any]:
     engine = make_engine(**KINDS["fsdp"] | {"policy": "fp32"})
     train(engine, STEPS, TWO_RANKS)
-    engine.save(folder)
+    engine.save(directory)
     train(engine, 1, TWO_RANKS, first=STEPS)
     return {"weights": weights(engine)}
 
@@ -135,17 +135,21 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
         engine.save(tmp_path, {"loss": torch.ones(1)})
     with pytest.raises(DistmpError, match="keep = 0"):
         engine.save(tmp_path, keep=rank)  # raised on rank 1, too
-    with pytest.raises(ConfigError, match=r"folder = .*0 on rank 0; .*1 on rank 1: differs betw"):
+    with pytest.raises(
+        ConfigError, match=r"directory = .*0 on rank 0; .*1 on rank 1: differs betw"
+    ):
         engine.save(tmp_path / str(rank))
     with pytest.raises(ConfigError, match="wait = True on rank 0; False on rank 1: differs betw"):
         engine.save(tmp_path, wait=not rank)
     with pytest.raises(ConfigError, match=r"keep = 0: use 1 or more checkpoints"):
         engine.save(tmp_path, keep=0)
     assert not [*tmp_path.iterdir()]
-    with pytest.raises(ConfigError, match=r"folder = .*missing.* does not exist"):
+    with pytest.raises(ConfigError, match=r"directory = .*missing.* does not exist"):
         engine.load(tmp_path / "missing")
     assert engine.load(tmp_path / "missing", missing_ok=True) == {"step": 0}
-    with pytest.raises(ConfigError, match=r"folder = .*0 on rank 0; .*1 on rank 1: differs betw"):
+    with pytest.raises(
+        ConfigError, match=r"directory = .*0 on rank 0; .*1 on rank 1: differs betw"
+    ):
         engine.load(tmp_path / str(rank), missing_ok=True)
     wrong = engine.state_dict() | {"model/module.bias": torch.ones(1)}
     for state, problem in (
@@ -163,15 +167,16 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".PT"])
-def test_a_folder_that_is_named_like_a_file_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_a_directory_that_is_named_like_a_file_is_refused(tmp_path: Path, suffix: str) -> None:
     engine = make_engine()
     path = tmp_path / f"model{suffix}"
     for write in (engine.save, engine.export):
-        for folder in (path, str(path), f"{path}/"):
+        for directory in (path, str(path), f"{path}/"):
             with pytest.raises(ConfigError) as error:
-                write(folder)
+                write(directory)
             assert str(error.value) == (
-                f"folder = '{folder}': names a folder, not a file; use a name without {suffix!r}"
+                f"directory = '{directory}': names a directory, not a file; "
+                f"use a name without {suffix!r}"
             )
     assert not [*tmp_path.iterdir()]
     engine.save(tmp_path / "v1.2")  # another dot
@@ -230,9 +235,9 @@ def test_the_state_of_another_optimizer_is_refused_or_left_out(
     with pytest.raises(ConfigError) as caught:
         other.load(tmp_path)
     assert str(caught.value) == (
-        f"folder = {str(path)!r}: has the state of the optimizer AdamW, and this engine has SGD; "
-        "build the engine with AdamW, or start with new optimizer state: "
-        "engine.load(folder, optimizer=False)"
+        f"directory = {str(path)!r}: has the state of the optimizer AdamW, and this engine has "
+        "SGD; build the engine with AdamW, or start with new optimizer state: "
+        "engine.load(directory, optimizer=False)"
     )
     assert_same_bits(snapshot(other), before)
     assert other.load(tmp_path, optimizer=False) == {"step": 2}
@@ -247,12 +252,12 @@ def test_the_state_of_another_optimizer_is_refused_or_left_out(
     assert [record for record in caplog.records if record.name == "distmp"] == []
 
 
-def _save_on_rank_0(folder: Path) -> str:
+def _save_on_rank_0(directory: Path) -> str:
     engine = make_engine(strategy="ddp")
     train(engine, 1, TWO_RANKS)
     call = engine.evaluate if dist.get_rank() else engine.save
     with pytest.raises(TrainingError) as error:
-        call(folder)
+        call(directory)
     return str(error.value)
 
 
@@ -274,11 +279,11 @@ def full_disk(self, *args, **kwargs):
     return write(self, *args, **kwargs)
 
 FileSystemWriter.write_data = full_disk
-for folder in ("full", "saved"):
+for directory in ("full", "saved"):
     engine = distmp.Engine(torch.nn.Linear(4, 2), lambda m, b: (m(b).square().sum(), len(b)),
                            lambda named: torch.optim.SGD(named, lr=0.1), policy="fp32")
     engine.step([torch.ones(3, 4)])
-    engine.save(folder, wait=False)
+    engine.save(directory, wait=False)
 del engine
 """
 
@@ -299,11 +304,11 @@ def _sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
 
 
-# Folders, as other programs name them
+# Directories, as other programs name them
 
 
 @pytest.mark.parametrize("name", ["step-{:06d}", "epoch{}"])
-def test_a_folder_for_each_step_loads_by_itself(name: str, tmp_path: Path) -> None:
+def test_a_directory_for_each_step_loads_by_itself(name: str, tmp_path: Path) -> None:
     engine = make_engine()
     states = {}
     for step in (1, 2):
@@ -311,16 +316,16 @@ def test_a_folder_for_each_step_loads_by_itself(name: str, tmp_path: Path) -> No
         engine.save(tmp_path / name.format(9 + step))
         states[step] = snapshot(engine)
     other = make_engine()
-    for folder, step in (
+    for directory, step in (
         (tmp_path / name.format(10), 1),
         (tmp_path / name.format(10) / "step-000001", 1),
         (tmp_path / name.format(11), 2),
     ):
-        assert other.load(folder) == {"step": step}
+        assert other.load(directory) == {"step": step}
         assert_same_bits(snapshot(other), states[step])
     with pytest.raises(ConfigError, match="is not a checkpoint and contains none"):
         other.load(tmp_path)
-    engine.save(tmp_path, keep=1)  # leaves the folders alone
+    engine.save(tmp_path, keep=1)  # leaves the directories alone
     assert other.load(tmp_path / name.format(10)) == {"step": 1}
 
 
@@ -388,7 +393,7 @@ def test_the_exported_weights_are_the_fp32_ones(tmp_path: Path) -> None:
     engine.export(tmp_path / "weights")  # replaces them
     assert_same_bits(load_file(tmp_path / "weights" / "model.safetensors"), weights(engine))
     engine.save(tmp_path / "weights" / "checkpoints")
-    for folder in (tmp_path / "weights", tmp_path):
+    for directory in (tmp_path / "weights", tmp_path):
         with pytest.raises(CheckpointError, match="which exported weights would replace; name a n"):
-            engine.export(folder)
+            engine.export(directory)
     assert engine.load(tmp_path / "weights" / "checkpoints") == {"step": 2}

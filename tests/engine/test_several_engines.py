@@ -189,7 +189,7 @@ def test_checkpoints_of_both_continue_with_the_same_bits(tmp_path: Path) -> None
         assert all(torch.equal(left[name], right[name]) for name in right)
 
 
-def _mixed_up(call: str, folder: Path) -> str:
+def _mixed_up(call: str, directory: Path) -> str:
     """Call one of two engines of the same kind on rank 0, and the other on rank 1."""
     linear = [nn.Linear(2, 1) for _ in range(2)]
     engines = [
@@ -199,7 +199,7 @@ def _mixed_up(call: str, folder: Path) -> str:
     engine = engines[dist.get_rank()]
     data = [torch.ones(3, 2) * (1 + dist.get_rank())]
     with pytest.raises((ConfigError, TrainingError)) as error:
-        {"step": lambda: engine.step(data), "save": lambda: engine.save(folder)}[call]()
+        {"step": lambda: engine.step(data), "save": lambda: engine.save(directory)}[call]()
     return str(error.value)
 
 

@@ -45,13 +45,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_each(folder: Path) -> dict[str, dict[str, Tensor]]:
+def save_each(directory: Path) -> dict[str, dict[str, Tensor]]:
     """Train by each strategy, save, and return the FP32 weights."""
     found = {}
     for name, options in STRATEGIES.items():
         engine = make_engine(**options)
         train(engine, 2, TWO_RANKS)
-        store.save(folder / name / "checkpoints", 2, engine.state_dict(), {"step": 2}, keep=1)
+        store.save(directory / name / "checkpoints", 2, engine.state_dict(), {"step": 2}, keep=1)
         found[name] = weights(engine)
     return found
 
@@ -61,20 +61,20 @@ def test_the_masters_of_every_strategy_load_in_plain_torch(tmp_path: Path) -> No
     for name, expected in masters.items():
         assert any((w != w.bfloat16()).any() for w in expected.values())
         for dtype, torch_dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            folder = tmp_path / f"{name} {dtype}"
-            size = export(tmp_path / name, folder, dtype)
+            directory = tmp_path / f"{name} {dtype}"
+            size = export(tmp_path / name, directory, dtype)
             assert size == sum(p.numel() for p in Classifier().parameters())
-            state = load_file(folder / "model.safetensors")
+            state = load_file(directory / "model.safetensors")
             assert_same_bits(state, {k: v.to(torch_dtype) for k, v in expected.items()})
             model = Classifier().to(torch_dtype)
             model.load_state_dict(state)
             assert_same_bits(dict(model.named_parameters()), state)
             # There is no description of the model.
-            assert not (folder / "config.json").exists()
+            assert not (directory / "config.json").exists()
 
 
-def checkpoint(folder: Path, tensors: dict[str, Tensor], numbers: Any = None) -> Path:
-    return store.save(folder, 1, tensors, numbers or {}, keep=1)
+def checkpoint(directory: Path, tensors: dict[str, Tensor], numbers: Any = None) -> Path:
+    return store.save(directory, 1, tensors, numbers or {}, keep=1)
 
 
 def test_what_is_no_number_of_up_to_32_bits_stays_what_it_is(tmp_path: Path) -> None:
@@ -216,10 +216,10 @@ def test_an_average_is_exported_on_demand(tmp_path: Path) -> None:
 REFUSED = {
     "no such checkpoint": (["nowhere", "--to", "new"], "checkpoint = 'nowhere': "),
     "no checkpoint in it": (["empty", "--to", "new"], "contains none"),
-    "a folder that is there": (["run", "--to", "run"], "--to = 'run': exists already"),
+    "a directory that is there": (["run", "--to", "run"], "--to = 'run': exists already"),
     "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
-    "named like a file": (["run", "--to", "model.safetensors"], "names a folder, not a file"),
-    "no folder": (["run"], "--to"),
+    "named like a file": (["run", "--to", "model.safetensors"], "names a directory, not a file"),
+    "no directory": (["run"], "--to"),
     "no average": (["run", "--to", "new", "--ema"], "contains no average of the weights"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),

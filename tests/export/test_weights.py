@@ -27,15 +27,15 @@ def state(seed: int = 3) -> dict[str, Tensor]:
     return dict(make_model(seed).state_dict())
 
 
-def saved(folder: Path, weights: dict[str, Tensor], name: str = "model.safetensors") -> Path:
-    folder.mkdir(exist_ok=True)
-    save_file(weights, folder / name)
-    return folder
+def saved(directory: Path, weights: dict[str, Tensor], name: str = "model.safetensors") -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file(weights, directory / name)
+    return directory
 
 
-def test_a_folder_or_a_file_under_any_name(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "weights", state(), "of_others.safetensors")
-    for path in (folder, str(folder), folder / "of_others.safetensors"):
+def test_a_directory_or_a_file_under_any_name(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "weights", state(), "of_others.safetensors")
+    for path in (directory, str(directory), directory / "of_others.safetensors"):
         model = make_model(0)
         load_weights(model, path)
         assert_same_bits(model.state_dict(), state())
@@ -89,40 +89,40 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
 INDEX = "model.safetensors.index.json"
 
 
-def indexed(folder: Path, weights: dict[str, Tensor]) -> dict[str, str]:
+def indexed(directory: Path, weights: dict[str, Tensor]) -> dict[str, str]:
     """Save two files and their index; return where each tensor is."""
     first, *others = weights
-    saved(folder, {first: weights[first]}, "model-00001-of-00002.safetensors")
-    saved(folder, {name: weights[name] for name in others}, "model-00002-of-00002.safetensors")
+    saved(directory, {first: weights[first]}, "model-00001-of-00002.safetensors")
+    saved(directory, {name: weights[name] for name in others}, "model-00002-of-00002.safetensors")
     places = {
         name: f"model-0000{1 if name == first else 2}-of-00002.safetensors" for name in weights
     }
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return places
 
 
 def test_the_index_decides_which_files_are_read(tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    indexed(folder, state())
+    directory = tmp_path / "weights"
+    indexed(directory, state())
     # Left over from another model, and after the others in alphabetical order.
-    saved(folder, state(4), "model-00003-of-00003.safetensors")
+    saved(directory, state(4), "model-00003-of-00003.safetensors")
     model = make_model(0)
-    load_weights(model, folder)
+    load_weights(model, directory)
     assert_same_bits(model.state_dict(), state())
     # As in transformers, a single file comes before the index.
-    saved(folder, state(5))
-    load_weights(model, folder)
+    saved(directory, state(5))
+    load_weights(model, directory)
     assert_same_bits(model.state_dict(), state(5))
 
 
 def test_files_that_hold_the_same_tensor_need_an_index(tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    indexed(folder, state())
-    saved(folder, state(4), "model-00003-of-00003.safetensors")
-    (folder / INDEX).unlink()
+    directory = tmp_path / "weights"
+    indexed(directory, state())
+    saved(directory, state(4), "model-00003-of-00003.safetensors")
+    (directory / INDEX).unlink()
     model = make_model(0)
     with pytest.raises(ConfigError, match=rf"of-00003.* both have .*, or add its {INDEX}$"):
-        load_weights(model, folder)
+        load_weights(model, directory)
     assert_same_bits(model.state_dict(), make_model(0).state_dict())
 
 
@@ -135,44 +135,44 @@ def test_files_that_hold_the_same_tensor_need_an_index(tmp_path: Path) -> None:
         ('{"weight_map": {}}', "has no 'weight_map'"),
         (
             {"first.bias": "gone.safetensors"},
-            "names files that are not in the folder: gone.safetensors",
+            "names files that are not in the directory: gone.safetensors",
         ),
         (
             {"first.bias": "../x.safetensors"},
-            "names files that are not in the folder: ../x.safetensors",
+            "names files that are not in the directory: ../x.safetensors",
         ),
-        ({"first.bias": 3}, "names files that are not in the folder: 3"),
+        ({"first.bias": 3}, "names files that are not in the directory: 3"),
         (
             {"first.bias": "model-00001-of-00002.safetensors"},
             "places in model-00001-of-00002.safetensors what it lacks: first.bias",
         ),
     ],
 )
-def test_an_index_that_contradicts_its_folder_is_refused(
+def test_an_index_that_contradicts_its_directory_is_refused(
     tmp_path: Path, content: str | dict[str, str], message: str
 ) -> None:
-    folder = tmp_path / "weights"
-    places = indexed(folder, state())
+    directory = tmp_path / "weights"
+    places = indexed(directory, state())
     saved(tmp_path, state(), "x.safetensors")
     text = content if isinstance(content, str) else json.dumps({"weight_map": places | content})
-    (folder / INDEX).write_text(text)
+    (directory / INDEX).write_text(text)
     model = make_model(0)
     with pytest.raises(ConfigError) as caught:
-        load_weights(model, folder)
-    assert f"{folder / INDEX} {message}" in str(caught.value)
-    assert str(caught.value).endswith("save or download the folder again")
+        load_weights(model, directory)
+    assert f"{directory / INDEX} {message}" in str(caught.value)
+    assert str(caught.value).endswith("save or download the directory again")
     assert_same_bits(model.state_dict(), make_model(0).state_dict())
 
 
-def exported(folder: Path, config: TransformerConfig = SMALL) -> Transformer:
+def exported(directory: Path, config: TransformerConfig = SMALL) -> Transformer:
     model = Transformer(config)
     described = architecture(model, ModelConfig())
     state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    write(folder, EngineWeights(state, keep=True), described, torch.float32)
+    write(directory, EngineWeights(state, keep=True), described, torch.float32)
     return model
 
 
-def test_the_transformer_is_rebuilt_from_its_folder(tmp_path: Path) -> None:
+def test_the_transformer_is_rebuilt_from_its_directory(tmp_path: Path) -> None:
     model = exported(tmp_path / "weights")
     found = load_model(tmp_path / "weights")
     assert isinstance(found, Transformer)
@@ -197,7 +197,7 @@ def test_what_shapes_do_not_show_is_compared_too(tmp_path: Path) -> None:
         ([], "has no 'model_type'"),
         ({"layers": 1}, "has no 'model_type'"),
         ({"model_type": "llama"}, "a model of type 'llama'"),
-        # Users who trust such a folder import the model themselves; distmp runs no code from it.
+        # Users who trust such a directory import the model themselves; distmp runs no code from it.
         (
             {"model_type": "distmp-import-path", "name": "os:system", "options": {"command": "x"}},
             "a model of type 'distmp-import-path'",
@@ -206,7 +206,7 @@ def test_what_shapes_do_not_show_is_compared_too(tmp_path: Path) -> None:
         ({"model_type": "distmp-transformer", **vars(SMALL), "hidden": "x"}, "cannot be built"),
     ],
 )
-def test_other_folders_are_not_rebuilt(tmp_path: Path, described: object, message: str) -> None:
+def test_other_directories_are_not_rebuilt(tmp_path: Path, described: object, message: str) -> None:
     saved(tmp_path / "weights", state())
     if described is not None:
         (tmp_path / "weights" / "config.json").write_text(json.dumps(described))

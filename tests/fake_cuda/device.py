@@ -129,8 +129,10 @@ def _listed_operators() -> list[str]:
     from torchgen.gen import parse_native_yaml
     from torchgen.model import DispatchKey
 
-    folder = library.torch_folder().parent / "torchgen/packaged/ATen/native"
-    parsed = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
+    directory = library.torch_directory().parent / "torchgen/packaged/ATen/native"
+    parsed = parse_native_yaml(
+        str(directory / "native_functions.yaml"), str(directory / "tags.yaml")
+    )
     listed = parsed.backend_indices[DispatchKey.CUDA].index
     names = {str(name) for name in listed}
     for function in parsed.native_functions:

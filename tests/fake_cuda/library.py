@@ -20,8 +20,8 @@ PROCESS_GROUP = ("process_group",)
 FLAGS = ("-O1", "-fPIC", "-std=c++20", "-DUSE_C10D_GLOO")
 
 
-def torch_folder() -> Path:
-    """Return torch's folder without importing torch."""
+def torch_directory() -> Path:
+    """Return torch's directory without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("torch is not installed")
@@ -30,13 +30,13 @@ def torch_folder() -> Path:
 
 def fits() -> bool:
     """Return whether this is torch's build for CPUs, without importing it."""
-    version = (torch_folder() / "version.py").read_text()
+    version = (torch_directory() / "version.py").read_text()
     return re.search(r"^cuda\b.*= None", version, re.MULTILINE) is not None
 
 
 def load() -> ctypes.CDLL:
     """Load torch's libraries and then the device, which must precede torch's Python module."""
-    libraries = torch_folder() / "lib"
+    libraries = torch_directory() / "lib"
     names = ["libc10.so"]
     names += sorted(path.name for path in libraries.glob("libgomp*"))
     names += [name for name in ("libtorch_global_deps.so",) if (libraries / name).exists()]
@@ -61,7 +61,7 @@ def built(name: str, sources: tuple[str, ...], *flags: str) -> Path:
 
 def _fingerprint(sources: tuple[str, ...], flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(repr((FLAGS, flags, sysconfig.get_python_version())).encode())
-    digest.update((torch_folder() / "version.py").read_bytes())
+    digest.update((torch_directory() / "version.py").read_bytes())
     for path in sorted(SOURCES.iterdir()):
         if path.suffix == ".h" or path.stem in sources:
             digest.update(path.read_bytes())
@@ -69,7 +69,7 @@ def _fingerprint(sources: tuple[str, ...], flags: tuple[str, ...]) -> str:
 
 
 def _compile(library: Path, sources: tuple[str, ...], flags: tuple[str, ...]) -> None:
-    torch = torch_folder()
+    torch = torch_directory()
     include = torch / "include"
     paths = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
     options = [*FLAGS, *flags, *(f"-I{path}" for path in paths)]

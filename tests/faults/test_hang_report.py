@@ -330,19 +330,19 @@ def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
 def test_a_recorder_that_fails_does_not_stop_the_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(folder: Path) -> Path:
-        raise RuntimeError(f"no dump\nin {folder.name}")
+    def fail(directory: Path) -> Path:
+        raise RuntimeError(f"no dump\nin {directory.name}")
 
     monkeypatch.setattr(flight_recorder, "pending", lambda: {WORLD: [(7, "all_reduce")]})
     monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
     watchdog = alone()
-    assert watchdog._trace().problem == "the run has no folder yet"
-    watchdog.traces_folder = tmp_path / "hang"
+    assert watchdog._trace().problem == "the run has no directory yet"
+    watchdog.traces_directory = tmp_path / "hang"
     monkeypatch.setattr(flight_recorder, "dump", fail)
     assert watchdog._trace() == Trace(
         {WORLD: [(7, "all_reduce")]}, "", "RuntimeError: no dump in hang"
     )
-    monkeypatch.setattr(flight_recorder, "dump", lambda folder: folder / "nccl-rank-0")
+    monkeypatch.setattr(flight_recorder, "dump", lambda directory: directory / "nccl-rank-0")
     assert watchdog._trace().file == str(tmp_path / "hang" / "nccl-rank-0")
 
 
@@ -351,16 +351,16 @@ def test_a_rank_answers_before_it_reads_its_recorder_once(
 ) -> None:
     reads: list[Path] = []
 
-    def dump(folder: Path) -> Path:
+    def dump(directory: Path) -> Path:
         answered = watchdog.collect("answer", [0], 0)
         assert answered, "a recorder that blocks must not stop the answer"
-        reads.append(folder)
+        reads.append(directory)
         raise OSError("no space\non the disk")
 
     monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
     monkeypatch.setattr(flight_recorder, "dump", dump)
     watchdog = alone()
-    watchdog.traces_folder = tmp_path
+    watchdog.traces_directory = tmp_path
     ask(watchdog)
     watchdog._answer()
     watchdog._answer()
@@ -399,11 +399,11 @@ def test_a_rank_that_does_not_answer_is_reported_once(
 def test_the_reporting_rank_waits_for_the_recorders_of_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def dump(folder: Path) -> Path:
+    def dump(directory: Path) -> Path:
         is_other = threading.current_thread() is watchdogs[1]._thread
         if is_other:
             time.sleep(0.2)  # several heartbeats after its answer
-        return folder / f"nccl-rank-{int(is_other)}"
+        return directory / f"nccl-rank-{int(is_other)}"
 
     monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
     monkeypatch.setattr(flight_recorder, "dump", dump)
@@ -411,7 +411,7 @@ def test_the_reporting_rank_waits_for_the_recorders_of_the_others(
     watchdogs = [alone(rank, 2, store) for rank in (0, 1)]
     endings: list[Ending] = []
     for watchdog in watchdogs:
-        watchdog.traces_folder = tmp_path / "hang"
+        watchdog.traces_directory = tmp_path / "hang"
         monkeypatch.setattr(watchdog, "_exit", endings.append)
     watchdogs[1].watch()
     watchdogs[0]._report_hang()

@@ -118,9 +118,9 @@ def make_module(pl: Any, optimizer: Callable[..., Any], **options: Any) -> Any:
             self.rates.append(self.optimizers().param_groups[0]["lr"])
 
         def configure_optimizers(self) -> Any:
-            stepped = optimizer(self.parameters())
-            schedule = torch.optim.lr_scheduler.ExponentialLR(stepped, 0.5)
-            return [stepped], [{"scheduler": schedule, "interval": "step"}]
+            updated = optimizer(self.parameters())
+            schedule = torch.optim.lr_scheduler.ExponentialLR(updated, 0.5)
+            return [updated], [{"scheduler": schedule, "interval": "step"}]
 
     return Module()
 

@@ -133,7 +133,7 @@ def _check_data_without_length(path: Path, samples: list[int]) -> None:
     """What does not fill a step on every rank is left out of this epoch, and of the next one.
 
     Args:
-        path: Folder of the trainer.
+        path: Directory of the trainer.
         samples: Number of samples of each rank; a microbatch has 2, and a step 2 microbatches.
     """
     import transformers
@@ -233,9 +233,9 @@ def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
             return loss * (torch.inf if overflows else 1.0)
 
     for policy, scales in (("fp16-autocast", [256, 128, 128, 128]), ("bf16-autocast", None)):
-        folder = tmp_path / policy
+        directory = tmp_path / policy
 
-        made = functools.partial(_made, Overflowing, folder, policy, RULES if scales else None)
+        made = functools.partial(_made, Overflowing, directory, policy, RULES if scales else None)
         with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
             straight = made(save_strategy="steps", save_steps=2)
             straight.train()
@@ -250,7 +250,7 @@ def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
         assert [entry.get("loss_scale") for entry in logs] == (scales or [None] * 4)
 
         resumed = made()
-        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        resumed.train(resume_from_checkpoint=str(directory / "checkpoint-2"))
         weights = [[p.tolist() for p in t.model.parameters()] for t in (straight, resumed)]
         assert weights[0] == weights[1]
         resumed_logs = [entry for entry in resumed.state.log_history if "loss" in entry]
@@ -260,16 +260,16 @@ def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
         dist.all_gather_object(gathered, weights[0])
         assert gathered[0] == gathered[1]
         # Transformers' own Trainer, which has no scaler under bfloat16, can continue from it.
-        assert (folder / "checkpoint-2" / "scaler.pt").exists() == (scales is not None)
+        assert (directory / "checkpoint-2" / "scaler.pt").exists() == (scales is not None)
 
 
 def _made(
-    trainer: type[Any], folder: Path, policy: str, rules: LossScaleConfig | None, **changes: Any
+    trainer: type[Any], directory: Path, policy: str, rules: LossScaleConfig | None, **changes: Any
 ) -> Any:
     schedule = {"lr_scheduler_type": "linear", "max_steps": 4, "max_grad_norm": 1.0}
     return trainer(
         model=llama(),
-        args=arguments(folder, **schedule, **changes),
+        args=arguments(directory, **schedule, **changes),
         train_dataset=Sentences(16),
         policy=policy,
         loss_scale=rules,

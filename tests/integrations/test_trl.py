@@ -183,10 +183,10 @@ def test_the_script_of_trl_trains_as_before_with_three_lines(tmp_path: Path) -> 
         del os.environ[variable]  # as `python sft.py` runs it; it destroys its process group
     losses = []
     for name, source in (("theirs", script), ("ours", ours)):
-        folder = tmp_path / name
-        sys.argv = ["sft.py", *words.split(), "--output_dir", str(folder)]
+        directory = tmp_path / name
+        sys.argv = ["sft.py", *words.split(), "--output_dir", str(directory)]
         exec(compile(source, f"{name}.py", "exec"), {"__name__": "__main__"})
-        state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
+        state = json.loads((directory / "checkpoint-3" / "trainer_state.json").read_text())
         losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -21,17 +21,17 @@ SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 
 @contextmanager
-def ssh_servers(hosts: TwoHosts, folder: Path) -> Iterator[str]:
+def ssh_servers(hosts: TwoHosts, directory: Path) -> Iterator[str]:
     """Start an ssh server with temporary keys on each host; yield the ssh command to reach them."""
     for name in ("host", "user"):
         subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / name], check=True
         )
-    shutil.copy(folder / "user.pub", folder / "authorized")
-    (folder / "known").write_text(f"{','.join(NAMES)} {(folder / 'host.pub').read_text()}")
+    shutil.copy(directory / "user.pub", directory / "authorized")
+    (directory / "known").write_text(f"{','.join(NAMES)} {(directory / 'host.pub').read_text()}")
     server = {
-        "HostKey": folder / "host",
-        "AuthorizedKeysFile": folder / "authorized",
+        "HostKey": directory / "host",
+        "AuthorizedKeysFile": directory / "authorized",
         "PidFile": "none",
         "StrictModes": "no",
         "UsePAM": "no",
@@ -42,7 +42,7 @@ def ssh_servers(hosts: TwoHosts, folder: Path) -> Iterator[str]:
     for host in range(2):
         options = [f"-o{name}={value}" for name, value in server.items()]
         hosts.run(host, str(SSHD), "-f", "/dev/null", *options)
-    client = {"IdentityFile": folder / "user", "UserKnownHostsFile": folder / "known"}
+    client = {"IdentityFile": directory / "user", "UserKnownHostsFile": directory / "known"}
     words = ["ssh", "-F", "none", *(f"-o{name}={value}" for name, value in client.items())]
     yield shlex.join(words)
 

@@ -45,22 +45,22 @@ ALONE = "--standalone --local-addr=127.0.0.1"
 @dataclass
 class Launched:
     process: subprocess.Popen[str]
-    folder: Path
+    directory: Path
 
     def ranks(self) -> list[int]:
         """Wait until both ranks have started and return their process ids."""
         progress = of_children()
-        while len(list(self.folder.glob("*.rank"))) < 2:
+        while len(list(self.directory.glob("*.rank"))) < 2:
             assert progress.problem() is None, "the ranks have not started"
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
-        return [int(file.read_text().split()[0]) for file in self.folder.glob("*.rank")]
+        return [int(file.read_text().split()[0]) for file in self.directory.glob("*.rank")]
 
     def wait_for_signals(self, count: int) -> None:
         """Wait until both ranks of a worker that ignores signals have recorded `count` of them."""
         progress = of_children()
         for rank in range(2):
-            received = self.folder / f"{rank}.received"
+            received = self.directory / f"{rank}.received"
             while count > (len(received.read_text()) if received.exists() else 0):
                 assert progress.problem() is None, f"rank {rank} did not receive {count} signals"
                 time.sleep(0.02)
@@ -76,11 +76,11 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(ending: str, folder: Path, *torchrun_arguments: str) -> Iterator[Launched]:
+def launched(ending: str, directory: Path, *torchrun_arguments: str) -> Iterator[Launched]:
     """Run the launcher as a process in a new session, as a terminal would."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, *torchrun_arguments, ending, str(folder)],
+        [sys.executable, "-c", LAUNCHER, *torchrun_arguments, ending, str(directory)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -88,7 +88,7 @@ def launched(ending: str, folder: Path, *torchrun_arguments: str) -> Iterator[La
         start_new_session=True,
     )
     try:
-        yield Launched(process, folder)
+        yield Launched(process, directory)
     finally:
         left = (
             [*psutil.Process(process.pid).children(recursive=True)]

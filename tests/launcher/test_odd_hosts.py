@@ -23,7 +23,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 @pytest.mark.nightly
 def test_hosts_with_other_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
-    """The second host has other text of equal size, another loss, and a run folder of its own."""
+    """The second host has other text of equal size, another loss, and its own run directory."""
     data, runs, own = corpus(tmp_path / "data"), tmp_path / "runs", tmp_path / "own"
     (tmp_path / "losses.py").write_text("from distmp.models import next_token_loss as mine\n")
     runs.mkdir()

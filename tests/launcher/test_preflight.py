@@ -43,12 +43,12 @@ class Result(NamedTuple):
     output: str
 
 
-def as_rank(case: str, port: int, folder: str, limit: float) -> Result:
+def as_rank(case: str, port: int, directory: str, limit: float) -> Result:
     """Run a preflight in a child process, which may exit in any way."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     rendezvous_store._attempt = 0  # the ranks have agreed
-    output = Path(folder) / f"{case}-{os.environ['RANK']}"
+    output = Path(directory) / f"{case}-{os.environ['RANK']}"
     child = os.fork()
     if child == 0:
         with output.open("wb", buffering=0) as file:
@@ -117,9 +117,9 @@ CASES: dict[str, Callable[[int], RunConfig | None]] = {
 }
 
 
-def run_case(case: str, folder: Path, limit: float = LIMIT_SECONDS) -> list[Result]:
+def run_case(case: str, directory: Path, limit: float = LIMIT_SECONDS) -> list[Result]:
     with store_of_an_agent() as port:
-        return run_ranks(as_rank, 3, case, port, str(folder), limit, initialize=False)
+        return run_ranks(as_rank, 3, case, port, str(directory), limit, initialize=False)
 
 
 def test_healthy_ranks(tmp_path: Path) -> None:

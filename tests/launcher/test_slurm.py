@@ -32,11 +32,11 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
-def settings(folder: Path) -> list[str]:
+def settings(directory: Path) -> list[str]:
     """Return settings of a run that takes seconds and is bit-identical on any number of ranks."""
     return [
         *TINY,
-        f"--data.path={corpus(folder / 'corpus')}",
+        f"--data.path={corpus(directory / 'corpus')}",
         f"--steps={STEPS}",
         "--reproducible",
         "--validation.every=0",
@@ -125,14 +125,14 @@ def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
     words = "-m|distmp|launch|--|--resume=auto|--config|configs/quickstart.yaml"
 
     def output(*options: str, **variables: str) -> str:
-        run = ["--data.path=a folder"]
+        run = ["--data.path=a directory"]
         job = submit(cluster, log, run, options, PYTHON=launcher, **variables)
         cluster.wait(job, "COMPLETED")
         return log.read_text()
 
     unchanged = output()
     for name in NAMES:
-        assert unchanged.count(f"{name}|8|8|{words}|--data.path=a folder|") == 1
+        assert unchanged.count(f"{name}|8|8|{words}|--data.path=a directory|") == 1
     # Options of sbatch override those in the file.
     smaller = output("--nodes=1", "--gpus-per-node=4", PET_NPROC_PER_NODE="4")
     assert smaller.removeprefix(unchanged).count(f"|4|4|{words}|") == 1

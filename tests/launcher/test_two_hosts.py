@@ -39,15 +39,15 @@ def last_line(output: str) -> str:
     return output.strip().splitlines()[-1]
 
 
-def steps(folder: Path) -> list[int]:
+def steps(directory: Path) -> list[int]:
     """Return the steps in the records of the only run."""
-    lines = [line for file in folder.glob("run*/steps.jsonl") for line in file.open()]
+    lines = [line for file in directory.glob("run*/steps.jsonl") for line in file.open()]
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 
-def wait_for_steps(folder: Path, number: int, agent: Agent) -> None:
+def wait_for_steps(directory: Path, number: int, agent: Agent) -> None:
     progress = of_children()
-    while max(steps(folder), default=0) < number:
+    while max(steps(directory), default=0) < number:
         assert agent.process.poll() is None, agent.text()
         assert progress.problem() is None, agent.text()
         time.sleep(0.1)

@@ -55,14 +55,14 @@ class TwoHosts:
 
     links = (machine.INTERFACE, machine.INTERFACE)
 
-    def __init__(self, hosts: machine.TwoHosts, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, hosts: machine.TwoHosts, directory: Path) -> None:
+        self.directory = directory
         self._hosts = hosts
         self._started: list[subprocess.Popen[str]] = []
 
     def launch(self, host: int, *words: str, mounts: str = "", **variables: str) -> Agent:
         """Start `distmp launch` on a host, after shell commands that change only its mounts."""
-        output = self.folder / f"output-{next(_numbers)}"
+        output = self.directory / f"output-{next(_numbers)}"
         alone = ("unshare", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh") if mounts else ()
         with output.open("w") as file:
             process = self._start(
@@ -102,20 +102,20 @@ class TwoHosts:
             process.wait()
 
     def _start(self, host: int, *words: str, **options: Any) -> subprocess.Popen[str]:
-        command = self._hosts.command(host, words, self.folder)
+        command = self._hosts.command(host, words, self.directory)
         process = subprocess.Popen(command, text=True, **options)
         self._started.append(process)
         return process
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path, names: tuple[str, ...] = NAMES[:2]) -> Iterator[TwoHosts]:
+def two_hosts(directory: Path, names: tuple[str, ...] = NAMES[:2]) -> Iterator[TwoHosts]:
     """Start hosts, or skip the test where that is not permitted."""
     reason = machine.why_not()
     if reason is not None:
         pytest.skip(reason)
     with machine.two_hosts(names) as started:
-        hosts = TwoHosts(started, folder)
+        hosts = TwoHosts(started, directory)
         try:
             yield hosts
         finally:

@@ -1,4 +1,4 @@
-"""A rank that ends as its test specifies: `python -m tests.launcher.worker ENDING FOLDER`."""
+"""A rank that ends as its test specifies: `python -m tests.launcher.worker ENDING DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ GRACE_SECONDS = 1.0
 signals: list[int] = []
 
 
-def main(ending: str, folder: Path) -> None:
+def main(ending: str, directory: Path) -> None:
     rank = os.environ["RANK"]
     if ending in ("obey", "fail late"):
         for number in STOP_SIGNALS:
             signal.signal(number, lambda received, _: signals.append(received))
     if ending in ("ignore", "give up"):
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: record_signal(folder / f"{rank}.received", ending))
+            signal.signal(number, lambda *_: record_signal(directory / f"{rank}.received", ending))
     if ending == "stop":
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
     # Renamed when complete, because tests read it as soon as it exists.
-    with (folder / "starts").open("a") as starts:
+    with (directory / "starts").open("a") as starts:
         starts.write(f"{rank}\n")
-    unfinished = folder / f"{rank}.part"
+    unfinished = directory / f"{rank}.part"
     unfinished.write_text(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']}")
-    unfinished.rename(folder / f"{rank}.rank")
+    unfinished.rename(directory / f"{rank}.rank")
     if ending == "succeed":
         return
     if ending == "listen":
-        (folder / f"{rank}.listening").write_text(json.dumps(listening_addresses()))
+        (directory / f"{rank}.listening").write_text(json.dumps(listening_addresses()))
         # The first of several attempts fails.
         attempts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
         done, allowed = (int(os.environ[name]) for name in attempts)
         sys.exit(done < allowed)
     if (rank == "1" and ending != "stop") or ending in ("obey", "fail late"):
         # The launcher ends all ranks after the first failure, also those that are still starting.
-        while len(list(folder.glob("*.rank"))) < int(os.environ["WORLD_SIZE"]):
+        while len(list(directory.glob("*.rank"))) < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.02)
-        end(ending, folder / f"{rank}.stopped")
+        end(ending, directory / f"{rank}.stopped")
     time.sleep(60)
 
 

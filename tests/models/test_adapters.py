@@ -30,7 +30,7 @@ from distmp.training.run_fingerprint import describe_model
 from distmp.training.setup import build_engine, prepare, start_from_weights
 from distmp.training.train import main
 from distmp.utils.flat_shard import gathered
-from tests.models.test_huggingface import GPT2, LLAMA, distance, folder
+from tests.models.test_huggingface import GPT2, LLAMA, directory, distance
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits
 from tests.torchrun import corpus
@@ -68,7 +68,7 @@ def save_tokenizer(path: Path) -> None:
 def save_models(path: Path) -> None:
     """Save a Llama with a tokenizer, and a GPT-2, each with random weights."""
     for name, values in (("llama", LLAMA), ("gpt2", GPT2)):
-        config = transformers.AutoConfig.from_pretrained(folder(path / f"{name}-config", values))
+        config = transformers.AutoConfig.from_pretrained(directory(path / f"{name}-config", values))
         torch.manual_seed(0)
         AUTO.from_config(config, dtype=torch.float32).save_pretrained(path / name)
     save_tokenizer(path / "llama")
@@ -133,12 +133,12 @@ def held_bytes(engine: Engine) -> dict[str, int]:
     """Return the bytes of this rank: frozen weights, and what is held for trained ones."""
     frozen = [p for p in engine.model.parameters() if not p.requires_grad]
     local = [p.to_local() if hasattr(p, "to_local") else p for p in frozen]
-    stepped = {name: t for name, t in engine.state_dict().items() if name.startswith("optimizer/")}
+    updated = {name: t for name, t in engine.state_dict().items() if name.startswith("optimizer/")}
     return {
         "frozen": sum(p.nbytes for p in local),
         "frozen elements": sum(p.numel() for p in local),
         "frozen in FP32": sum(p.numel() for p in local if p.dtype == torch.float32),
-        "optimizer": len({name.rpartition("/")[0] for name in stepped}),
+        "optimizer": len({name.rpartition("/")[0] for name in updated}),
     }
 
 
@@ -177,7 +177,7 @@ def test_adapters_are_trained_as_by_peft_under_every_strategy(tmp_path: Path) ->
         frozen = start.keys() - trained.keys()
         assert_same_bits({n: weights[n] for n in frozen}, {n: start[n] for n in frozen})
         check_bytes(case, held, trained)
-        # peft loads the folder, and computes with the FP32 adapters.
+        # peft loads the directory, and computes with the FP32 adapters.
         base = AUTO.from_pretrained(tmp_path / model)
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / case)
         state = {k.removeprefix("base_model.model."): v for k, v in loaded.named_parameters()}
@@ -187,10 +187,10 @@ def test_adapters_are_trained_as_by_peft_under_every_strategy(tmp_path: Path) ->
 
 def check_bytes(case: str, held: dict[str, int], trained: dict[str, Tensor]) -> None:
     """Frozen weights have the compute dtype, except for norms, and no optimizer state."""
-    narrow = held["frozen elements"] - held["frozen in FP32"]
-    assert held["frozen"] == 2 * narrow + 4 * held["frozen in FP32"]
+    low_precision = held["frozen elements"] - held["frozen in FP32"]
+    assert held["frozen"] == 2 * low_precision + 4 * held["frozen in FP32"]
     if "fp32" not in case:
-        assert narrow > 0.9 * held["frozen elements"], case
+        assert low_precision > 0.9 * held["frozen elements"], case
     assert held["optimizer"] <= len(trained), case
 
 
@@ -222,7 +222,7 @@ def test_a_run_is_resumed_and_exported(
         assert transformers.AutoTokenizer.from_pretrained(path).encode("fox dog") == [2, 1]
     assert cli.main(["export", "whole", "--to=other", "--format=transformers"]) == 2
     assert "--format = 'transformers': adapters have names of" in capsys.readouterr().err
-    # A checkpoint does not need the folder of the model, except for the tokenizer.
+    # A checkpoint does not need the directory of the model, except for the tokenizer.
     (tmp_path / "llama").rename(tmp_path / "gone")
     assert cli.main(["export", "whole", "--to=later"]) == 0
     assert_same_bits(load_file("later/adapter_model.safetensors"), first)

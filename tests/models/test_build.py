@@ -89,7 +89,7 @@ def test_models_too_small_for_the_data_are_refused(
 @pytest.mark.parametrize(
     ("values", "setting", "message"),
     [
-        ({"name": "transformr"}, "model.name", "write 'transformer', 'hf:FOLDER' or"),
+        ({"name": "transformr"}, "model.name", "write 'transformer', 'hf:DIRECTORY' or"),
         ({"loss": "mse"}, "model.loss", "write 'next_token' or"),
         ({"size": "2m"}, "model.size", "did you mean '2?2m'"),
         ({"options": {"layers": 0}}, "model.options.layers", "must be from 1 to"),

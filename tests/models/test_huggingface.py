@@ -63,7 +63,7 @@ CASES = [
 ]
 
 
-def folder(path: Path, values: dict[str, Any]) -> Path:
+def directory(path: Path, values: dict[str, Any]) -> Path:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(values))
     return path
@@ -129,7 +129,7 @@ def plain_training(path: Path) -> tuple[float, dict[str, Tensor]]:
 
 
 def test_training_saving_and_loading(tmp_path: Path) -> None:
-    sources = {"llama": folder(tmp_path / "l", LLAMA), "gpt2": folder(tmp_path / "g", GPT2)}
+    sources = {"llama": directory(tmp_path / "l", LLAMA), "gpt2": directory(tmp_path / "g", GPT2)}
     results = run_ranks(train_all, 2, sources, tmp_path, timeout=150)[0]
     for name, path in sources.items():
         start = dict(build(path).named_parameters())
@@ -174,7 +174,7 @@ def test_a_run_saves_what_another_starts_from(
         "--schedule.name=constant",
         "--optim.lr=1e-2",
     ]
-    source = folder(tmp_path / "tiny", LLAMA)
+    source = directory(tmp_path / "tiny", LLAMA)
     first = ["--model.name=hf:tiny", "--steps=15", "--run-dir=first", *arguments]
     assert main(first) == 0
     assert "sample of generated text" in capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_a_run_saves_what_another_starts_from(
     assert saved["architectures"] == ["LlamaForCausalLM"]
     assert saved["dtype"] == "float32"
     assert saved["use_cache"]
-    # The same from a checkpoint, also if the original folder of the model is removed.
+    # The same from a checkpoint, also if the original directory of the model is removed.
     source.rename(tmp_path / "gone")
     weights = AUTO.from_pretrained("first/model").state_dict()
     for dtype in (torch.float32, torch.bfloat16):
@@ -231,10 +231,10 @@ def started(
     return engine.model.state_dict()
 
 
-def test_weights_of_a_folder_or_random_ones(
+def test_weights_of_a_directory_or_random_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = folder(tmp_path / "tiny", LLAMA)
+    path = directory(tmp_path / "tiny", LLAMA)
     first = build(path)
     first.save_pretrained(tmp_path / "weights", max_shard_size="10KB")
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 1
@@ -247,7 +247,7 @@ def test_weights_of_a_folder_or_random_ones(
 
 
 def test_files_that_are_damaged_or_left_over(tmp_path: Path) -> None:
-    first = build(folder(tmp_path / "tiny", LLAMA))
+    first = build(directory(tmp_path / "tiny", LLAMA))
     path = tmp_path / "weights"
     first.save_pretrained(path, max_shard_size="10KB")
     shards = sorted(path.glob("*.safetensors"))
@@ -262,7 +262,7 @@ def test_files_that_are_damaged_or_left_over(tmp_path: Path) -> None:
     assert (caught.value.setting, caught.value.value) == ("model.name", f"hf:{path}")
     for file in path.glob("*.safetensors"):
         file.unlink()
-    with pytest.raises(ConfigError, match=r"index\.json names files that are not in the folder"):
+    with pytest.raises(ConfigError, match=r"index\.json names files that are not in the directory"):
         started(tmp_path, f"hf:{path}")
 
 
@@ -270,7 +270,7 @@ def test_weights_that_transformers_converts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Names without the prefix of the model; and tensors that it does not have."""
-    first = build(folder(tmp_path / "tiny", LLAMA))
+    first = build(directory(tmp_path / "tiny", LLAMA))
     first.save_pretrained(tmp_path / "more")
     file = tmp_path / "more" / "model.safetensors"
     tensors = load_file(file)
@@ -300,7 +300,7 @@ GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "num_key_value_heads":
 def test_the_loss_inside_is_that_of_the_logits(
     tmp_path: Path, values: dict[str, Any], prepared: bool
 ) -> None:
-    path = folder(tmp_path / "model", values)
+    path = directory(tmp_path / "model", values)
     model, other = build(path), build(path)
     assert huggingface.prepare_loss(model) is prepared
     batch = {"inputs": tokens(1)[:, :-1], "targets": tokens(1)[:, 1:]}
@@ -318,7 +318,7 @@ def test_the_loss_inside_is_that_of_the_logits(
 
 
 def test_a_head_with_a_bias_returns_logits(tmp_path: Path) -> None:
-    model = build(folder(tmp_path / "model", LLAMA))
+    model = build(directory(tmp_path / "model", LLAMA))
     model.lm_head = nn.Linear(model.config.hidden_size, 300)
     assert not huggingface.prepare_loss(model)
     assert not takes_targets(model)
@@ -327,11 +327,11 @@ def test_a_head_with_a_bias_returns_logits(tmp_path: Path) -> None:
 def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    path = folder(tmp_path / "tiny", LLAMA)
+    path = directory(tmp_path / "tiny", LLAMA)
     for name, message in (
         (f"hf:{tmp_path}/nowhere", "there is no file .*config.json"),
         (f"hf:{empty}", "Nothing is downloaded"),
-        ("hf:", "there is no file|name a local folder"),
+        ("hf:", "there is no file|name a local directory"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             ModelConfig(name=name)
@@ -361,14 +361,14 @@ def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_configurations_that_cannot_be_built(
     tmp_path: Path, values: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    path = folder(tmp_path / "model", values)
+    path = directory(tmp_path / "model", values)
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(name=f"hf:{path}", options=options), 257, 16)
 
 
 @pytest.mark.parametrize("converted", [False, True])
 def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, converted: bool) -> None:
-    build(folder(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
+    build(directory(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
     file = tmp_path / "weights" / "model.safetensors"
     if converted:
         tensors = load_file(file)
@@ -390,7 +390,7 @@ def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, conver
 
 @pytest.mark.parametrize("converted", [False, True])
 def test_different_values_of_tied_weights_are_refused(tmp_path: Path, converted: bool) -> None:
-    untied = build(folder(tmp_path / "tiny", {**LLAMA, "tie_word_embeddings": False}))
+    untied = build(directory(tmp_path / "tiny", {**LLAMA, "tie_word_embeddings": False}))
     for shared in (False, True):
         tensors = {**untied.state_dict()}
         if shared:
@@ -409,7 +409,7 @@ def test_different_values_of_tied_weights_are_refused(tmp_path: Path, converted:
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    first = build(folder(tmp_path / "tiny", LLAMA))
+    first = build(directory(tmp_path / "tiny", LLAMA))
     first.save_pretrained(tmp_path / "weights")
     name = f"hf:{tmp_path}/weights"
     with pytest.raises(ConfigError, match=r"not in the directory: model\.layers\.2.* and 4 more"):

@@ -49,15 +49,15 @@ def tokens() -> Tensor:
     return torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-def exported(folder: Path, model: Transformer) -> Path:
+def exported(directory: Path, model: Transformer) -> Path:
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     path = store.save(
-        folder / "run", 1, tensors, {"model": architecture(model, ModelConfig())}, keep=1
+        directory / "run", 1, tensors, {"model": architecture(model, ModelConfig())}, keep=1
     )
-    options = [f"--to={folder / 'llama'}", "--format=transformers"]
+    options = [f"--to={directory / 'llama'}", "--format=transformers"]
     with mock.patch("distmp.export.export.write", partial(write, max_shard_size=10_000)):
         assert cli.main(["export", str(path), *options]) == 0
-    return folder / "llama"
+    return directory / "llama"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,10 +65,10 @@ def test_an_exported_transformer_has_the_same_logits_in_transformers(
     case: str, tmp_path: Path
 ) -> None:
     model = spread(Transformer(CASES[case]))
-    folder = exported(tmp_path, model)
-    assert len(list(folder.glob("*.safetensors"))) > 1
+    directory = exported(tmp_path, model)
+    assert len(list(directory.glob("*.safetensors"))) > 1
     theirs, report = AUTO.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+        directory, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -91,18 +91,18 @@ def test_weights_of_transformers_load_into_the_transformer(case: str, tmp_path: 
 
 
 def test_a_part_of_a_matrix_that_is_missing_is_named(tmp_path: Path) -> None:
-    folder = exported(tmp_path, Transformer(PLAIN))
+    directory = exported(tmp_path, Transformer(PLAIN))
     weights = {
         name: value
-        for file in folder.glob("*.safetensors")
+        for file in directory.glob("*.safetensors")
         for name, value in load_file(file).items()
     }
     del weights["model.layers.1.self_attn.k_proj.weight"]
-    for file in folder.glob("*.safetensors*"):
+    for file in directory.glob("*.safetensors*"):
         file.unlink()
-    save_file(weights, folder / "model.safetensors")
+    save_file(weights, directory / "model.safetensors")
     with pytest.raises(ConfigError, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight$"):
-        load_weights(Transformer(PLAIN), folder)
+        load_weights(Transformer(PLAIN), directory)
 
 
 def test_both_ways_keep_the_bits(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_both_ways_keep_the_bits(tmp_path: Path) -> None:
 )
 def test_a_configuration_that_differs_is_refused(changed: dict[str, Any], message: str) -> None:
     described = llama.describe(PLAIN, "float32")
-    llama.check_same(described, PLAIN, "folder")
-    llama.check_same({**described, "max_position_embeddings": 7}, PLAIN, "folder")
+    llama.check_same(described, PLAIN, "directory")
+    llama.check_same({**described, "max_position_embeddings": 7}, PLAIN, "directory")
     with pytest.raises(ConfigError, match=message):
-        llama.check_same({**described, **changed}, PLAIN, "folder")
+        llama.check_same({**described, **changed}, PLAIN, "directory")
 
 
 def test_a_configuration_may_lack_what_has_a_default() -> None:
@@ -136,9 +136,9 @@ def test_a_configuration_may_lack_what_has_a_default() -> None:
     described = llama.describe(PLAIN, "float32")
     for key in ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "rope_scaling"):
         del described[key]
-    llama.check_same(described, PLAIN, "folder")
+    llama.check_same(described, PLAIN, "directory")
     with pytest.raises(ConfigError, match="num_key_value_heads = 4 for 2"):
-        llama.check_same(described, CASES["grouped"], "folder")
+        llama.check_same(described, CASES["grouped"], "directory")
 
 
 def test_a_description_with_everything_can_be_rebuilt() -> None:

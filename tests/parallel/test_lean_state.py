@@ -100,18 +100,18 @@ def supported(kind: str, policy: str) -> bool:
 
 
 def trained(
-    kinds: list[str], folder: Path | None, starts: list[str]
+    kinds: list[str], directory: Path | None, starts: list[str]
 ) -> dict[Any, dict[str, Tensor]]:
     """Return the states after all steps, and save checkpoints after half of them.
 
     Args:
         kinds: Strategies.
-        folder: Where to save checkpoints; None saves none.
+        directory: Where to save checkpoints; None saves none.
         starts: Strategies whose checkpoints to start from; empty: from the beginning.
     """
     found = {}
     for kind, policy, start in itertools.product(kinds, POLICIES, starts or [""]):
-        saved = Path(f"{folder}/{start}-{policy}")
+        saved = Path(f"{directory}/{start}-{policy}")
         if not supported(kind, policy) or (start and not saved.exists()):
             continue
         engine = build(kind, policy)
@@ -119,8 +119,8 @@ def trained(
             engine.load(saved)
         else:
             take_steps(engine, 0, STEPS // 2)
-            if folder is not None:
-                engine.save(f"{folder}/{kind}-{policy}")
+            if directory is not None:
+                engine.save(f"{directory}/{kind}-{policy}")
         take_steps(engine, STEPS // 2, STEPS // 2)
         found[kind, policy, start] = full_state(engine)
     return found

@@ -196,8 +196,8 @@ def _save(kind: str, path: Path) -> dict[str, Tensor]:
 
 def _load(kind: str, path: Path) -> dict[str, Tensor]:
     engine = build(kind)
-    (folder,) = path.glob("*2*")
-    checkpoint = store.StoredCheckpoint(folder)
+    (directory,) = path.glob("*2*")
+    checkpoint = store.StoredCheckpoint(directory)
     live = engine.prepare_to_load(checkpoint.tensors)
     assert any(name.endswith("momentum_buffer") for name in live)
     checkpoint.load(live)

@@ -113,7 +113,7 @@ def test_frozen_parameters_are_cast_and_never_touched() -> None:
     assert "model/first.weight" in engine.state_dict()
 
 
-def test_narrow_parameters_are_widened_without_loss() -> None:
+def test_low_precision_parameters_are_widened_without_loss() -> None:
     model = make_model().bfloat16()
     before = {name: value.float() for name, value in model.named_parameters()}
     engine = make_engine(model=model, policy="fp32")

@@ -137,13 +137,13 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
     )
 
 
-def continue_to(step: int, seed: int, folder: Path) -> dict[str, Tensor]:
-    """Continue from the checkpoint in a folder, if any, in a process with any seed."""
+def continue_to(step: int, seed: int, directory: Path) -> dict[str, Tensor]:
+    """Continue from the checkpoint in a directory, if any, in a process with any seed."""
     torch.manual_seed(seed)
     engine = Engine(Dropping(), loss, fused_adamw, policy="fp32", reproducible=True, device="cpu")
-    for done in range(engine.load(folder, missing_ok=True)["step"], step):
+    for done in range(engine.load(directory, missing_ok=True)["step"], step):
         engine.step(step_batches(done, engine.world.rank, engine.world.world_size))
-    engine.save(folder)
+    engine.save(directory)
     return snapshot(engine)
 
 

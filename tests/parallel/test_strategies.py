@@ -126,7 +126,7 @@ def test_losses_of_fifty_steps_are_those_of_a_single_rank() -> None:
 
 
 # Weights without masters are tested below, low-precision matmuls in tests/quantization.
-MIXED = [p for p in PRESETS.values() if p.param_dtype == FP32 and not p.is_narrow]
+MIXED = [p for p in PRESETS.values() if p.param_dtype == FP32 and not p.has_low_precision_matmuls]
 PROMISED = {preset.name: preset.compute_dtype for preset in MIXED}
 GATHERED = {preset.name: preset.module_dtype for preset in MIXED}
 

@@ -1,6 +1,6 @@
 """Parameters that are used sometimes or never: one rule for every strategy.
 
-A parameter that no rank has ever used is not stepped. From its first gradient on, a step in which
+A parameter that no rank has ever used is not updated. From its first gradient on, a step in which
 no rank uses it counts as a zero gradient. The reference applies this rule to torch's optimizers, in
 float64, on all samples at once.
 """

@@ -220,8 +220,8 @@ def test_a_16_bit_wire_stays_close_too() -> None:
 
     expected = plain(Base, sgd)
     for options in WAYS[:3]:
-        narrow = replace(policy("fp32"), name="fp32-wire-bf16", reduce_dtype=torch.bfloat16)
-        assert distance(trained(Base, sgd, {"policy": narrow, **options}), expected) < 0.01
+        low_precision = replace(policy("fp32"), name="fp32-wire-bf16", reduce_dtype=torch.bfloat16)
+        assert distance(trained(Base, sgd, {"policy": low_precision, **options}), expected) < 0.01
 
 
 # torch.compile

@@ -36,11 +36,13 @@ WANTED: dict[str, tuple[str, bool, torch.dtype | None, str]] = {
 
 
 def test_every_preset_is_expected() -> None:
-    wide = {name for name, preset in PRESETS.items() if not preset.is_narrow}
+    wide = {name for name, preset in PRESETS.items() if not preset.has_low_precision_matmuls}
     assert wide == {text.partition(",")[0] for text in WANTED}
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].is_narrow])
+@pytest.mark.parametrize(
+    "name", [name for name in PRESETS if PRESETS[name].has_low_precision_matmuls]
+)
 @pytest.mark.parametrize(
     "build",
     [
@@ -50,7 +52,9 @@ def test_every_preset_is_expected() -> None:
         lambda built: prepare_to_shard(nn.Linear(16, 16), built, "cpu", mixed_dtypes=True),
     ],
 )
-def test_narrow_products_are_refused(build: Callable[[PrecisionPolicy], Any], name: str) -> None:
+def test_low_precision_matmuls_are_refused(
+    build: Callable[[PrecisionPolicy], Any], name: str
+) -> None:
     with pytest.raises(ConfigError, match="fewer than 16 bits, which only"):
         build(policy(name))
 

@@ -54,7 +54,7 @@ class Module(nn.Module):
 def call(preset: PrecisionPolicy) -> tuple[Module, Output]:
     module = Module(preset.compute_dtype if preset.casts_parameters else FP32)
     cast_inputs_and_outputs(module, preset)
-    with autocast_context(preset.wide, CPU):
+    with autocast_context(preset.high_precision, CPU):
         output = module(
             torch.ones(2, 3), mask=torch.tensor([True]), nested={"a": [torch.ones(2)]}, k=3
         )
@@ -154,19 +154,19 @@ EXPECTED = {
 
 
 def test_every_preset_is_expected() -> None:
-    wide = {name for name, preset in PRESETS.items() if not preset.is_narrow}
+    wide = {name for name, preset in PRESETS.items() if not preset.has_low_precision_matmuls}
     assert wide < set(EXPECTED)
 
 
 @pytest.mark.parametrize(
     ("text", "instead"),
     [
-        *((name, "bf16") for name, preset in PRESETS.items() if preset.is_narrow),
+        *((name, "bf16") for name, preset in PRESETS.items() if preset.has_low_precision_matmuls),
         ("mxfp8,autocast=true", "bf16-autocast"),
         ("fp8,reduce=bf16", "compute=bf16,reduce=bf16"),
     ],
 )
-def test_narrow_products_are_refused_in_one_message(text: str, instead: str) -> None:
+def test_low_precision_matmuls_are_refused_in_one_message(text: str, instead: str) -> None:
     built, module = policy(text), nn.Linear(16, 16)
     builders: list[Callable[[], Any]] = [
         lambda: autocast_context(built, CPU),
@@ -183,7 +183,7 @@ def test_narrow_products_are_refused_in_one_message(text: str, instead: str) -> 
             f"distmp.Engine and the trainer compute; use one of them, or here {instead!r}"
         )
     # What the message suggests has the same dtypes.
-    assert replace(policy(instead), name=built.name) == built.wide
+    assert replace(policy(instead), name=built.name) == built.high_precision
     assert module.weight.dtype == FP32
 
 

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 SIXTEEN_BITS = [
     name
     for name, preset in PRESETS.items()
-    if preset.compute_dtype != FP32 and not preset.is_narrow
+    if preset.compute_dtype != FP32 and not preset.has_low_precision_matmuls
 ]
 
 

@@ -14,13 +14,13 @@ from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
 from distmp.precision.builders import autocast_context, prepare
 from distmp.precision.policy import dtype_word
-from distmp.quantization import narrow_layers
+from distmp.quantization import low_precision_layers
 from distmp.utils.dtypes import dtype_name
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 # Formats of forward, grad and wgrad, the scales, and the wide layers.
-NARROW = {
+LOW_PRECISION = {
     "fp8": ("e4m3", "e5m2", "e5m2", "tensor", ("head", "embedding")),
     "fp8-rowwise": ("e4m3", "e4m3", "e4m3", "row", ("head", "embedding")),
     "mxfp8": ("e4m3", "e4m3", "e4m3", "block32", ("head", "embedding")),
@@ -74,13 +74,13 @@ def test_no_preset_is_left_untested() -> None:
     assert list(PRESETS) == [
         *("fp32", "tf32", "bf16", "bf16-autocast", "bf16-pure"),
         *("fp16", "fp16-autocast", "fp16-static"),
-        *NARROW,
+        *LOW_PRECISION,
     ]
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_narrow_presets(name: str) -> None:
-    forward, grad, wgrad, scaling, hp = NARROW[name]
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_low_precision_presets(name: str) -> None:
+    forward, grad, wgrad, scaling, hp = LOW_PRECISION[name]
     expected = PrecisionPolicy(
         name,
         compute_dtype=BF16,
@@ -91,10 +91,10 @@ def test_narrow_presets(name: str) -> None:
         hp=hp,
     )
     assert policy(name) == expected
-    assert expected.is_narrow
+    assert expected.has_low_precision_matmuls
     # Everything else is as in bf16.
-    assert replace(expected.wide, name="bf16") == policy("bf16")
-    assert policy("bf16").wide is policy("bf16")
+    assert replace(expected.high_precision, name="bf16") == policy("bf16")
+    assert policy("bf16").high_precision is policy("bf16")
 
 
 def test_a_refused_dtype_is_printed_as_written() -> None:
@@ -220,8 +220,8 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
     try:
         built = PrecisionPolicy(**fields)
         # As the engine does, which alone computes low-precision matmuls.
-        narrow = narrow_layers(model, built, [], torch.device("cpu"))
-        prepare(model, built.wide, "cpu")
+        low_precision = low_precision_layers(model, built, [], torch.device("cpu"))
+        prepare(model, built.high_precision, "cpu")
     except ConfigError as refused:
         message = str(refused)
     else:
@@ -239,7 +239,7 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
         part = model.get_submodule(name)
         part.register_forward_hook(lambda _, x, y, name=name: seen.update({name: y.dtype}))
     x = torch.ones(3, 32, dtype=FP32 if built.cast_inputs else held)
-    with autocast_context(built.wide, torch.device("cpu")):
+    with autocast_context(built.high_precision, torch.device("cpu")):
         output = model(x)
     output.sum().backward()
     assert model.seen == held
@@ -248,9 +248,9 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
     kept = {name for name in ("first", "norm", "head") if name in patterns}
     if built.buffer_dtype in (None, FP32):
         kept.add("norm")
-    assert (narrow is not None) == built.is_narrow
-    if narrow is not None:
-        assert {*narrow.modules} == {"first", "head"} - kept - {*built.hp}
+    assert (low_precision is not None) == built.has_low_precision_matmuls
+    if low_precision is not None:
+        assert {*low_precision.modules} == {"first", "head"} - kept - {*built.hp}
     for name, parameter in model.named_parameters():
         expected = FP32 if name.partition(".")[0] in kept else held
         assert parameter.dtype == expected, name

@@ -1,4 +1,4 @@
-"""The three products of a narrow linear layer, compared with a float64 oracle."""
+"""The three products of a low-precision linear layer, compared with a float64 oracle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.precision import policy
-from distmp.quantization import NarrowState, ProductFormats, narrow_layers, narrow_linear
+from distmp.quantization import (
+    LowPrecisionState,
+    ProductFormats,
+    low_precision_layers,
+    low_precision_linear,
+)
 from distmp.quantization.linear import (
     GRAD,
     INPUT,
@@ -31,8 +36,10 @@ NVFP4 = ProductFormats("e2m1", "e2m1", "e2m1", "block16")
 WIDE = ProductFormats(None, None, None)
 
 
-def state(formats: ProductFormats) -> NarrowState:
-    return NarrowState(formats, torch.zeros(len(OPERANDS), 4, dtype=torch.float64), torch.tensor(1))
+def state(formats: ProductFormats) -> LowPrecisionState:
+    return LowPrecisionState(
+        formats, torch.zeros(len(OPERANDS), 4, dtype=torch.float64), torch.tensor(1)
+    )
 
 
 def tensors(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -46,13 +53,13 @@ def tensors(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def run(
-    formats: ProductFormats | NarrowState, tokens: int = TOKENS
+    formats: ProductFormats | LowPrecisionState, tokens: int = TOKENS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, dx, dw and db."""
     x, weight, bias, dy = tensors(tokens)
     leaves = [each.requires_grad_() for each in (x, weight, bias)]
-    of = formats if isinstance(formats, NarrowState) else state(formats)
-    y = narrow_linear(x, weight, bias, of)
+    of = formats if isinstance(formats, LowPrecisionState) else state(formats)
+    y = low_precision_linear(x, weight, bias, of)
     y.backward(dy)
     return y.detach(), *(leaf.grad for leaf in leaves)  # type: ignore[return-value]
 
@@ -138,7 +145,7 @@ def test_four_bits_are_unbiased_in_gradients() -> None:
     for key in range(repetitions):
         of.key.fill_(key * 77_777)
         leaf = x.clone().requires_grad_()
-        narrow_linear(leaf, weight, None, of).backward(dy)
+        low_precision_linear(leaf, weight, None, of).backward(dy)
         assert leaf.grad is not None
         total += leaf.grad.double()
     w = quantize(weight, "e2m1", "block16", square=True).dequantized().double()
@@ -157,7 +164,7 @@ def test_nvfp4_transforms_the_operands_of_the_weight_gradient() -> None:
     for key in range(repetitions):
         of.key.fill_(key * 77_777)
         leaf = weight.clone().requires_grad_()
-        narrow_linear(x, leaf, None, of).backward(dy)
+        low_precision_linear(x, leaf, None, of).backward(dy)
         assert leaf.grad is not None
         total += leaf.grad.double()
     transformed = hadamard(x.float(), of.transform).t()
@@ -201,8 +208,8 @@ def test_compiled_layers_compute_the_same_bits(formats: ProductFormats) -> None:
         of = state(formats)
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
 
-        def layer(x: Tensor, weight: Tensor, of: NarrowState = of) -> Tensor:
-            return narrow_linear(x, weight, None, of)
+        def layer(x: Tensor, weight: Tensor, of: LowPrecisionState = of) -> Tensor:
+            return low_precision_linear(x, weight, None, of)
 
         run_layer = torch.compile(layer, backend="aot_eager") if compiled else layer
         y = run_layer(*leaves) + run_layer(*leaves)  # two calls before backward
@@ -216,12 +223,12 @@ def test_compiled_layers_compute_the_same_bits(formats: ProductFormats) -> None:
 def test_a_compiled_layer_follows_its_formats() -> None:
     x, weight, bias, _ = tensors()
     of = state(FP8)
-    compiled = torch.compile(lambda: narrow_linear(x, weight, bias, of), backend="eager")
-    narrow = compiled()
+    compiled = torch.compile(lambda: low_precision_linear(x, weight, bias, of), backend="eager")
+    low_precision = compiled()
     of.formats = WIDE
     assert torch.equal(compiled(), F.linear(x, weight, bias))
     of.formats = FP8
-    assert torch.equal(compiled(), narrow)
+    assert torch.equal(compiled(), low_precision)
     torch.compiler.reset()
 
 
@@ -237,14 +244,14 @@ def test_statistics_of_a_step() -> None:
     assert counts[WEIGHT, 3] == weight.numel()
     assert counts[WGRAD_INPUT, 3] == 64 * INPUTS  # padded to a multiple of 16 tokens
     with torch.no_grad():
-        narrow_linear(x, weight, None, of)
+        low_precision_linear(x, weight, None, of)
     assert torch.equal(of.counts.values, counts)
 
 
 @pytest.mark.parametrize("shape", [(32,), (4, 32), (2, 3, 32)])
 def test_a_result_is_no_view(shape: tuple[int, ...]) -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
-    narrow_layers(layer, policy("fp8"), [], torch.device("cpu"))
+    low_precision_layers(layer, policy("fp8"), [], torch.device("cpu"))
     result = layer(torch.ones(shape, requires_grad=True))
     assert not result._is_view()
     assert result.shape == shape
@@ -253,7 +260,7 @@ def test_a_result_is_no_view(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("text", ["fp8", "fp8,grad=bf16", "mxfp8,wgrad=bf16"])
 def test_second_derivatives_are_refused(text: str) -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
-    narrow_layers(layer, policy(text), [], torch.device("cpu"))
+    low_precision_layers(layer, policy(text), [], torch.device("cpu"))
     x = torch.ones(4, 32, requires_grad=True)
     with pytest.raises(ConfigError, match="low-precision matmuls have no second derivatives"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
@@ -261,14 +268,14 @@ def test_second_derivatives_are_refused(text: str) -> None:
 
 def test_a_layer_is_called_as_that_of_torch() -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
-    narrow_layers(layer, policy("fp8"), [], torch.device("cpu"))
+    low_precision_layers(layer, policy("fp8"), [], torch.device("cpu"))
     x = torch.ones(4, 32)
     assert torch.equal(layer[0](input=x), layer(x))
 
 
 def test_function_transforms_are_refused() -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
-    narrow_layers(layer, policy("fp8"), [], torch.device("cpu"))
+    low_precision_layers(layer, policy("fp8"), [], torch.device("cpu"))
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.vmap(layer)(torch.ones(2, 4, 32))
     with pytest.raises(RuntimeError, match="functorch transforms"):
@@ -277,11 +284,11 @@ def test_function_transforms_are_refused() -> None:
 
 def test_a_model_of_an_earlier_engine_has_only_the_formats_of_the_new_one() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
-    first = narrow_layers(model, policy("fp8"), [], torch.device("cpu"))
-    second = narrow_layers(model, policy("mxfp8"), [], torch.device("cpu"))
+    first = low_precision_layers(model, policy("fp8"), [], torch.device("cpu"))
+    second = low_precision_layers(model, policy("mxfp8"), [], torch.device("cpu"))
     assert first is not None
     assert second is not None
     model(torch.ones(4, 32))
     assert first.counts.sum() == 0 < second.counts.sum()
-    narrow_layers(model, policy("bf16"), [], torch.device("cpu"))
+    low_precision_layers(model, policy("bf16"), [], torch.device("cpu"))
     assert "forward" not in vars(model[0])

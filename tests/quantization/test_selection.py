@@ -1,4 +1,4 @@
-"""Which linear layers of a model are narrow."""
+"""Which linear layers of a model are low_precision."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def selected(text: str, model: nn.Module | None = None, **changes: Any) -> Any:
 
 
 def test_the_preset_keeps_heads_and_unsuitable_layers_wide() -> None:
-    narrow, wide = selected("fp8")
-    assert list(narrow) == [f"{block}.up" for block in BLOCKS]
+    low_precision, wide = selected("fp8")
+    assert list(low_precision) == [f"{block}.up" for block in BLOCKS]
     assert wide == {
         "attention.out_proj": "nn.MultiheadAttention, which uses its weights without calling it",
         "own": "a forward of its own (OwnForward)",
@@ -66,20 +66,20 @@ def test_the_preset_keeps_heads_and_unsuitable_layers_wide() -> None:
     ],
 )
 def test_patterns_of_blocks_and_names(pattern: str, wide: set[int]) -> None:
-    narrow = selected(f"fp8,hp={pattern}").narrow
-    assert {name for name in narrow if name.startswith("blocks")} == {
+    low_precision = selected(f"fp8,hp={pattern}").low_precision
+    assert {name for name in low_precision if name.startswith("blocks")} == {
         f"blocks.{index}.up" for index in range(5) if index not in wide
     }
 
 
 def test_mxfp8_needs_whole_blocks() -> None:
     model = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 32))
-    assert list(selected("fp8", model).narrow) == ["0", "1"]
-    assert list(selected("mxfp8", model).narrow) == ["1"]
+    assert list(selected("fp8", model).low_precision) == ["0", "1"]
+    assert list(selected("mxfp8", model).low_precision) == ["1"]
 
 
 def test_layers_in_fp32_are_wide() -> None:
-    wide = selected("fp8,keep_fp32=lm_head|blocks.0").wide
+    wide = selected("fp8,keep_fp32=lm_head|blocks.0").high_precision
     assert wide["blocks.0.up"] == wide["lm_head"] == "keep_fp32"
 
 

@@ -73,7 +73,7 @@ def fused_adamw(*parameters: Tensor) -> torch.optim.Optimizer:
 
 
 def stepped(name: str, *parameters: nn.Parameter) -> bool | str:
-    """Run one step; return whether this rank stepped, or its error."""
+    """Run one step; return whether this rank updated, or its error."""
     scaler = started(name)
     try:
         scaler.step(sgd(*parameters))

@@ -53,14 +53,14 @@ def iterations(draw: st.DrawFn) -> list[Call]:
     numbers = st.integers(0, OPTIMIZERS - 1)
     clipped = tuple(draw(st.lists(numbers, unique=True)))
     unscaled = draw(st.lists(numbers.filter(lambda number: number not in clipped), unique=True))
-    stepped = draw(st.lists(numbers, unique=True, min_size=1))
+    updated = draw(st.lists(numbers, unique=True, min_size=1))
     norms = st.sampled_from([1.0, 3.0, 100.0])
     calls = [Call("unscale_", (number,)) for number in unscaled]
     if clipped:
         calls.insert(
             draw(st.integers(0, len(calls))), Call("clip_grad_norm_", clipped, draw(norms))
         )
-    calls += [Call("step", (number,)) for number in stepped]
+    calls += [Call("step", (number,)) for number in updated]
     new_scale = draw(st.sampled_from([None, None, None, 64.0]))
     return [Call("backward"), *calls, Call("update", (), new_scale)]
 

@@ -37,7 +37,7 @@ class Iteration:
     # optimizers without any gradient on any rank
     idle: frozenset[int]
     unscaled: tuple[int, ...]
-    stepped: tuple[int, ...]
+    updated: tuple[int, ...]
     new_scale: float | None
     reload: bool
 
@@ -62,7 +62,7 @@ def iterations(world_size: int, count: int) -> st.SearchStrategy[Iteration]:
         missing=st.frozensets(st.tuples(ranks, optimizers), max_size=2),
         idle=st.one_of(st.just(frozenset()), st.frozensets(optimizers)),
         unscaled=st.lists(optimizers, unique=True, max_size=count).map(tuple),
-        stepped=st.lists(optimizers, unique=True, min_size=1).map(tuple),
+        updated=st.lists(optimizers, unique=True, min_size=1).map(tuple),
         new_scale=st.sampled_from([None, None, None, None, 64.0, 2.0**20]),
         reload=st.booleans(),
     )
@@ -178,7 +178,7 @@ def play(sequence: Sequence, rank: int, prepare: Callable[[Any], None]) -> Seen:
         local.set_gradients(index, scaler.get_scale())
         for number in iteration.unscaled:
             scaler.unscale_(local.optimizers[number])
-        for number in iteration.stepped:
+        for number in iteration.updated:
             scaler.step(local.optimizers[number])
         error = None
         try:
@@ -216,7 +216,7 @@ def expected(sequence: Sequence) -> list[Seen]:
             rank.set_gradients(index, 1.0)
         decided: dict[int, bool] = {}
         used: set[int] = set()
-        for number in [*iteration.stepped, None]:
+        for number in [*iteration.updated, None]:
             waiting = set(iteration.unscaled) - decided.keys()
             members = waiting | ({number} if number is not None else set())
             if members and number not in decided:

@@ -81,9 +81,9 @@ def test_verdict_is_that_of_float64(
     assert [flag.item() for flag in (found.overflow, found.empty, found.stop)] == [False] * 3
     assert found.found_inf.item() == 0
     clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-    stepped = torch.cat(held).double() / found.grad_scale.double()
+    updated = torch.cat(held).double() / found.grad_scale.double()
     expected = clip * torch.cat(mean).double()
-    torch.testing.assert_close(stepped, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(updated, expected, rtol=2e-6, atol=0)
     assert found.found_inf.dtype == found.grad_scale.dtype == torch.float32
     assert all(value.dim() == 0 for value in found)
 

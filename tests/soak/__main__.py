@@ -155,7 +155,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def soak(folder: Path, options: argparse.Namespace, seed: int) -> tuple[int, int]:
+def soak(directory: Path, options: argparse.Namespace, seed: int) -> tuple[int, int]:
     """Disturb runs one after the other until the time is up, and enough has happened.
 
     Returns:
@@ -167,16 +167,16 @@ def soak(folder: Path, options: argparse.Namespace, seed: int) -> tuple[int, int
     if "delay" in events and not has_netem():
         del events["delay"]
         say("this kernel has no netem: packets are not delayed")
-    expected = undisturbed(folder / "undisturbed", options.hosts, SETTINGS)
+    expected = undisturbed(directory / "undisturbed", options.hosts, SETTINGS)
     runs = happened = 0
     while happened < options.events or time.monotonic() < until - 30:
         runs += 1
         say(f"run {runs} on {options.hosts} hosts")
-        with cluster(options.hosts, folder / f"run {runs}", OPTIONS, SETTINGS) as run:
+        with cluster(options.hosts, directory / f"run {runs}", OPTIONS, SETTINGS) as run:
             run.start()
             no_events_after = until if happened >= options.events else math.inf
             happened += disturbed(run, chance, events, no_events_after, expected)
-        shutil.rmtree(folder / f"run {runs}")
+        shutil.rmtree(directory / f"run {runs}")
     return runs, happened
 
 
@@ -218,8 +218,8 @@ def main() -> int:
         return 0
     seed = int(time.time()) if options.seed is None else options.seed
     say(f"--hosts {options.hosts} --seed {seed} --seconds {options.seconds:g}")
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        runs, events = soak(Path(folder), options, seed)
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        runs, events = soak(Path(directory), options, seed)
     say(f"{runs} runs, {events} events: all steps, and the weights of an undisturbed run")
     return 0
 

@@ -27,7 +27,7 @@ class Cluster:
     Args:
         hosts: The simulated hosts.
         count: Number of hosts.
-        folder: Contains data, outputs and the run.
+        directory: Contains data, outputs and the run.
         options: Options of the launcher.
         settings: Settings of the run.
 
@@ -36,17 +36,17 @@ class Cluster:
     """
 
     def __init__(
-        self, hosts: TwoHosts, count: int, folder: Path, options: list[str], settings: list[str]
+        self, hosts: TwoHosts, count: int, directory: Path, options: list[str], settings: list[str]
     ) -> None:
         self.count = count
-        self.folder = folder
+        self.directory = directory
         self.undo: Callable[[], bool] | None = None
         self.agents: list[Agent] = []
         self.outputs: list[list[Path]] = [[] for _ in range(count)]
         self._hosts = hosts
         nodes = [] if any(o.startswith("--nnodes") for o in options) else [f"--nnodes={count}"]
         self._words = [*nodes, "--nproc-per-node=1", "--rdzv-endpoint=one:29400", *options]
-        self._words += ["--", *settings_of(folder), *settings]
+        self._words += ["--", *settings_of(directory), *settings]
 
     def start(self) -> None:
         """Start the run on all hosts."""
@@ -111,10 +111,10 @@ class Cluster:
 
     def step(self) -> int:
         """Return the last step that has a record."""
-        return max((step for folder in self.runs() for step in steps(folder)), default=0)
+        return max((step for directory in self.runs() for step in steps(directory)), default=0)
 
     def runs(self) -> list[Path]:
-        return sorted(self.folder.glob("run*"))
+        return sorted(self.directory.glob("run*"))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         progress = of_children()
@@ -129,37 +129,39 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(count: int, folder: Path, options: list[str], settings: list[str]) -> Iterator[Cluster]:
+def cluster(
+    count: int, directory: Path, options: list[str], settings: list[str]
+) -> Iterator[Cluster]:
     """Yield a run on hosts; it is not started yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with two_hosts(folder, NAMES[:count]) as hosts:
-        yield Cluster(hosts, count, folder, options, settings)
+    directory.mkdir(parents=True, exist_ok=True)
+    with two_hosts(directory, NAMES[:count]) as hosts:
+        yield Cluster(hosts, count, directory, options, settings)
 
 
-def settings_of(folder: Path) -> list[str]:
-    """Return the settings of a run in a folder. The batch fits one, two and three ranks."""
+def settings_of(directory: Path) -> list[str]:
+    """Return the settings of a run in a directory. The batch fits one, two and three ranks."""
     return [
         *(word for word in TINY if not word.startswith("--batch.global")),
         "--batch.global-batch-size=12",
-        f"--data.path={corpus(folder / 'data')}",
-        f"--run-dir={folder / 'run'}",
+        f"--data.path={corpus(directory / 'data')}",
+        f"--run-dir={directory / 'run'}",
         f"--checkpoint.every={CHECKPOINT_EVERY}",
         "--log.every=1000",
     ]
 
 
-def undisturbed(folder: Path, ranks: int, settings: list[str]) -> dict[str, torch.Tensor]:
+def undisturbed(directory: Path, ranks: int, settings: list[str]) -> dict[str, torch.Tensor]:
     """Return the final weights of a run on one machine that nothing disturbs."""
-    folder.mkdir(parents=True)
-    done = run(torchrun(*settings_of(folder), *settings, ranks=ranks), folder, timeout=300)
+    directory.mkdir(parents=True)
+    done = run(torchrun(*settings_of(directory), *settings, ranks=ranks), directory, timeout=300)
     assert done.returncode == 0, done.stderr
-    return final_state(folder / "run")
+    return final_state(directory / "run")
 
 
-def final_state(folder: Path) -> dict[str, torch.Tensor]:
+def final_state(directory: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of the last checkpoint of a run."""
-    checkpoint = listing.latest(folder / "checkpoints")
-    assert checkpoint is not None, f"{folder} has no checkpoint"
+    checkpoint = listing.latest(directory / "checkpoints")
+    assert checkpoint is not None, f"{directory} has no checkpoint"
     stored = store.StoredCheckpoint(checkpoint).tensors
     found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
     store.load(checkpoint, found)
@@ -168,17 +170,17 @@ def final_state(folder: Path) -> dict[str, torch.Tensor]:
 
 def check_result(cluster: Cluster, expected: dict[str, torch.Tensor], last_step: int) -> None:
     """Check that a finished run has lost nothing and has the weights of an undisturbed one."""
-    (folder,) = [path for path in cluster.runs() if last_step in steps(path)]
-    assert steps(folder) == list(range(1, last_step + 1)), f"steps are missing in {folder}"
-    state = final_state(folder)
+    (directory,) = [path for path in cluster.runs() if last_step in steps(path)]
+    assert steps(directory) == list(range(1, last_step + 1)), f"steps are missing in {directory}"
+    state = final_state(directory)
     assert state.keys() == expected.keys()
     differing = [name for name in state if not torch.equal(state[name], expected[name])]
     assert not differing, f"other weights than those of an undisturbed run: {differing}"
 
 
-def steps(folder: Path) -> list[int]:
+def steps(directory: Path) -> list[int]:
     """Return the steps of a run that have a record."""
-    file = folder / "steps.jsonl"
+    file = directory / "steps.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 

@@ -120,9 +120,9 @@ SCENARIOS = [
 ]
 
 
-def measure(scenario: Scenario, folder: Path, expected: dict[str, torch.Tensor]) -> Outcome:
+def measure(scenario: Scenario, directory: Path, expected: dict[str, torch.Tensor]) -> Outcome:
     """Run a scenario and check its result."""
-    with cluster(2, folder, list(scenario.options), SETTINGS) as run:
+    with cluster(2, directory, list(scenario.options), SETTINGS) as run:
         run.start()
         run.wait_for(lambda: run.step() > 2 * CHECKPOINT_EVERY)
         before = [len(run.text(host)) for host in range(run.count)]
@@ -203,12 +203,12 @@ def main() -> int:
     parser.add_argument("--table", action="store_true")
     if not parser.parse_args().table:
         with tempfile.TemporaryDirectory(prefix="scenarios-") as name:
-            folder = Path(name)
-            expected = undisturbed(folder / "undisturbed", 2, SETTINGS)
+            directory = Path(name)
+            expected = undisturbed(directory / "undisturbed", 2, SETTINGS)
             with ThreadPoolExecutor(WORKERS) as pool:
                 outcomes = list(
                     pool.map(
-                        lambda item: measure(item[1], folder / f"scenario {item[0]}", expected),
+                        lambda item: measure(item[1], directory / f"scenario {item[0]}", expected),
                         enumerate(SCENARIOS),
                     )
                 )

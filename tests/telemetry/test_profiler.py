@@ -43,7 +43,7 @@ class Slow:
 
 
 def train(
-    folder: Path, strategy: str, place: str, steps: str | None
+    directory: Path, strategy: str, place: str, steps: str | None
 ) -> tuple[list[float], list[str]]:
     """Train with one slow rank; return losses and norms, and the logged lines."""
     lines: list[str] = []
@@ -52,7 +52,7 @@ def train(
         make_model(), slow.loss, fused_adamw, policy="fp32", strategy=strategy, device="cpu"
     )
     outcomes = []
-    with StepProfiler(ProfileConfig(steps), folder, engine.world, lines.append) as profiler:
+    with StepProfiler(ProfileConfig(steps), directory, engine.world, lines.append) as profiler:
         for step in range(1, STEPS + 1):
             profiler.before(step)
             current_phase.begin_step(step, first=step == 1)
@@ -63,13 +63,13 @@ def train(
     return [number for one in outcomes for number in (one.loss, one.grad_norm)], lines
 
 
-def profiled(folder: Path) -> dict[str, Any]:
-    plain, _ = train(folder / "none", "ddp", "", None)
+def profiled(directory: Path) -> dict[str, Any]:
+    plain, _ = train(directory / "none", "ddp", "", None)
     found: dict[str, Any] = {"plain": plain}
     for strategy, place in (("ddp", "data"), ("ddp", "forward"), ("fsdp", "forward")):
         name = f"{strategy} {place}"
-        found[name] = train(folder / name, strategy, place, WINDOW)
-    found["fsdp"] = train(folder / "none", "fsdp", "", None)[0]
+        found[name] = train(directory / name, strategy, place, WINDOW)
+    found["fsdp"] = train(directory / "none", "fsdp", "", None)[0]
     return found
 
 
@@ -119,10 +119,10 @@ def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path:
     assert "step 4" not in ranges
 
 
-def recorded(folder: Path, steps: str, first: int, last: int, fails_in: int = 0) -> list[str]:
+def recorded(directory: Path, steps: str, first: int, last: int, fails_in: int = 0) -> list[str]:
     """Run steps that allocate; return the logged lines."""
     lines: list[str] = []
-    with StepProfiler(ProfileConfig(steps), folder, CPU, lines.append) as profiler:
+    with StepProfiler(ProfileConfig(steps), directory, CPU, lines.append) as profiler:
         for step in range(first, last + 1):
             profiler.before(step)
             current_phase.begin_step(step, first=step == first)
@@ -191,9 +191,9 @@ def test_a_run_that_fails_writes_its_recording(
 def test_a_disk_error_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "file"
-    folder.write_text("in the way")
-    assert recorded(folder, "2", 1, 3) == []
+    directory = tmp_path / "file"
+    directory.write_text("in the way")
+    assert recorded(directory, "2", 1, 3) == []
     assert "cannot write the profile: " in caplog.text
     assert caplog.text.count("\n") == 1
 

@@ -50,8 +50,8 @@ def _refuse(constant: str) -> None:
 @given(st.lists(_RECORDS, max_size=4))
 @example([record(unit="NaN", formats="Infinity")])
 def test_round_trip(records: list[StepRecord]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "records.jsonl"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "records.jsonl"
         with closing(RecordWriter(path, None)) as writer:
             for item in records:
                 writer.write(item)
@@ -152,11 +152,11 @@ def test_dropping_records_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_records_are_buffered_on_a_full_disk(tmp_path: Path) -> None:
     messages: list[str] = []
-    with disk(tmp_path / "disk", "size=64k") as folder:
-        path = folder / "records.jsonl"
+    with disk(tmp_path / "disk", "size=64k") as directory:
+        path = directory / "records.jsonl"
         with closing(RecordWriter(path, None, messages.append)) as writer:
             writer.write(record(1))
-            ballast = fill(folder)
+            ballast = fill(directory)
             for step in range(2, 40):  # more than fits into the rest of the page
                 writer.write(record(step))
             found = _steps(path)
@@ -166,7 +166,7 @@ def test_records_are_buffered_on_a_full_disk(tmp_path: Path) -> None:
             ballast.unlink()
             writer.write(record(40))
             assert _steps(path) == list(range(1, 41))
-            fill(folder)
+            fill(directory)
             for step in range(41, 80):
                 writer.write(record(step))
             lost = 79 - len(_steps(path))
@@ -192,7 +192,7 @@ def test_a_file_that_vanishes_is_created_again(tmp_path: Path) -> None:
     assert messages == [f"{path} has vanished; later records go to a new file"]
 
 
-def test_creates_missing_folders(tmp_path: Path) -> None:
+def test_creates_missing_directories(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "first" / "records.jsonl"
     _written(path, range(1, 3), resume_after_step=0)
     assert _steps(path) == [1, 2]

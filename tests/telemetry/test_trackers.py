@@ -27,20 +27,20 @@ class Recorder(GeneralTracker):
     name = "recorder"
     requires_logging_directory = True
 
-    def __init__(self, project: str, folder: str, fails_at: int = 0) -> None:
+    def __init__(self, project: str, directory: str, fails_at: int = 0) -> None:
         super().__init__()
         self.fails_at = fails_at
-        self.folder = Path(folder)
+        self.directory = Path(directory)
         self.write("project", project)
         self.write("rank", os.environ.get("RANK"))
 
     @property
     def tracker(self) -> Path:
-        return self.folder
+        return self.directory
 
     def write(self, *call: Any) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "calls").open("a") as file:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "calls").open("a") as file:
             file.write(json.dumps(call) + "\n")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -63,8 +63,8 @@ class Broken(Recorder):
 NAME = f"{HERE}:Recorder"
 
 
-def calls(folder: Path) -> list[Any]:
-    return [json.loads(line) for line in (folder / NAME / "calls").read_text().splitlines()]
+def calls(directory: Path) -> list[Any]:
+    return [json.loads(line) for line in (directory / NAME / "calls").read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +73,10 @@ def _fresh_state() -> Iterator[None]:
     PartialState._reset_state()
 
 
-def start(names: list[str], folder: Path, warnings: list[str], **options: Any) -> Any:
+def start(names: list[str], directory: Path, warnings: list[str], **options: Any) -> Any:
     return trackers.start(
         {name: {"project": "test", **options.get(name, {})} for name in names},
-        directory=folder,
+        directory=directory,
         hyperparameters={"steps": 3, "optim": {"lr": 0.1, "options": {"betas": [0.9, 0.95]}}},
         after_step=0,
         warn=warnings.append,
@@ -90,7 +90,7 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     weight = {"saturated": 0.0, "underflowed": 0.25, "largest": 8.0, "most_saturated": None}
     more = {
         "validation_metrics": {"accuracy": 0.75},
-        "narrow_operands": {"weight": weight},
+        "low_precision_operands": {"weight": weight},
     }
     loggers.write(record(step=2, validation_loss=1.5, unit="sample", **more))
     loggers.close()
@@ -103,8 +103,8 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     assert {"step", "overflow", "validation_loss"}.isdisjoint(first[1])
     assert (second[0], second[1]["validation_loss"]) == (2, 1.5)
     assert second[1]["validation_accuracy"] == 0.75
-    assert second[1]["narrow_operands/weight/underflowed"] == 0.25
-    assert {"validation_metrics", "narrow_operands"}.isdisjoint(second[1])
+    assert second[1]["low_precision_operands/weight/underflowed"] == 0.25
+    assert {"validation_metrics", "low_precision_operands"}.isdisjoint(second[1])
     assert first[1]["tokens_per_second"] == second[1]["samples_per_second"] == 12345.0
     assert "samples_per_second" not in first[1]
     assert finished == ["finished"]
@@ -151,13 +151,13 @@ def test_a_run_logs_on_its_first_rank(tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={data}", "--steps=2", "--run-dir=run"]
     (done,) = run_jobs([Job([*arguments, "--log.trackers", "tensorboard", NAME])], tmp_path)
     assert done.exit_codes == {}, done
-    folder = tmp_path / "0" / "run"
-    written = calls(folder)
+    directory = tmp_path / "0" / "run"
+    written = calls(directory)
     assert [line[0] for line in written] == ["project", "rank", "configuration", 1, 2, "finished"]
     assert written[1] == ["rank", "0"]
     assert written[2][1]["model.options.layers"] == 2
-    records = read_records(folder / "steps.jsonl")
-    (events,) = (folder / "tensorboard" / "distmp").glob("events.*")
+    records = read_records(directory / "steps.jsonl")
+    (events,) = (directory / "tensorboard" / "distmp").glob("events.*")
     board = accumulator.EventAccumulator(str(events))
     board.Reload()
     losses = [(event.step, event.value) for event in board.Scalars("loss")]

@@ -69,8 +69,8 @@ def job(fault: str, *arguments: str, ranks: int = 2) -> Job:
     )
 
 
-def seconds_after_the_fault(done: Done, folder: Path) -> float:
-    return done.ended - max(float(file.read_text()) for file in folder.glob("fault-*"))
+def seconds_after_the_fault(done: Done, directory: Path) -> float:
+    return done.ended - max(float(file.read_text()) for file in directory.glob("fault-*"))
 
 
 def test_an_exception_ends_all_ranks_and_is_reported_once(tmp_path: Path) -> None:

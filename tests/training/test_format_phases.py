@@ -12,10 +12,10 @@ from distmp.training.train import main
 from tests.torchrun import TINY, corpus
 
 
-def run(folder: str, data: Path, *arguments: str) -> list[Any]:
-    fixed = [*TINY, f"--data.path={data}", "--steps=6", f"--run-dir={folder}"]
+def run(directory: str, data: Path, *arguments: str) -> list[Any]:
+    fixed = [*TINY, f"--data.path={data}", "--steps=6", f"--run-dir={directory}"]
     assert main([*fixed, "--precision.policy=fp8", *arguments]) == 0
-    return read_records(Path(folder) / "steps.jsonl")
+    return read_records(Path(directory) / "steps.jsonl")
 
 
 def test_records_name_the_policy_and_a_resumed_run_has_the_same_steps(

@@ -52,7 +52,7 @@ class SkipsAll(Callback):
 
 
 @pytest.fixture(autouse=True)
-def folder_with_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def directory_with_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 12)
     monkeypatch.setattr(PrecisionConfig, "attribution", False)

@@ -44,10 +44,10 @@ def test_a_start_of_several_ranks(tmp_path: Path) -> None:
     assert first["started"].endswith("+00:00")
 
 
-def git(folder: Path, *arguments: str) -> str:
+def git(directory: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     done = subprocess.run(
-        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True
+        ["git", *identity, *arguments], cwd=directory, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
 

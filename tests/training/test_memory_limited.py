@@ -64,7 +64,7 @@ def _job(*arguments: str, ranks: int, data: Path, **variables: str) -> Job:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model of transformers with random weights in many files."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -109,21 +109,21 @@ def test_from_random_weights_to_an_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_from_files_to_a_model_folder(tmp_path: Path, folder: Path) -> None:
-    arguments = [f"--model.name=hf:{folder}", "--run-dir=run", "--steps=2"]
+def test_from_files_to_a_model_directory(tmp_path: Path, directory: Path) -> None:
+    arguments = [f"--model.name=hf:{directory}", "--run-dir=run", "--steps=2"]
     (done,) = run_jobs([_job(*arguments, ranks=4, data=corpus(tmp_path / "corpus"))], tmp_path)
     assert done.exit_codes == {}, done
     assert_little_is_held_at_start(tmp_path / "0", ranks=4)
-    start = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    start = LlamaForCausalLM.from_pretrained(directory).state_dict()
     model = LlamaForCausalLM.from_pretrained(tmp_path / "0" / "run" / "model")
     assert 4 * sum(parameter.numel() for parameter in model.parameters()) >= WHOLE
     for name, value in model.state_dict().items():
         assert 0 < (value - start[name]).abs().max() < 1e-2, name
 
 
-def assert_little_is_held_at_start(folder: Path, ranks: int) -> None:
+def assert_little_is_held_at_start(directory: Path, ranks: int) -> None:
     for rank in range(ranks):
-        peaks = json.loads((folder / f"peaks-{rank}.json").read_text())
+        peaks = json.loads((directory / f"peaks-{rank}.json").read_text())
         assert peaks["start"] <= START * peaks["steps"], peaks
 
 

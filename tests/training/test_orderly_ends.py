@@ -36,12 +36,12 @@ from tests.torchrun import TINY, corpus, environment, python, run
 STEPS = 8
 
 
-def trainer(folder: Path, *arguments: str) -> Trainer:
+def trainer(directory: Path, *arguments: str) -> Trainer:
     config = load(
         [
             *TINY,
-            f"--data.path={folder / 'corpus'}",
-            f"--run-dir={folder / 'run'}",
+            f"--data.path={directory / 'corpus'}",
+            f"--run-dir={directory / 'run'}",
             f"--steps={STEPS}",
             *arguments,
         ]
@@ -62,13 +62,13 @@ def around(function: Callable[..., Any], before: Callable[[], None]) -> Callable
     return wrapped
 
 
-def uninterrupted(folder: Path) -> dict[str, torch.Tensor]:
-    whole = trainer(folder, f"--run-dir={folder / 'whole'}")
+def uninterrupted(directory: Path) -> dict[str, torch.Tensor]:
+    whole = trainer(directory, f"--run-dir={directory / 'whole'}")
     assert whole.run(StopSignals())
     return snapshot(whole.engine)
 
 
-def stopped_and_resumed(folder: Path, number: int, target: int, step: int) -> None:
+def stopped_and_resumed(directory: Path, number: int, target: int, step: int) -> None:
     """Signal one rank during a step, and again in the middle of the save that follows."""
     world = World.current("cpu")
 
@@ -77,7 +77,7 @@ def stopped_and_resumed(folder: Path, number: int, target: int, step: int) -> No
             os.kill(os.getpid(), number)
 
     with StopSignals() as stop:
-        stopped = trainer(folder)
+        stopped = trainer(directory)
         stopped.engine.step = around(  # type: ignore[method-assign]
             stopped.engine.step, lambda: send() if stopped.progress.step + 1 == step else None
         )
@@ -86,12 +86,12 @@ def stopped_and_resumed(folder: Path, number: int, target: int, step: int) -> No
     assert (stop.received == number) == (world.rank == target)
     # The signal came after the step began: the next one passes the request to all ranks.
     assert stopped.progress.step == step + 1
-    resumed = trainer(folder, "--resume=auto")
+    resumed = trainer(directory, "--resume=auto")
     assert resumed.progress.step == step + 1
     assert resumed.run(StopSignals())
-    assert_same_bits(snapshot(resumed.engine), uninterrupted(folder))
+    assert_same_bits(snapshot(resumed.engine), uninterrupted(directory))
     if world.rank == 0:
-        records = read_records(folder / "run" / "steps.jsonl")
+        records = read_records(directory / "run" / "steps.jsonl")
         assert [record.step for record in records] == [*range(1, STEPS + 1)]
 
 
@@ -104,8 +104,8 @@ def test_a_signal_to_any_rank_stops_all_and_nothing_is_lost(tmp_path: Path) -> N
 
 
 @ranks(2)
-def _time_is_over_on_rank_1(folder: Path) -> None:
-    limited = trainer(folder, "--max-minutes=5")
+def _time_is_over_on_rank_1(directory: Path) -> None:
+    limited = trainer(directory, "--max-minutes=5")
     minutes = 5.0 if limited.world.rank == 1 else None
     # A minute per step: in the fifth there is not enough time left for a save.
     time_limit(limited).budget = TimeBudget(
@@ -115,7 +115,7 @@ def _time_is_over_on_rank_1(folder: Path) -> None:
     assert limited.progress.step == 6
     assert limited.checkpointing.writer.saved_step == 6
     # A job without any time left takes no step.
-    late = trainer(folder, "--max-minutes=5", "--resume=auto")
+    late = trainer(directory, "--max-minutes=5", "--resume=auto")
     time_limit(late).budget = TimeBudget(5.0, 0, 0.0, clock=lambda: 600.0)
     late.engine.step = lambda *_, **__: pytest.fail("a step")  # type: ignore[method-assign]
     assert not late.run(StopSignals())
@@ -127,9 +127,9 @@ def test_a_time_limit_stops_all_ranks(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def _stop_in_the_last_validation(folder: Path) -> None:
+def _stop_in_the_last_validation(directory: Path) -> None:
     stop = StopSignals()
-    asked = trainer(folder)
+    asked = trainer(directory)
 
     def ask() -> None:
         if asked.world.rank == 1:
@@ -140,14 +140,14 @@ def _stop_in_the_last_validation(folder: Path) -> None:
     assert not asked.run(stop)
     assert asked.progress.step == STEPS
     if asked.world.rank == 0:
-        assert read_records(folder / "run" / "steps.jsonl")[-1].validation_loss is None
-    resumed = trainer(folder, "--resume=auto")
+        assert read_records(directory / "run" / "steps.jsonl")[-1].validation_loss is None
+    resumed = trainer(directory, "--resume=auto")
     assert resumed.run(StopSignals())
-    whole = trainer(folder, f"--run-dir={folder / 'whole'}")
+    whole = trainer(directory, f"--run-dir={directory / 'whole'}")
     assert whole.run(StopSignals())
     if asked.world.rank == 0:
-        *_, last = read_records(folder / "run" / "steps.jsonl")
-        *_, expected = read_records(folder / "whole" / "steps.jsonl")
+        *_, last = read_records(directory / "run" / "steps.jsonl")
+        *_, expected = read_records(directory / "whole" / "steps.jsonl")
         assert (last.step, last.validation_loss) == (STEPS, expected.validation_loss)
 
 
@@ -190,9 +190,9 @@ def squared(model, batch):
 """
 
 
-def signalling(folder: Path, target: int, number: int) -> list[str]:
+def signalling(directory: Path, target: int, number: int) -> list[str]:
     """A run on data that sends a signal to the rank that reads it."""
-    (folder / "signalling.py").write_text(SIGNALLING)
+    (directory / "signalling.py").write_text(SIGNALLING)
     return [
         "--data.source=signalling:samples",
         f"--data.options={{target: {target}, number: {number}}}",
@@ -208,11 +208,11 @@ def signalling(folder: Path, target: int, number: int) -> list[str]:
 
 
 def test_torchruns_agent_starts_ranks_again_that_do_not_train(tmp_path: Path) -> None:
-    folder = tmp_path / "0"
-    folder.mkdir()
-    arguments = signalling(folder, random.randrange(2), signal.SIGUSR1)
+    directory = tmp_path / "0"
+    directory.mkdir()
+    arguments = signalling(directory, random.randrange(2), signal.SIGUSR1)
     (done,) = run_jobs([Job(arguments, max_restarts=1)], tmp_path)
-    assert_stopped_once(folder, done.stdout)
+    assert_stopped_once(directory, done.stdout)
     assert 75 in done.exit_codes.values()
     assert "the run was stopped after a checkpoint and is not restarted" in done.stdout
 
@@ -228,14 +228,14 @@ def test_launch_ends_with_the_exit_code_of_the_ranks(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def assert_stopped_once(folder: Path, output: str) -> None:
-    assert (folder / "signals").read_text() == "sent ", output
-    checkpoint = listing.latest(folder / "run" / "checkpoints")
+def assert_stopped_once(directory: Path, output: str) -> None:
+    assert (directory / "signals").read_text() == "sent ", output
+    checkpoint = listing.latest(directory / "run" / "checkpoints")
     assert checkpoint is not None
     step = store.StoredCheckpoint(checkpoint).numbers["step"]
     assert 4 <= step < 10
     assert f"stopped after step {step} (" in output
-    assert not (folder / "run-2").exists()
+    assert not (directory / "run-2").exists()
 
 
 def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_without_restarts_there_is_no_message(tmp_path: Path) -> None:
     alone.note_saved()
 
 
-def test_a_restarted_run_continues_in_its_own_folder_only(tmp_path: Path) -> None:
+def test_a_restarted_run_continues_in_its_own_directory_only(tmp_path: Path) -> None:
     memory = HashStore()
     first = attempt(memory, 0)
     assert first.directory is None

@@ -166,10 +166,10 @@ def check_resuming(tmp_path: Path) -> None:
 
 
 def interrupted(
-    folder: Path, values: dict[str, Any], values_resumed: dict[str, Any]
+    directory: Path, values: dict[str, Any], values_resumed: dict[str, Any]
 ) -> list[StepRecord]:
     """Compare a run with one that was killed in its last step; return the records of both."""
-    first, second = folder / "whole", folder / "resumed"
+    first, second = directory / "whole", directory / "resumed"
     common = {"steps": 10, "checkpoint": {"every": 5, "keep": 3}}
     whole = train(configuration(first, **common, **values))
     _barrier()
@@ -214,11 +214,11 @@ def test_workers_that_prepare_samples_change_no_bit_either(tmp_path: Path) -> No
 # With a changed configuration.
 
 
-def resume(folder: Path, **values: Any) -> Trainer:
+def resume(directory: Path, **values: Any) -> Trainer:
     """Train three steps with the default configuration, then up to the sixth with other values."""
-    if not (folder / "run").exists():
-        train(configuration(folder / "run", steps=3))
-    return train(configuration(folder / "run", **{"steps": 6, "resume": "auto", **values}))
+    if not (directory / "run").exists():
+        train(configuration(directory / "run", steps=3))
+    return train(configuration(directory / "run", **{"steps": 6, "resume": "auto", **values}))
 
 
 def _files(run: Path) -> dict[Path, bytes]:
@@ -286,9 +286,9 @@ def test_allowed_changes_are_reported_once_each(
     ]
 
 
-def snapshot_at(folder: Path, step: int) -> dict[str, Tensor]:
+def snapshot_at(directory: Path, step: int) -> dict[str, Tensor]:
     """Return all tensors in a checkpoint."""
-    path = folder / "checkpoints" / f"step-{step:06d}"
+    path = directory / "checkpoints" / f"step-{step:06d}"
     found = {
         name: torch.empty(shape, dtype=dtype)
         for name, (shape, dtype) in store.StoredCheckpoint(path).tensors.items()
@@ -323,7 +323,7 @@ class Travelled(NamedTuple):
 
 
 def travel(
-    folder: Path, plain: dict[str, Any], reproducible: dict[str, Any], steps: int
+    directory: Path, plain: dict[str, Any], reproducible: dict[str, Any], steps: int
 ) -> dict[str, Travelled]:
     """Train two runs up to a step, from where they stand."""
     found = {}
@@ -334,7 +334,7 @@ def travel(
     ):
         consumed.clear()
         config = configuration(
-            folder / name,
+            directory / name,
             steps=steps,
             resume="auto",
             reproducible=name == "reproducible",

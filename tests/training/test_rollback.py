@@ -59,7 +59,7 @@ def squared(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return (module(batch["inputs"]) - batch["targets"]).square().sum(), len(batch["inputs"])
 
 
-def trainer(folder: Path, *arguments: str, poisoned: list[int], poison: float = 1e4) -> Trainer:
+def trainer(directory: Path, *arguments: str, poisoned: list[int], poison: float = 1e4) -> Trainer:
     config = load(
         [
             f"--data.source={__name__}:dataset",
@@ -78,7 +78,7 @@ def trainer(folder: Path, *arguments: str, poisoned: list[int], poison: float = 
             "--divergence.threshold=100",
             "--log.console=plain",
             "--log.every=1",
-            f"--run-dir={folder / 'run'}",
+            f"--run-dir={directory / 'run'}",
             *arguments,
         ]
     )
@@ -86,14 +86,14 @@ def trainer(folder: Path, *arguments: str, poisoned: list[int], poison: float = 
     return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
 
 
-def run(folder: Path, *arguments: str, **data: Any) -> Trainer:
-    found = trainer(folder, *arguments, **data)
+def run(directory: Path, *arguments: str, **data: Any) -> Trainer:
+    found = trainer(directory, *arguments, **data)
     assert found.run(StopSignals())
     return found
 
 
-def records(folder: Path) -> list[StepRecord]:
-    return read_records(folder / "run" / "steps.jsonl")
+def records(directory: Path) -> list[StepRecord]:
+    return read_records(directory / "run" / "steps.jsonl")
 
 
 def samples_of(step: int) -> list[int]:
@@ -104,9 +104,9 @@ def samples_of(step: int) -> list[int]:
 ROLLBACK = ("--divergence.on-spike=rollback",)
 
 
-def never_saw(folder: Path, last: int, first: int, *arguments: str) -> Trainer:
+def never_saw(directory: Path, last: int, first: int, *arguments: str) -> Trainer:
     """Train `last` steps, then the rest of the run with the samples from `first` on."""
-    begun = trainer(folder, *arguments, poisoned=[])
+    begun = trainer(directory, *arguments, poisoned=[])
     with begun.active(StopSignals()):
         for until, start in ((last, 0), (begun.config.steps, first)):
             begun.config = dataclasses.replace(begun.config, steps=until)
@@ -119,10 +119,10 @@ def never_saw(folder: Path, last: int, first: int, *arguments: str) -> Trainer:
 def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
     rank = World.current("cpu").rank
     for strategy in ("ddp", "fsdp"):
-        folder, other = tmp_path / strategy, tmp_path / f"{strategy}-other"
+        directory, other = tmp_path / strategy, tmp_path / f"{strategy}-other"
         arguments = (f"--strategy={strategy}", "--ema.decay=0.8")
         # Step 9 is bad. The last checkpoint before it is of step 6: steps 7 to 9 are skipped.
-        found = run(folder, *ROLLBACK, *arguments, poisoned=[samples_of(9)[5]])
+        found = run(directory, *ROLLBACK, *arguments, poisoned=[samples_of(9)[5]])
         clean = never_saw(other, 6, 9 * BATCH, *arguments)
         averages = [gathered(trainer.states.tensors()) for trainer in (found, clean)]
         assert_same_bits(*averages)
@@ -132,7 +132,7 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
         assert found.progress.rollbacks == 1
         if rank:
             continue
-        logged = records(folder)
+        logged = records(directory)
         assert [record.step for record in logged] == [*range(1, 15)]
         assert [record.samples for record in logged] == [
             BATCH * (step if step <= 6 else step + 3) for step in range(1, 15)
@@ -144,7 +144,7 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
             "rolled_back": {"from_step": 9, "to_step": 6, "samples_skipped": 3 * BATCH}
         }
         assert {record.divergence is None for record in logged if record.step != 7} == {True}
-        numbers = store.StoredCheckpoint(folder / "run" / "checkpoints" / "step-000014").numbers
+        numbers = store.StoredCheckpoint(directory / "run" / "checkpoints" / "step-000014").numbers
         assert (numbers["rollbacks"], numbers["rolled_back_to"]) == (1, 6)
 
 
@@ -155,9 +155,9 @@ def test_an_average_that_the_checkpoint_lacks_starts_anew(tmp_path: Path) -> Non
     averaged = ("--schedule.name=constant", "--ema.decay=0.8", "--resume=auto")
     averages = []
     for skips in (False, True):
-        folder, poisoned = tmp_path / f"skips-{skips}", [samples_of(9)[5]]
-        run(folder, *ROLLBACK, "--schedule.name=constant", "--steps=6", poisoned=poisoned)
-        resumed = trainer(folder, *ROLLBACK, *averaged, poisoned=poisoned)
+        directory, poisoned = tmp_path / f"skips-{skips}", [samples_of(9)[5]]
+        run(directory, *ROLLBACK, "--schedule.name=constant", "--steps=6", poisoned=poisoned)
+        resumed = trainer(directory, *ROLLBACK, *averaged, poisoned=poisoned)
         with resumed.active(StopSignals()):
             if skips:
                 resumed.progress.samples = 9 * BATCH

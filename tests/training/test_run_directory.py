@@ -9,7 +9,7 @@ from distmp.training.run_directory import RunDirectory, check_saves, create_run,
 from tests.disks import disk
 
 
-def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
+def test_a_name_that_no_directory_can_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read \\(File name too long\\)"):
         latest_run(str(tmp_path / (300 * "x")))
 
@@ -22,7 +22,7 @@ def test_the_paths_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "deep/er/run", "run/", "run-x", "[run]", "run*", "r.1"])
-def test_every_run_gets_its_own_folder(tmp_path: Path, name: str) -> None:
+def test_every_run_gets_its_own_directory(tmp_path: Path, name: str) -> None:
     wanted = f"{tmp_path}/{name}"
     first = Path(wanted)
     assert latest_run(wanted) is None
@@ -35,7 +35,7 @@ def test_every_run_gets_its_own_folder(tmp_path: Path, name: str) -> None:
         assert newest.path == expected
 
 
-def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [create_run("runs/a").path for _ in range(2)] == [Path("runs/a"), Path("runs/a-2")]
     newest = latest_run("runs/a")
@@ -56,7 +56,7 @@ def test_what_is_not_a_run_does_not_count(tmp_path: Path) -> None:
 
 def test_a_file_of_that_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(ConfigError, match=r"^run_dir = '.*run': is a file; name a folder$"):
+    with pytest.raises(ConfigError, match=r"^run_dir = '.*run': is a file; name a directory$"):
         create_run(str(tmp_path / "run"))
 
 
@@ -66,7 +66,7 @@ def test_a_file_of_a_numbered_name_is_skipped(tmp_path: Path) -> None:
     assert create_run(str(tmp_path / "run")).path == tmp_path / "run-3"
 
 
-def test_a_folder_that_cannot_be_created_is_an_error_of_the_setting(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_an_error_of_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError, match=r"^run_dir = '.*/file/run': cannot be created \(Not a dir"
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_of_the_setting(tmp_path: Pa
         create_run(str(tmp_path / "file" / "run"))
 
 
-def test_checkpoints_in_another_folder(tmp_path: Path) -> None:
+def test_checkpoints_in_another_directory(tmp_path: Path) -> None:
     place, wanted = str(tmp_path / "scratch"), str(tmp_path / "run")
     assert latest_run(wanted, place) is None
     first = create_run(wanted, place)
@@ -84,7 +84,7 @@ def test_checkpoints_in_another_folder(tmp_path: Path) -> None:
     assert create_run(wanted, place).checkpoints == tmp_path / "scratch" / "run-2"
 
 
-def test_a_run_whose_folder_is_on_another_machine_counts(tmp_path: Path) -> None:
+def test_a_run_whose_directory_is_on_another_machine_counts(tmp_path: Path) -> None:
     place, wanted = tmp_path / "scratch", str(tmp_path / "here" / "run")
     for name in ("run", "run-3", "other", "run-x"):
         (place / name).mkdir(parents=True)
@@ -100,11 +100,11 @@ def test_a_checkpoint_path_that_cannot_be_written_to_is_refused_at_the_start(
 ) -> None:
     (tmp_path / "file").touch()
     with disk(tmp_path / "disk", "size=1m,ro") as read_only:
-        for folder in (tmp_path / "file", read_only):
+        for directory in (tmp_path / "file", read_only):
             with pytest.raises(
                 ConfigError, match=r"^checkpoint\.path = .*: cannot be written to: "
             ):
-                check_saves(folder / "run")
+                check_saves(directory / "run")
         with pytest.raises(ConfigError, match=r"^checkpoint\.path = .*: cannot be written to: "):
             check_saves(read_only)
     check_saves(tmp_path / "new" / "run")

@@ -113,7 +113,7 @@ def test_the_warmup_is_compared_as_a_number_of_updates() -> None:
     ]
 
 
-def test_the_same_data_in_another_folder_is_harmless() -> None:
+def test_the_same_data_in_another_directory_is_harmless() -> None:
     found = changes_since(numbers({"data": {"path": "/a"}}), numbers({"data": {"path": "/b"}}))
     assert found == Changes(harmless={"data.path": "data.path: /a -> /b"})
 

@@ -44,9 +44,9 @@ def other(job: str, scheduler: SchedulerJob | None = None) -> Owner:
     return Owner(job, "node9", ELSEWHERE._replace(started=job), scheduler)
 
 
-def trainer(folder: Path, *arguments: str) -> Trainer:
-    data = corpus(folder / "corpus")
-    config = load([*TINY, f"--data.path={data}", f"--run-dir={folder / 'run'}", *arguments])
+def trainer(directory: Path, *arguments: str) -> Trainer:
+    data = corpus(directory / "corpus")
+    config = load([*TINY, f"--data.path={data}", f"--run-dir={directory / 'run'}", *arguments])
     return Trainer(config, World.current("cpu"), Console(config.log))
 
 
@@ -54,12 +54,12 @@ def trainer(folder: Path, *arguments: str) -> Trainer:
 
 
 @contextmanager
-def job(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+def job(directory: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
     """Start a job; kill it and what it has started at the end."""
-    with (folder / "stdout").open("w") as stdout:
+    with (directory / "stdout").open("w") as stdout:
         process = subprocess.Popen(
             python(*command),
-            cwd=folder,
+            cwd=directory,
             env=environment(),
             stdout=stdout,
             stderr=subprocess.PIPE,
@@ -74,8 +74,8 @@ def job(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
                     each.kill()
 
 
-def records(folder: Path) -> list[int]:
-    path = folder / "run" / "steps.jsonl"
+def records(directory: Path) -> list[int]:
+    path = directory / "run" / "steps.jsonl"
     return [record.step for record in read_records(path)] if path.exists() else []
 
 
@@ -145,8 +145,8 @@ def _ranks(launcher: int) -> list[psutil.Process]:
     return [child for child in children if "RANK" in child.environ()]
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    checkpoint = listing.latest(folder / "checkpoints")
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = listing.latest(directory / "checkpoints")
     assert checkpoint is not None
     tensors = store.StoredCheckpoint(checkpoint).tensors.items()
     found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensors}
@@ -249,8 +249,8 @@ def test_a_run_that_has_ended_leaves_its_directory(tmp_path: Path) -> None:
     assert b'"released"' in (tmp_path / "run" / "lease-000001.json").read_bytes()
 
 
-def choice(folder: Path, job: Owner, resume: str | None = "auto") -> DirectoryChoice:
-    return DirectoryChoice(RunConfig(run_dir=str(folder / "run"), resume=resume), job, str)
+def choice(directory: Path, job: Owner, resume: str | None = "auto") -> DirectoryChoice:
+    return DirectoryChoice(RunConfig(run_dir=str(directory / "run"), resume=resume), job, str)
 
 
 def begin(chosen: DirectoryChoice) -> RunDirectory:

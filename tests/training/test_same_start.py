@@ -52,9 +52,9 @@ def test_initial_weights_and_losses_are_the_same_bits(tmp_path: Path) -> None:
     assert [job.exit_codes for job in done] == [{}] * len(RUNS), done
     digests, losses = set(), set()
     for number, (ranks, options) in enumerate(RUNS):
-        folder = tmp_path / str(number)
-        digests |= {(folder / f"start-{rank}").read_text() for rank in range(ranks)}
-        records = read_records(folder / "run" / "steps.jsonl")
+        directory = tmp_path / str(number)
+        digests |= {(directory / f"start-{rank}").read_text() for rank in range(ranks)}
+        records = read_records(directory / "run" / "steps.jsonl")
         assert len(records) == STEPS
         if "--reproducible=True" in options:
             losses.add(tuple(record.loss for record in records))

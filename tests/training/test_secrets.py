@@ -25,8 +25,8 @@ TRACKER = f"{__name__}:Account"
 class Account(Recorder):
     received: ClassVar[list[str]] = []
 
-    def __init__(self, project: str, folder: str, api_key: str, address: str) -> None:
-        super().__init__(project, folder)
+    def __init__(self, project: str, directory: str, api_key: str, address: str) -> None:
+        super().__init__(project, directory)
         self.received += [api_key, address]
 
 
@@ -42,12 +42,12 @@ def test_no_file_of_a_run_contains_a_secret(
 ) -> None:
     monkeypatch.setenv("TORCH_HUB_PAT", SECRET)
     monkeypatch.setenv("NCCL_PROXY", f"http://me:{SECRET}@host")
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
 
     def train(secret: str, *more: str) -> int:
         address = f"https://me:{secret}@host"
         tracker = {"name": TRACKER, "options": {"api_key": secret, "address": address}}
-        arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", f"--run-dir={folder}"]
+        arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", f"--run-dir={directory}"]
         arguments += ["--log.trackers", json.dumps(tracker)]
         arguments += more
         monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "distmp.train", *arguments])
@@ -57,19 +57,23 @@ def test_no_file_of_a_run_contains_a_secret(
     # The tracker gets the real values, and a run may resume with others.
     assert train("other-secret", "--steps=3", "--resume=auto") == 0
     assert Account.received[::2] == [SECRET, "other-secret"]
-    assert [record.step for record in read_records(folder / "steps.jsonl")] == [1, 2, 3]
+    assert [record.step for record in read_records(directory / "steps.jsonl")] == [1, 2, 3]
 
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in directory.rglob("*") if path.is_file()]
     assert len(files) > 8
     for path in files:
         for secret in (SECRET, "other-secret"):
             assert secret.encode() not in path.read_bytes(), path
-    for path in (folder / "config.yaml", folder / "manifest.json", *folder.rglob("state.json")):
+    for path in (
+        directory / "config.yaml",
+        directory / "manifest.json",
+        *directory.rglob("state.json"),
+    ):
         assert path.stat().st_mode & 0o777 == 0o600, path
     assert SECRET not in "".join(capfd.readouterr())
 
     with pytest.raises(ConfigError, match="is hidden in files that distmp writes"):
-        load(["--config", str(folder / "config.yaml")])
+        load(["--config", str(directory / "config.yaml")])
 
 
 def test_a_checkpoint_from_before_secrets_were_hidden() -> None:

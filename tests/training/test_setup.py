@@ -17,9 +17,9 @@ from tests.utils.test_deferred import ReadsMemory
 MODEL = f"{ReadsMemory.__module__}:{ReadsMemory.__qualname__}"
 
 
-def build(folder: Path, *options: str) -> None:
+def build(directory: Path, *options: str) -> None:
     """Build the model on the first of two ranks."""
-    settings = [f"--model.name={MODEL}", f"--data.path={corpus(folder)}", *options]
+    settings = [f"--model.name={MODEL}", f"--data.path={corpus(directory)}", *options]
     prepare(load([*settings, "--data.sequence-length=16"]), World(0, 2, torch.device("cpu"), None))
 
 

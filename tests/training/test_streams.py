@@ -52,7 +52,7 @@ def streams(split: str, sequence_length: int, kind: str = "stream") -> Any:
     return {"stream": Stream(SIZE), "of node": OfNode(SIZE), "iterator": iter(Stream(SIZE))}[kind]
 
 
-def settings(folder: Path, **values: Any) -> Any:
+def settings(directory: Path, **values: Any) -> Any:
     data = {"source": f"{HERE}:streams", **values.pop("data", {})}
     values = {
         "steps": 8,
@@ -60,7 +60,7 @@ def settings(folder: Path, **values: Any) -> Any:
         "validation": {"final_samples": 9},
         **values,
     }
-    return configuration(folder, **values, data=data)
+    return configuration(directory, **values, data=data)
 
 
 def trained_samples() -> list[int]:
@@ -75,23 +75,23 @@ def trained_samples() -> list[int]:
     return [i for step in range(8) for part in gathered for i in part[step * share :][:share]]
 
 
-def validation_loss(trainer: Trainer, folder: Path) -> float:
-    loss = read_records(folder / "steps.jsonl")[-1].validation_loss
+def validation_loss(trainer: Trainer, directory: Path) -> float:
+    loss = read_records(directory / "steps.jsonl")[-1].validation_loss
     assert loss is not None
     return loss
 
 
 @ranks(2, timeout=150)
-def check_ranks(folder: Path, expected: list[int]) -> None:
-    two = train(settings(folder / "two"))
+def check_ranks(directory: Path, expected: list[int]) -> None:
+    two = train(settings(directory / "two"))
     assert trained_samples() == expected
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.copytree(folder / "two", folder / "resumed")
+        shutil.copytree(directory / "two", directory / "resumed")
         for step in (6, 8):
-            shutil.rmtree(folder / "resumed" / "checkpoints" / f"step-{step:06d}")
+            shutil.rmtree(directory / "resumed" / "checkpoints" / f"step-{step:06d}")
     dist.barrier()
-    resumed = train(settings(folder / "resumed", resume="auto"))
+    resumed = train(settings(directory / "resumed", resume="auto"))
     assert_same_bits(snapshot(resumed.engine), snapshot(two.engine))
     consumed.clear()
 

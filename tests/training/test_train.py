@@ -101,19 +101,19 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None
     "ranks", [pytest.param(1, marks=ON_A_GPU), 2], ids=["one rank over nccl", "two ranks"]
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ranks: int) -> None:
-    folder = tmp_path / "run"
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", f"--run-dir={folder}"]
+    directory = tmp_path / "run"
+    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", f"--run-dir={directory}"]
     arguments += ["--strategy=fsdp", "--precision.policy=bf16", "--steps=10"]
 
     def trained(name: str, option: str) -> list[StepRecord]:
         (tmp_path / name).mkdir()
         (done,) = run_jobs([Job([*arguments, option], ranks=ranks)], tmp_path / name)
         assert done.exit_codes == {}, done
-        return read_records(folder / "steps.jsonl")
+        return read_records(directory / "steps.jsonl")
 
     whole = trained("whole", "--checkpoint.every=4")
     # The other run is the first one as if it had been killed after its second checkpoint.
-    last, second = sorted((folder / "checkpoints").glob("step-*"), reverse=True)[:2]
+    last, second = sorted((directory / "checkpoints").glob("step-*"), reverse=True)[:2]
     assert (last.name, second.name) == ("step-000010", "step-000008")
     shutil.rmtree(last)
     resumed = trained("resumed", "--resume=auto")
@@ -123,7 +123,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ra
     assert [record.grad_norm for record in resumed] == [record.grad_norm for record in whole]
 
 
-def test_a_run_leaves_everything_in_its_folder(
+def test_a_run_leaves_everything_in_its_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -134,8 +134,8 @@ def test_a_run_leaves_everything_in_its_folder(
     assert main(arguments) == 0
     assert torch.get_num_threads() == threads
     output = capsys.readouterr().out
-    folder = tmp_path / "runs" / "here"
-    assert {path.name for path in folder.iterdir()} == {
+    directory = tmp_path / "runs" / "here"
+    assert {path.name for path in directory.iterdir()} == {
         "checkpoints",
         "config.yaml",
         "logs",
@@ -143,14 +143,14 @@ def test_a_run_leaves_everything_in_its_folder(
         "lease-000001.json",
         "steps.jsonl",
     }
-    config = from_mapping(RunConfig, read_yaml(folder / "config.yaml"))
+    config = from_mapping(RunConfig, read_yaml(directory / "config.yaml"))
     assert (config.steps, config.data.path) == (3, str(data))
-    assert [record.step for record in read_records(folder / "steps.jsonl")] == [1, 2, 3]
-    assert listing.latest(folder / "checkpoints") == folder / "checkpoints" / "step-000003"
+    assert [record.step for record in read_records(directory / "steps.jsonl")] == [1, 2, 3]
+    assert listing.latest(directory / "checkpoints") == directory / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
         assert expected in output
     assert "sample of generated text:\ndef " in output
-    # A second run of the same name gets its own folder.
+    # A second run of the same name gets its own directory.
     assert main(arguments) == 0
     assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
 
@@ -221,11 +221,14 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "steps = 'soon': must be an integer",
     ),
     "negative steps": (lambda tmp: ["--steps=-1"], "steps = -1: use 1 to"),
-    "missing data folder": (
+    "missing data directory": (
         lambda tmp: [f"--data.path={tmp / 'nowhere'}"],
         "data.path = ",
     ),
-    "empty data folder": (lambda tmp: [f"--data.path={_folder(tmp / 'empty')}"], "data.path = "),
+    "empty data directory": (
+        lambda tmp: [f"--data.path={_directory(tmp / 'empty')}"],
+        "data.path = ",
+    ),
     "unreadable YAML": (
         lambda tmp: ["--config", _file(tmp / "c.yaml", "steps: [1\nseed: 2\n")],
         "line 2, column",
@@ -294,12 +297,12 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 }
 
 
-def _weights(folder: Path) -> Path:
+def _weights(directory: Path) -> Path:
     """Write initial weights of `TINY`."""
     torch.manual_seed(0)
     model = build_model(load(TINY).model, 257, 32)
-    save_file(model.state_dict(), folder / "start.safetensors")
-    return folder / "start.safetensors"
+    save_file(model.state_dict(), directory / "start.safetensors")
+    return directory / "start.safetensors"
 
 
 def _file(path: Path, text: str) -> str:
@@ -307,14 +310,14 @@ def _file(path: Path, text: str) -> str:
     return str(path)
 
 
-def _folder(path: Path) -> Path:
+def _directory(path: Path) -> Path:
     path.mkdir()
     return path
 
 
-def _module(folder: Path) -> str:
+def _module(directory: Path) -> str:
     """Write models as a user would; return the module's name."""
-    (folder / "users_models.py").write_text(
+    (directory / "users_models.py").write_text(
         "import torch\n"
         "from torch import nn\n"
         "class Quantized(nn.Module):\n"
@@ -403,9 +406,9 @@ def test_a_dataset_that_fails_is_one_message(
 
 
 def test_all_ranks_together_print_the_message_once(tmp_path: Path) -> None:
-    cases = [WRONG[name] for name in ("unknown key", "missing data folder", INTEGERS)]
-    folders = [_folder(tmp_path / str(number)) for number in range(len(cases))]
-    jobs = [Job(arguments(folders[number])) for number, (arguments, _) in enumerate(cases)]
+    cases = [WRONG[name] for name in ("unknown key", "missing data directory", INTEGERS)]
+    directories = [_directory(tmp_path / str(number)) for number in range(len(cases))]
+    jobs = [Job(arguments(directories[number])) for number, (arguments, _) in enumerate(cases)]
     for done, (_, message) in zip(run_jobs(jobs, tmp_path), cases, strict=True):
         assert set(done.exit_codes.values()) == {2}, done
         assert done.stderr.count(message) == 1, done.stderr

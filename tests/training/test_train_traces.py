@@ -46,9 +46,9 @@ class Killed(nn.Module):
 
 
 def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
-    folder = tmp_path / "0"
-    folder.mkdir()
-    (folder / "models.py").write_text(KILLED)
+    directory = tmp_path / "0"
+    directory.mkdir()
+    (directory / "models.py").write_text(KILLED)
     arguments = [
         f"--data.path={corpus(tmp_path / 'corpus')}",
         "--model.name=models:Killed",
@@ -66,7 +66,9 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     assert "preflight: 2 ranks on 1 host, consistent" in done.stdout
     # The output of the ranks is on the console and in their files.
     assert done.stderr.count("last words of rank 1") == 1
-    first, second = ((folder / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1))
+    first, second = (
+        (directory / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)
+    )
     for line in done.stdout.splitlines():
         assert line in first
     assert "step    3/1000" in first
@@ -74,13 +76,13 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     assert f": rank 1 of 2 on {host}, pid " in second.splitlines()[0]
     assert second.splitlines()[-1] == "last words of rank 1"
     # The first step has no step before it, and two in a row make a rank slow.
-    records = read_records(folder / "run" / "steps.jsonl")
+    records = read_records(directory / "run" / "steps.jsonl")
     times = [record.rank_seconds or [] for record in records]
     assert [len(seconds) for seconds in times] == [2, 2, 2]
     assert all(map(math.isnan, times[0]))
     assert all(slow > 0.6 > fast for fast, slow in times[1:])
     assert re.search(rf"rank 1 on {host} takes .* of the others .*, since step 2\n", done.stdout)
-    (start,) = manifest.read(folder / "run" / "manifest.json")
+    (start,) = manifest.read(directory / "run" / "manifest.json")
     assert [rank["host"] for rank in start["ranks"]] == [host, host]
     assert f"pid {start['ranks'][1]['pid']}" in second.splitlines()[0]
 
@@ -97,12 +99,12 @@ def test_a_resumed_run_appends_to_logs_and_manifest(
         "--resume=auto",
         "--preflight=always",
     ]
-    folders: list[Path] = []
-    monkeypatch.setattr(failures, "write_traces_to", folders.append)
+    directories: list[Path] = []
+    monkeypatch.setattr(failures, "write_traces_to", directories.append)
     for steps in (2, 3):
         assert main([*arguments, f"--steps={steps}", "--log.console=off"]) == 0
     # For the flight recorders, if ranks hang.
-    assert [folder.resolve() for folder in folders] == [tmp_path / "run" / "hang"] * 2
+    assert [directory.resolve() for directory in directories] == [tmp_path / "run" / "hang"] * 2
     first, second = manifest.read(tmp_path / "run" / "manifest.json")
     assert first["configuration"]["steps"] == 2
     configuration = to_mapping(load([*arguments, "--steps=3", "--log.console=off"]))

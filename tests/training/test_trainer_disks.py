@@ -86,8 +86,8 @@ def test_a_run_continues_when_the_disk_is_full_and_saves_again_when_it_is_not(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with disk(tmp_path / "disk", "size=8m") as folder:
-        happens = {4: lambda: fill(folder), 8: lambda: (folder / "ballast").unlink()}
+    with disk(tmp_path / "disk", "size=8m") as directory:
+        happens = {4: lambda: fill(directory), 8: lambda: (directory / "ballast").unlink()}
         code = trained(tmp_path, monkeypatch, happens, f"--checkpoint.{asynchronous}")
         output = capsys.readouterr().out
         assert code == 0, output
@@ -96,15 +96,15 @@ def test_a_run_continues_when_the_disk_is_full_and_saves_again_when_it_is_not(
         for _, cause, there_is in failed:
             assert "No space left on device" in cause
             assert there_is == "the last checkpoint is of step 2; this does not stop the run"
-        assert saved_steps(folder / "run") == [8, 10]
-        assert [r.step for r in read_records(folder / "run" / "steps.jsonl")] == [*range(1, 11)]
+        assert saved_steps(directory / "run") == [8, 10]
+        assert [r.step for r in read_records(directory / "run" / "steps.jsonl")] == [*range(1, 11)]
 
 
 def test_a_run_that_cannot_save_its_end_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with disk(tmp_path / "disk", "size=8m") as folder:
-        code = trained(tmp_path, monkeypatch, {6: lambda: fill(folder)})
+    with disk(tmp_path / "disk", "size=8m") as directory:
+        code = trained(tmp_path, monkeypatch, {6: lambda: fill(directory)})
         output = capsys.readouterr()
         assert code == 1, output.out
         assert [step for step, *_ in failures(output.out)] == [6, 8, 10]
@@ -112,10 +112,10 @@ def test_a_run_that_cannot_save_its_end_fails(
         assert output.err.startswith("distmp: cannot save ")
         assert "the last checkpoint is of step 4" in output.err
         assert "held-out loss" in output.out, "the run continued to its end"
-        assert saved_steps(folder / "run") == [2, 4]
+        assert saved_steps(directory / "run") == [2, 4]
 
 
-def test_a_read_only_folder(
+def test_a_read_only_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = tmp_path / "disk" / "run" / "checkpoints"
@@ -131,22 +131,24 @@ def test_a_read_only_folder(
     assert saved_steps(checkpoints.parent) == [4, 10]
 
 
-def test_a_folder_that_vanishes_is_created_again(
+def test_a_directory_that_vanishes_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "disk" / "run"
-    assert trained(tmp_path, monkeypatch, {6: lambda: shutil.rmtree(folder)}) == 0
+    directory = tmp_path / "disk" / "run"
+    assert trained(tmp_path, monkeypatch, {6: lambda: shutil.rmtree(directory)}) == 0
     assert "steps.jsonl has vanished" in capsys.readouterr().out
-    assert saved_steps(folder) == [8, 10]
-    assert [record.step for record in read_records(folder / "steps.jsonl")] == [*range(6, 11)]
+    assert saved_steps(directory) == [8, 10]
+    assert [record.step for record in read_records(directory / "steps.jsonl")] == [*range(6, 11)]
 
 
 def test_a_disk_that_is_full_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with disk(tmp_path / "disk", "size=8m") as folder:
-        (folder / "run").mkdir()
-        fill(folder)
-        assert trained(tmp_path, monkeypatch, {4: lambda: (folder / "ballast").unlink()}) == 0
+    with disk(tmp_path / "disk", "size=8m") as directory:
+        (directory / "run").mkdir()
+        fill(directory)
+        assert trained(tmp_path, monkeypatch, {4: lambda: (directory / "ballast").unlink()}) == 0
         assert "config.yaml: [Errno 28]" in capsys.readouterr().out
-        assert [r.step for r in read_records(folder / "run-2" / "steps.jsonl")] == [*range(1, 11)]
+        assert [r.step for r in read_records(directory / "run-2" / "steps.jsonl")] == [
+            *range(1, 11)
+        ]

@@ -70,13 +70,13 @@ def test_a_line_that_copies_from_the_device_waits_for_it() -> None:
 
 def test_the_caller_of_a_synchronization_is_shown(tmp_path: Path) -> None:
     """The function of torch.cuda is not shown: it is the same for events, streams and devices."""
-    folder = tmp_path / "torch" / "cuda"
-    folder.mkdir(parents=True)
+    directory = tmp_path / "torch" / "cuda"
+    directory.mkdir(parents=True)
     source = "".join(
         f"def {name}(look):\n    return look()\n\n" for name in ("synchronize", "current_stream")
     )
     functions: dict[str, Any] = {}
-    exec(compile(source, str(folder / "streams.py"), "exec"), functions)
+    exec(compile(source, str(directory / "streams.py"), "exec"), functions)
 
     def look() -> str:
         return frames.device_wait(sys._getframe(1))

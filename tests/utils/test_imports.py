@@ -11,7 +11,7 @@ from distmp.utils.imports import load_object
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with modules of a user that is not on the path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -31,10 +31,10 @@ def test_objects_by_path() -> None:
     assert found("ab") == {"a": None, "b": None}
 
 
-def test_the_working_directory_is_searched(folder: Path) -> None:
+def test_the_working_directory_is_searched(directory: Path) -> None:
     assert load_object("model.name", "my_parts.models:Model.size") == 3
     load_object("model.name", "my_parts.models:Model")
-    assert sys.path.count(str(folder)) == 1
+    assert sys.path.count(str(directory)) == 1
 
 
 @pytest.mark.parametrize("path", ["", "collections", "collections:", ":OrderedDict", ":"])
@@ -56,14 +56,14 @@ def test_malformed_paths_are_refused(path: str) -> None:
         ("my_parts.models:Model.length", r"has no 'Model\.length'"),
     ],
 )
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("directory")
 def test_what_is_not_there_is_named(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_object("model.name", path)
     assert str(caught.value).startswith(f"model.name = {path!r}: ")
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("directory")
 def test_errors_inside_a_module_keep_their_traceback() -> None:
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         load_object("model.name", "my_broken:Model")

@@ -8,13 +8,13 @@ from distmp import cli
 from distmp.config import load
 from distmp.errors import ConfigError
 from distmp.models import huggingface
-from distmp.utils.presets import MODEL, located, preset_folder, preset_names, preset_purpose
+from distmp.utils.presets import MODEL, located, preset_directory, preset_names, preset_purpose
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_a_clone_has_its_configs_as_presets() -> None:
-    assert preset_folder() == CONFIGS
+    assert preset_directory() == CONFIGS
     assert preset_names() == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
     assert "quickstart" in preset_names()
     assert preset_names(MODEL) == ["llama-tiny"]
@@ -38,13 +38,13 @@ def test_the_first_line_of_a_preset_says_what_it_is_for(name: str) -> None:
 
 def test_the_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
-    *lines, _, use, folder = capsys.readouterr().out.splitlines()
+    *lines, _, use, directory = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [f"preset:{name}" for name in preset_names()]
     assert all(
         preset_purpose(name) in line for name, line in zip(preset_names(), lines, strict=True)
     )
     assert "--config preset:NAME" in use
-    assert Path(folder) == CONFIGS
+    assert Path(directory) == CONFIGS
     assert cli.main(["presets", "quickstart"]) == 2
 
 

@@ -49,7 +49,8 @@ class Explanation:
         memory: Memory of a rank at the peak of a step, in bytes by part.
         start_memory_bytes: Peak memory of a rank while the engine is built, in bytes.
         communication: What a rank sends in a step.
-        narrow_layers: Which linear layers have narrow products, as text; empty without any.
+        low_precision_layers: Which linear layers have low-precision matmuls, as text; empty
+            without any.
         differences: One line for each observation that differs from the policy.
         warnings: Settings that lose precision, with the relative error.
         policy_reason: Why this policy was selected.
@@ -67,7 +68,7 @@ class Explanation:
     memory: dict[str, int]
     start_memory_bytes: int
     communication: list[CommVolume]
-    narrow_layers: str
+    low_precision_layers: str
     differences: list[str]
     warnings: list[str]
     policy_reason: str = ""
@@ -177,7 +178,7 @@ def predict(
         _add_partial_sums(trace.peak, parts.microbatches, reproducible=config.reproducible),
         trace.start_peak,
         communication,
-        trace.narrow_layers,
+        trace.low_precision_layers,
         [
             *differences(trace.observed, groups, policy),
             *_communication_differences(communication, groups),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.commands.explain.types import NO_MODULE, ModuleGroup, group_name
 from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import NarrowLayers
+from distmp.quantization import LowPrecisionLayers
 from distmp.quantization.operands import Operand
 from distmp.quantization.products import Product
 from distmp.utils.dtypes import dtype_name
@@ -54,9 +54,9 @@ OPERATIONS = {
     "lookups": {"embedding"},
 }
 _KIND = {name: kind for kind, names in OPERATIONS.items() for name in names}
-# Autograd's name of backward of a layer with narrow products. Its products in FP32 are Hadamard
-# transforms, which kernels compute while they round.
-_NARROW_BACKWARD = "_NarrowLinearBackward"
+# Autograd's name of backward of a layer with low-precision matmuls. Its products in FP32 are
+# Hadamard transforms, which kernels compute while they round.
+_LOW_PRECISION_BACKWARD = "_LowPrecisionLinearBackward"
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class ObservedDtypes:
         computed: Dtypes of the inputs of operations in forward, by group and kind of operation.
         backward: Dtypes of the matrix products in backward.
         accumulated: Dtypes of the buffers in which gradients were summed.
-        narrow: Formats of the operands of narrow products, by group.
+        low_precision: Formats of the operands of low-precision matmuls, by group.
     """
 
     stored: dict[str, set[torch.dtype]]
     computed: dict[str, dict[str, set[torch.dtype]]]
     backward: set[torch.dtype]
     accumulated: set[torch.dtype]
-    narrow: dict[str, set[str]]
+    low_precision: dict[str, set[str]]
 
     def in_group(self, name: str) -> set[torch.dtype]:
         """Return the dtypes in which a group of modules was observed to compute."""
@@ -87,17 +87,17 @@ class DtypeRecorder(TorchDispatchMode):
 
     Args:
         model: The model, prepared by a strategy.
-        layers: Its layers with narrow products: their formats are recorded in place of the dtype
-            that emulates them.
+        layers: Its layers with low-precision matmuls: their formats are recorded in place of the
+            dtype that emulates them.
 
     Attributes:
         observed: What has been observed so far; the caller adds `accumulated`.
     """
 
-    def __init__(self, model: nn.Module, layers: NarrowLayers | None) -> None:
+    def __init__(self, model: nn.Module, layers: LowPrecisionLayers | None) -> None:
         super().__init__()
         self.observed = ObservedDtypes(_stored(model), {}, set(), set(), {})
-        self._in_narrow_product = False
+        self._in_low_precision_matmul = False
         self._names = {
             id(part): parameter_name(name).removeprefix("module.")
             for name, part in model.named_modules()
@@ -124,7 +124,7 @@ class DtypeRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KIND.get(func.overloadpacket.__name__)
-        if kind is not None and not self._in_narrow_product:
+        if kind is not None and not self._in_low_precision_matmul:
             self._record(
                 kind,
                 [
@@ -146,15 +146,15 @@ class DtypeRecorder(TorchDispatchMode):
         self.observed.computed.setdefault(name, {}).setdefault(kind, set()).update(relevant)
 
     def _watched(self, layer: str, product: Product) -> Product:
-        formats = self.observed.narrow.setdefault(group_name(layer), set())
+        formats = self.observed.low_precision.setdefault(group_name(layer), set())
 
         def watched(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
             formats.update((a.number_format.name, b.number_format.name))
-            self._in_narrow_product = True
+            self._in_low_precision_matmul = True
             try:
                 return product(a, b, dtype)
             finally:
-                self._in_narrow_product = False
+                self._in_low_precision_matmul = False
 
         return watched
 
@@ -175,11 +175,11 @@ def _stored(model: nn.Module) -> dict[str, set[torch.dtype]]:
 
 
 def _is_transform(dtype: torch.dtype) -> bool:
-    """Whether a wide product with this dtype that runs now is the transform of a narrow one."""
+    """Whether a product with this dtype is the transform of a low-precision matmul."""
     if dtype != torch.float32:
         return False
     node = torch._C._current_autograd_node()
-    return node is not None and node.name() == _NARROW_BACKWARD
+    return node is not None and node.name() == _LOW_PRECISION_BACKWARD
 
 
 def differences(
@@ -201,11 +201,13 @@ def differences(
             expected = group.computed
             if expected is not None and _differs(actual, expected, exact=kind == "products"):
                 yield line(f"{group.name} computes {kind}", actual, expected)
-        if group.narrow and observed.narrow.get(group.name, set()) != {*group.narrow}:
-            found = " and ".join(sorted(observed.narrow.get(group.name, ()))) or "none"
+        if group.low_precision and observed.low_precision.get(group.name, set()) != {
+            *group.low_precision
+        }:
+            found = " and ".join(sorted(observed.low_precision.get(group.name, ()))) or "none"
             yield (
-                f"{group.name} has narrow operands in {found}, but the policy {policy.name} "
-                f"specifies {' and '.join(group.narrow)}"
+                f"{group.name} has low-precision operands in {found}, but the policy {policy.name} "
+                f"specifies {' and '.join(group.low_precision)}"
             )
     known = {group.name for group in groups}
     for name, kinds in observed.computed.items():

@@ -15,7 +15,7 @@ from distmp.utils.units import bytes_text, quantity
 WIDTH = 100
 LONGEST_NAME = 30
 LINKS = ("inside a machine", "between machines")
-COLUMNS = ("stored", "stepped", "computed", "observed", "reduced", "summed", "kept")
+COLUMNS = ("stored", "updated", "computed", "observed", "reduced", "summed", "kept")
 
 
 def report(explanation: Explanation) -> Iterator[str]:
@@ -27,8 +27,8 @@ def report(explanation: Explanation) -> Iterator[str]:
     yield from _memory(explanation)
     yield ""
     yield from _communication(explanation)
-    if explanation.narrow_layers:
-        yield from ("", *_wrapped(explanation.narrow_layers))
+    if explanation.low_precision_layers:
+        yield from ("", *_wrapped(explanation.low_precision_layers))
     for warning in explanation.warnings:
         yield from ("", *_wrapped(f"warning: {warning}"))
     for difference in explanation.differences:
@@ -58,7 +58,7 @@ def _types(explanation: Explanation) -> Iterator[str]:
             _short(group.name),
             quantity(group.parameters),
             dtype_word(group.stored),
-            dtype_word(group.stepped),
+            dtype_word(group.updated),
             _computed(group),
             seen(explanation, group) or "-",
             dtype_word(group.reduced) if several else "-",
@@ -71,15 +71,19 @@ def _types(explanation: Explanation) -> Iterator[str]:
 
 
 def _computed(group: ModuleGroup) -> str:
-    if group.narrow:
-        return " ".join(group.narrow)
+    if group.low_precision:
+        return " ".join(group.low_precision)
     return "autocast" if group.computed is None else dtype_word(group.computed)
 
 
 def seen(explanation: Explanation, group: ModuleGroup) -> str:
     """Return the dtypes in which a group was observed to compute, or an empty string."""
-    narrow = explanation.observed.narrow.get(group.name) if group.narrow else None
-    return " ".join(sorted(narrow or map(dtype_word, explanation.observed.in_group(group.name))))
+    low_precision = (
+        explanation.observed.low_precision.get(group.name) if group.low_precision else None
+    )
+    return " ".join(
+        sorted(low_precision or map(dtype_word, explanation.observed.in_group(group.name)))
+    )
 
 
 def _memory(explanation: Explanation) -> Iterator[str]:

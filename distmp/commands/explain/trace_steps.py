@@ -18,7 +18,7 @@ from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.precision import PrecisionPolicy
-from distmp.quantization import NarrowLayers
+from distmp.quantization import LowPrecisionLayers
 from distmp.training.setup import Progress, RunComponents, build_engine, training_batches
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.live_bytes import LiveBytes
@@ -78,7 +78,7 @@ class CollectiveRecorder(TorchDispatchMode):
     Attributes:
         collectives: The recorded collectives, in order.
         microbatch: The current microbatch of the step, set by the caller.
-        updated: Whether the optimizer has stepped, set by the caller.
+        updated: Whether the optimizer has run, set by the caller.
     """
 
     def __init__(self) -> None:
@@ -200,8 +200,8 @@ class StepTrace(NamedTuple):
         start_peak: Memory at the peak while the engine was built, in bytes.
         collectives: The collectives of the step, in order.
         observed: The dtypes of all steps.
-        narrow_layers: Which linear layers have narrow products, and why others do not; empty under
-            policies without any.
+        low_precision_layers: Which linear layers have low-precision matmuls, and why others do
+            not; empty under policies without any.
     """
 
     strategy_reason: str
@@ -209,7 +209,7 @@ class StepTrace(NamedTuple):
     start_peak: int
     collectives: list[Collective]
     observed: ObservedDtypes
-    narrow_layers: str
+    low_precision_layers: str
 
 
 def trace_steps(
@@ -252,8 +252,8 @@ def trace_steps(
         average = _average(engine) if config.ema.decay > 0 else []
         memory.label(average, memory_parts.AVERAGE)
         tracker.engine = engine
-        narrow = engine.narrow_products.layers
-        dtypes = DtypeRecorder(engine.model, narrow)
+        low_precision = engine.low_precision_matmuls.layers
+        dtypes = DtypeRecorder(engine.model, low_precision)
         tracker.accumulated = dtypes.observed.accumulated
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
@@ -280,11 +280,11 @@ def trace_steps(
         start_peak,
         recorder.collectives,
         dtypes.observed,
-        "" if narrow is None else _described(narrow, config),
+        "" if low_precision is None else _described(low_precision, config),
     )
 
 
-def _described(layers: NarrowLayers, config: RunConfig) -> str:
+def _described(layers: LowPrecisionLayers, config: RunConfig) -> str:
     if not config.precision.phases:
         return layers.describe()
     return f"{layers.describe()}; the formats are those after the last of precision.phases"
@@ -292,8 +292,8 @@ def _described(layers: NarrowLayers, config: RunConfig) -> str:
 
 def _average(engine: Engine) -> list[Tensor]:
     """Return tensors of the size of a `WeightAverage`, which fake tensors cannot build."""
-    stepped = engine.tensors_by_use()[memory_parts.MASTERS]
-    return [torch.empty_like(tensor, dtype=torch.float32) for tensor in stepped]
+    updated = engine.tensors_by_use()[memory_parts.MASTERS]
+    return [torch.empty_like(tensor, dtype=torch.float32) for tensor in updated]
 
 
 class _PhaseTracker:

@@ -28,24 +28,24 @@ class ModuleGroup:
         modules: Number of modules.
         parameters: Number of elements of their own parameters; shared ones count once.
         stored: Dtype of the module's parameters, or of a rank's shards.
-        stepped: Dtype of the parameters that the optimizer steps.
+        updated: Dtype of the parameters that the optimizer steps.
         computed: Dtype of the inputs of operations; None if autocast selects it per operation.
         reduced: Communication dtype of gradients.
         accumulated: Dtype in which gradients of microbatches are summed.
         kept: Whether the modules run in FP32 under a 16-bit policy.
-        narrow: Formats of the operands of narrow products; empty without any.
+        low_precision: Formats of the operands of low-precision matmuls; empty without any.
     """
 
     name: str
     modules: int
     parameters: int
     stored: torch.dtype
-    stepped: torch.dtype
+    updated: torch.dtype
     computed: torch.dtype | None
     reduced: torch.dtype
     accumulated: torch.dtype
     kept: bool
-    narrow: tuple[str, ...] = ()
+    low_precision: tuple[str, ...] = ()
 
 
 def group_name(name: str) -> str:
@@ -65,9 +65,9 @@ def expected_groups(
         wrap: Patterns of the model's blocks, see `distmp.parallel.blocks.find_blocks`.
 
     Raises:
-        ConfigError: If the policy has narrow products and does not fit the model.
+        ConfigError: If the policy has low-precision matmuls and does not fit the model.
     """
-    narrow = _narrow_modules(model, policy, wrap)
+    low_precision = _low_precision_modules(model, policy, wrap)
     kept = {id(part) for top in modules_in_fp32(model, policy).values() for part in top.modules()}
     groups: dict[tuple[str, bool, bool], ModuleGroup] = {}
     counted: set[int] = set()
@@ -76,27 +76,34 @@ def expected_groups(
         if not own:
             continue
         counted.update(map(id, own))
-        key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in narrow)
+        key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in low_precision)
         group = groups.get(key) or _group(*key, part, policy, strategy)
         count = sum(value.numel() for value in own)
         groups[key] = replace(group, modules=group.modules + 1, parameters=group.parameters + count)
     return list(groups.values())
 
 
-def _narrow_modules(model: nn.Module, policy: PrecisionPolicy, wrap: Sequence[str]) -> set[int]:
-    """Return the `id` of each linear layer with narrow products."""
-    if not policy.is_narrow:
+def _low_precision_modules(
+    model: nn.Module, policy: PrecisionPolicy, wrap: Sequence[str]
+) -> set[int]:
+    """Return the `id` of each linear layer with low-precision matmuls."""
+    if not policy.has_low_precision_matmuls:
         return set()
     selection = select(model, policy, [*outermost(find_blocks(model, wrap))])
-    return {id(part) for part in selection.narrow.values()}
+    return {id(part) for part in selection.low_precision.values()}
 
 
 def _group(
-    name: str, kept: bool, narrow: bool, part: nn.Module, policy: PrecisionPolicy, strategy: str
+    name: str,
+    kept: bool,
+    low_precision: bool,
+    part: nn.Module,
+    policy: PrecisionPolicy,
+    strategy: str,
 ) -> ModuleGroup:
     fp32 = torch.float32
     sharded = strategy in SHARDED_STRATEGIES
-    stepped = fp32 if kept else policy.param_dtype
+    updated = fp32 if kept else policy.param_dtype
     # The optimizer steps FSDP's shards, which are cast when they are gathered.
     held = policy.param_dtype if sharded else policy.module_dtype
     own = [*part.parameters(recurse=False)]
@@ -109,12 +116,12 @@ def _group(
         modules=0,
         parameters=0,
         stored=fp32 if kept else held,
-        stepped=stepped,
+        updated=updated,
         computed=fp32 if kept else _computed(part, policy),
         reduced=fp32 if reduces_in_fp32 else policy.reduce_dtype,
         accumulated=policy.accumulate_dtype,
         kept=kept,
-        narrow=_operand_formats(policy) if narrow else (),
+        low_precision=_operand_formats(policy) if low_precision else (),
     )
 
 

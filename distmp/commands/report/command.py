@@ -15,21 +15,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and return the exit code.
 
     Raises:
-        ConfigError: If a folder contains no run, or the file cannot be written.
+        ConfigError: If a directory contains no run, or the file cannot be written.
     """
     parser = argparse.ArgumentParser(
         prog="distmp report",
         description="Write a self-contained HTML file about a run.",
     )
-    parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("other", type=Path, nargs="?", help="folder of a run to compare it with")
+    parser.add_argument("run_dir", type=Path, help="directory of the run")
+    parser.add_argument("other", type=Path, nargs="?", help="directory of a run to compare it with")
     parser.add_argument("--to", type=Path, help="output file (default: RUN_DIR/report.html)")
     arguments = parser.parse_args(argv)
     from distmp.commands.report.page import page
     from distmp.commands.report.run import Run
 
-    folders = [arguments.run_dir, *([arguments.other] if arguments.other else [])]
-    runs = [Run.read(folder) for folder in folders]
+    directories = [arguments.run_dir, *([arguments.other] if arguments.other else [])]
+    runs = [Run.read(directory) for directory in directories]
     target = arguments.to or arguments.run_dir / "report.html"
     try:
         with replacing(target) as file:

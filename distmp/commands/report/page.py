@@ -186,7 +186,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def _of_run(run: Run, runs: Sequence[Run]) -> Iterator[str]:
     of = "" if len(runs) == 1 else f" of {run.name}"
-    yield _section(f"Low-precision matmuls{of}", _paragraphs(run.narrow_products))
+    yield _section(f"Low-precision matmuls{of}", _paragraphs(run.low_precision_matmuls))
     yield _section(f"Skipped steps{of}", _skipped(run) or "<p>None.</p>")
     yield _section(f"Out of bounds{of}", _divergence(run))
     pairs = [(name, as_text(value)) for name, value in run.environment.items()]

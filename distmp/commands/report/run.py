@@ -1,4 +1,4 @@
-"""Read the folder of a run for the report."""
+"""Read the directory of a run for the report."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ LAST_STEPS = 50
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run's folder.
+    """The content of a run's directory.
 
     Attributes:
-        name: Name of the folder.
+        name: Name of the directory.
         records: The step records; never empty.
         config: The resolved configuration by dotted name; empty if missing.
         environment: Machine and versions by dotted name; empty if missing.
-        narrow_products: Lines on the products that have fewer than 16 bits; empty without any.
+        low_precision_matmuls: Lines on the products that have fewer than 16 bits; empty without
+            any.
     """
 
     name: str
     records: list[StepRecord]
     config: dict[str, object]
     environment: dict[str, object]
-    narrow_products: tuple[str, ...] = ()
+    low_precision_matmuls: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
-        """Read the folder of a run, finished or not.
+    def read(cls, path: Path) -> Run:
+        """Read the directory of a run, finished or not.
 
         Raises:
             ConfigError: If it contains no step record.
         """
-        directory = RunDirectory(folder)
+        directory = RunDirectory(path)
         records = read_records(directory.records) if os.path.isfile(directory.records) else []
         if not records:
             raise ConfigError(
                 "run_dir",
-                str(folder),
+                str(path),
                 f"contains no step; {directory.records.name} is missing or empty",
             )
         config: dict[str, object] = {}
         if directory.config.is_file():
             config = flat(read_yaml(directory.config))
         environment: dict[str, object] = {}
-        narrow = None
+        low_precision = None
         if directory.manifest.is_file():
             last = dict(manifest.read(directory.manifest)[-1])
             last.pop("configuration", None)
-            narrow = last.pop("narrow_products", None)
+            low_precision = last.pop("low_precision_matmuls", None)
             environment = flat(last)
-        name = folder.resolve().name
-        return cls(name, records, config, environment, tuple(_described(narrow)))
+        name = path.resolve().name
+        return cls(name, records, config, environment, tuple(_described(low_precision)))
 
     @property
     def throughput_unit(self) -> str:
@@ -99,15 +100,19 @@ class Run:
         }
 
 
-def _described(narrow: dict[str, Any] | None) -> Iterator[str]:
+def _described(low_precision: dict[str, Any] | None) -> Iterator[str]:
     """Yield lines from the result of `distmp.quantization.layers.formats_record`."""
-    if narrow is not None:
-        total = len(narrow["narrow"]) + len(narrow["wide"])
+    if low_precision is not None:
+        layers = low_precision["low_precision"]
+        total = len(layers) + len(low_precision["high_precision"])
         yield (
-            f"{'; '.join(narrow['formats'])}; {len(narrow['narrow'])} of {total} linear layers "
-            f"have low-precision matmuls, {narrow['backend']}"
+            f"{'; '.join(low_precision['formats'])}; {len(layers)} of {total} linear layers "
+            f"have low-precision matmuls, {low_precision['backend']}"
         )
-        yield from (f"{layer} is wide because of {why}" for layer, why in narrow["wide"].items())
+        yield from (
+            f"{layer} is in high precision because of {why}"
+            for layer, why in low_precision["high_precision"].items()
+        )
 
 
 def as_text(value: object) -> str:

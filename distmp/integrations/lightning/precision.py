@@ -21,7 +21,7 @@ from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
-from distmp.precision.builders import refuse_narrow
+from distmp.precision.builders import refuse_low_precision_matmuls
 from distmp.precision.keep import (
     cast_buffers,
     floating_point_cast,
@@ -48,7 +48,7 @@ def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
     resolution = resolve(name, device)
     if name == "auto" and resolution.policy.has_masters:
         resolution = Resolution(policy(f"{resolution.policy.name}-autocast"), resolution.reason)
-    refuse_narrow(resolution.policy)
+    refuse_low_precision_matmuls(resolution.policy)
     check_policy(resolution.policy)
     return resolution
 
@@ -118,7 +118,7 @@ def _store_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Refuse a model whose parameters are gathered, reduced or stepped in other dtypes.
+    """Refuse a model whose parameters are gathered, reduced or updated in other dtypes.
 
     Args:
         model: The model as Lightning's strategy trains it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine.narrow_products import MatmulStatistics
+from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.settings import DivergenceConfig
 
@@ -90,7 +90,7 @@ class StepResult:
         validation_metrics: Metrics on held-out data after this step, by name.
         rank_seconds: Compute seconds per step of each rank; None in steps without a comparison.
         formats: The policy of `precision.phases` in this step; None without phases.
-        narrow_statistics: Statistics of narrow products; None under policies without any.
+        matmul_statistics: Statistics of low-precision matmuls; None under policies without any.
     """
 
     step: int
@@ -103,7 +103,7 @@ class StepResult:
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: list[float] | None = None
     formats: str | None = None
-    narrow_statistics: MatmulStatistics | None = None
+    matmul_statistics: MatmulStatistics | None = None
 
     @property
     def rolls_back(self) -> bool:

@@ -222,7 +222,7 @@ class HuggingFaceExport(Callback):
         self._known = known
 
     def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
-        """Write the folder on rank 0. Every rank contributes its shards."""
+        """Write the directory on rank 0. Every rank contributes its shards."""
         settings, known = trainer.config.model, self._known
         if not finished or not (settings.is_hugging_face or settings.peft is not None):
             return
@@ -244,11 +244,11 @@ def _write(trainer: TrainingLoop, known: Mapping[str, Any], tokenizer: Path | No
     from distmp.export.files import write
     from distmp.export.sources import EngineWeights
 
-    folder, writes = trainer.directory.model, trainer.world.rank == 0
+    directory, writes = trainer.directory.model, trainer.world.rank == 0
     weights = EngineWeights(trainer.engine.state_dict(), keep=writes)
     if "adapter" in known:
         own = AdapterWeights(weights)
-        write_adapter(folder, own, known["adapter"], tokenizer, writes=writes)
+        write_adapter(directory, own, known["adapter"], tokenizer, writes=writes)
     else:
         described = known["model"]
-        write(folder, weights, described, torch.float32, tokenizer=tokenizer, writes=writes)
+        write(directory, weights, described, torch.float32, tokenizer=tokenizer, writes=writes)

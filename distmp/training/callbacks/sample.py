@@ -143,24 +143,24 @@ def _find_codec(config: RunConfig) -> _Codec | None:
     Raises:
         ConfigError: If `sample.tokenizer` cannot be used.
     """
-    folder = config.sample.tokenizer
+    directory = config.sample.tokenizer
     # The loss `next_token` requires that the model turns token ids into logits.
     if config.sample.length == 0 or config.model.loss != "next_token":
         return None
     if config.data.source == "text":
         return _BYTES
-    if folder is not None:
-        return _codec_of(folder, config.sample.prompt)
+    if directory is not None:
+        return _codec_of(directory, config.sample.prompt)
     data = None
     if config.data.source == "tokens":
         data = TokenMetadata.read(Path(config.data.path or "").expanduser())
     return _BYTES if data is not None and data.tokenizer == "bytes" else None
 
 
-def _codec_of(folder: str, prompt: str) -> _Codec:
-    tokenizer = load_tokenizer("sample.tokenizer", Path(folder).expanduser())
+def _codec_of(directory: str, prompt: str) -> _Codec:
+    tokenizer = load_tokenizer("sample.tokenizer", Path(directory).expanduser())
     known = tokenizer.encode(prompt, add_special_tokens=False)
-    require(bool(known), "sample.prompt", prompt, f"has no tokens in {folder}; write other text")
+    require(bool(known), "sample.prompt", prompt, f"has no tokens in {directory}; write other text")
     return _Codec(
         lambda prompt: torch.tensor(tokenizer.encode(prompt, add_special_tokens=False)),
         lambda tokens: str(tokenizer.decode(tokens.tolist())),

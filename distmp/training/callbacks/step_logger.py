@@ -146,8 +146,8 @@ class StepLogger(Callback):
         return "" if known else f"; {hint}"
 
     def _operands(self, result: StepResult, trainer: TrainingLoop) -> dict[str, Any] | None:
-        """Return the statistics of narrow operands in the steps of which a line is printed."""
-        statistics, self._started = result.narrow_statistics, self._started or result.step
+        """Return the statistics of low-precision operands, in steps that print a line."""
+        statistics, self._started = result.matmul_statistics, self._started or result.step
         if statistics is None or trainer.world.rank != 0:
             return None
         config = trainer.config
@@ -186,7 +186,7 @@ class StepLogger(Callback):
             unit=weight_unit(trainer.config, numbers.weight),
             rank_seconds=result.rank_seconds,
             formats=result.formats,
-            narrow_operands=self._operands(result, trainer),
+            low_precision_operands=self._operands(result, trainer),
         )
 
 

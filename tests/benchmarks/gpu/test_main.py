@@ -68,7 +68,7 @@ def test_missing_packages_are_reported(
 
 
 def test_missing_packages_are_reported_before_they_are_imported(tmp_path: Path) -> None:
-    # Without the folder of installed packages.
+    # Without the directory of installed packages.
     command = [sys.executable, "-S", "-m", "benchmarks.gpu", "--output", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr

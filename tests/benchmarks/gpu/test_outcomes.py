@@ -28,12 +28,12 @@ def test_endless(): time.sleep(600)
 """
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the tests in a folder; their outcomes are written to its file `outcomes`."""
-    options = ("-p", "benchmarks.gpu.outcomes", f"--outcomes={folder / 'outcomes'}")
+def start(directory: Path) -> subprocess.Popen[bytes]:
+    """Start the tests in a directory; their outcomes are written to its file `outcomes`."""
+    options = ("-p", "benchmarks.gpu.outcomes", f"--outcomes={directory / 'outcomes'}")
     return subprocess.Popen(
         python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_some.py"),
-        cwd=folder,
+        cwd=directory,
         env=environment(),
         stdout=subprocess.DEVNULL,
     )

@@ -14,11 +14,11 @@ METADATA = "Metadata-Version: 2.1\nName: {0}\nVersion: 1.0\n"
 WHEEL = "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
-def make_wheel(folder: Path, name: str) -> None:
+def make_wheel(directory: Path, name: str) -> None:
     """Write a wheel with one module, whose `VALUE` is 7."""
-    folder.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True)
     info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}.py", "VALUE = 7\n")
         wheel.writestr(f"{info}/METADATA", METADATA.format(name))
         wheel.writestr(f"{info}/WHEEL", WHEEL)
@@ -52,8 +52,8 @@ def test_missing_packages_are_installed_from_wheels(
     packages.install(tmp_path / "wheels", target)
 
 
-def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--wheels .*: the folder has no wheel"):
+def test_a_directory_without_wheels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--wheels .*: the directory has no wheel"):
         packages.install(tmp_path, tmp_path / "target")
 
 

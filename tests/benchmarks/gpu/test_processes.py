@@ -43,20 +43,20 @@ from benchmarks.gpu import processes
 processes.adopt_orphans()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 command = [sys.executable, "job.py", *sys.argv[1:3]]
-folder = pathlib.Path.cwd()
-print(processes.run(command, float(sys.argv[3]), folder / "log.txt", os.environ, folder))
+directory = pathlib.Path.cwd()
+print(processes.run(command, float(sys.argv[3]), directory / "log.txt", os.environ, directory))
 """
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     for name, text in (("rank", RANK), ("job", JOB), ("driver", DRIVER)):
         (tmp_path / f"{name}.py").write_text(text)
     return tmp_path
 
 
-def check_rank_ended(folder: Path) -> None:
-    pid = int((folder / "pid").read_text())
+def check_rank_ended(directory: Path) -> None:
+    pid = int((directory / "pid").read_text())
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -65,41 +65,41 @@ def check_rank_ended(folder: Path) -> None:
     assert state in "ZX", "a rank in a session of its own outlived its job"
 
 
-def run_driver(folder: Path, how: str, limit: int) -> str:
+def run_driver(directory: Path, how: str, limit: int) -> str:
     done = subprocess.run(
         python("driver.py", "pid", how, str(limit)),
-        cwd=folder,
+        cwd=directory,
         env=environment(),
         capture_output=True,
         text=True,
     )
-    check_rank_ended(folder)
+    check_rank_ended(directory)
     return done.stdout + done.stderr
 
 
-def test_ranks_in_sessions_of_their_own_end_with_a_job(folder: Path) -> None:
-    assert run_driver(folder, "fail", 60) == "3\n"
+def test_ranks_in_sessions_of_their_own_end_with_a_job(directory: Path) -> None:
+    assert run_driver(directory, "fail", 60) == "3\n"
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_ranks_in_sessions_of_their_own_end_at_the_limit(folder: Path) -> None:
-    assert run_driver(folder, "wait", 10) == "None\n"
-    assert "in wait_for_other_ranks" in (folder / "log.txt").read_text(), "no stacks"
-    assert not list(folder.glob("core*"))
+def test_ranks_in_sessions_of_their_own_end_at_the_limit(directory: Path) -> None:
+    assert run_driver(directory, "wait", 10) == "None\n"
+    assert "in wait_for_other_ranks" in (directory / "log.txt").read_text(), "no stacks"
+    assert not list(directory.glob("core*"))
 
 
-def test_ranks_end_when_the_command_is_terminated(folder: Path) -> None:
+def test_ranks_end_when_the_command_is_terminated(directory: Path) -> None:
     with subprocess.Popen(
-        python("driver.py", "pid", "wait", "600"), cwd=folder, env=environment()
+        python("driver.py", "pid", "wait", "600"), cwd=directory, env=environment()
     ) as driver:
         progress = of_children()
-        while not (folder / "pid").exists():
+        while not (directory / "pid").exists():
             assert progress.problem() is None
             time.sleep(0.01)
         driver.send_signal(signal.SIGTERM)
         assert driver.wait() == 7
-    check_rank_ended(folder)
+    check_rank_ended(directory)
 
 
 def test_processes_that_start_while_others_are_killed_end_too(

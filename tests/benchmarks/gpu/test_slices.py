@@ -32,8 +32,8 @@ def test_all_jobs_exist() -> None:
 
 
 def test_every_gpu_test_is_in_one_job() -> None:
-    """`make bench-gpu` would not run tests marked gpu in other folders."""
-    folders = [
+    """`make bench-gpu` would not run tests marked gpu in other directories."""
+    directories = [
         Path(argument)
         for part in ALL
         for job in part.jobs
@@ -50,8 +50,8 @@ def test_every_gpu_test_is_in_one_job() -> None:
     ]
     assert len(marked) > 15
     for path in marked:
-        jobs = sum(folder in path.parents for folder in folders)
-        assert jobs == 1, f"{path}: {jobs} jobs of benchmarks/gpu/slices.py run its folder"
+        jobs = sum(directory in path.parents for directory in directories)
+        assert jobs == 1, f"{path}: {jobs} jobs of benchmarks/gpu/slices.py run its directory"
 
 
 def test_the_larger_model_is_omitted() -> None:

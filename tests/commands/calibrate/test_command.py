@@ -40,7 +40,9 @@ def test_policies_are_compared_on_the_same_steps(
     assert policies["fp32"]["losses"] != policies["bf16-autocast"]["losses"]
     for one in policies.values():
         assert one["losses"][0] == pytest.approx(policies["fp32"]["losses"][0], rel=1e-2)
-        assert one["memory_bytes"] > 4 * 1_000_000 * 3
+        assert (
+            one["memory_bytes"] > 4 * 1_000_000 * 2
+        )  # at least weights and gradients, whatever memory was free before
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 

@@ -379,9 +379,9 @@ def test_every_configuration(
     assert not [line for line in lines if "POLICY MISMATCH" in line]
 
 
-def small_file(folder: Path) -> str:
-    (folder / "run.yaml").write_text(json.dumps(SMALL))
-    return str(folder / "run.yaml")
+def small_file(directory: Path) -> str:
+    (directory / "run.yaml").write_text(json.dumps(SMALL))
+    return str(directory / "run.yaml")
 
 
 def test_json_has_the_numbers_of_the_tables(

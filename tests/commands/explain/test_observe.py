@@ -24,7 +24,8 @@ def explanation() -> Explanation:
 def test_a_real_step_matches_the_policy(explanation: Explanation) -> None:
     assert explanation.differences == []
     groups = {
-        (group.name, bool(group.narrow)): seen(explanation, group) for group in explanation.groups
+        (group.name, bool(group.low_precision)): seen(explanation, group)
+        for group in explanation.groups
     }
     assert groups["blocks.*.feed_forward.down", True] == "e4m3 e5m2"
     assert groups["blocks.*.feed_forward.down", False] == "bf16"
@@ -32,17 +33,17 @@ def test_a_real_step_matches_the_policy(explanation: Explanation) -> None:
 
 def test_products_with_other_formats_are_a_mismatch(explanation: Explanation) -> None:
     observed, groups, fp8 = explanation.observed, explanation.groups, explanation.policy
-    wrong = {**observed.narrow, "blocks.*.feed_forward.down": {"e4m3"}}
-    assert [*differences(replace(observed, narrow=wrong), groups, fp8)] == [
-        f"blocks.*.feed_forward.down has narrow operands in e4m3, but the policy {fp8.name} "
+    wrong = {**observed.low_precision, "blocks.*.feed_forward.down": {"e4m3"}}
+    assert [*differences(replace(observed, low_precision=wrong), groups, fp8)] == [
+        f"blocks.*.feed_forward.down has low-precision operands in e4m3, but the policy {fp8.name} "
         "specifies e4m3 and e5m2"
     ]
-    none = [*differences(replace(observed, narrow={}), groups, fp8)]
+    none = [*differences(replace(observed, low_precision={}), groups, fp8)]
     assert len(none) == 4
-    assert "has narrow operands in none" in none[0]
+    assert "has low-precision operands in none" in none[0]
 
 
-def test_the_report_says_what_is_narrow(explanation: Explanation) -> None:
+def test_the_report_names_low_precision_layers(explanation: Explanation) -> None:
     text = " ".join(" ".join(report(explanation)).split())
     assert "4 of 8 linear layers have low-precision matmuls" in text
     assert "; in the compute dtype: blocks.0.attention." in text

@@ -78,7 +78,7 @@ def test_equal_modules_of_which_one_is_kept() -> None:
     ]
 
 
-def test_groups_of_which_some_layers_are_narrow() -> None:
+def test_groups_of_which_some_layers_have_low_precision() -> None:
     sequence = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     groups = expected_groups(sequence, policy("nvfp4,hp=2"), "single")
-    assert [(group.name, group.narrow) for group in groups] == [("*", ("e2m1",)), ("*", ())]
+    assert [(group.name, group.low_precision) for group in groups] == [("*", ("e2m1",)), ("*", ())]

@@ -20,13 +20,13 @@ from tests.telemetry.samples import record
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 
 
-def write_run(folder: Path, records: list[StepRecord], config: str = "") -> Path:
-    folder.mkdir()
-    with closing(RecordWriter(folder / "steps.jsonl", resume_after_step=None)) as writer:
+def write_run(directory: Path, records: list[StepRecord], config: str = "") -> Path:
+    directory.mkdir()
+    with closing(RecordWriter(directory / "steps.jsonl", resume_after_step=None)) as writer:
         for one in records:
             writer.write(one)
-    (folder / "config.yaml").write_text(config)
-    return folder
+    (directory / "config.yaml").write_text(config)
+    return directory
 
 
 def skipped(step: int, **overflow: Any) -> StepRecord:
@@ -60,9 +60,9 @@ class Page(HTMLParser):
         return "\n".join(self.texts)
 
 
-def charts(*folders: Path) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
+def charts(*directories: Path) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
     """Return the drawn points by the titles of charts and the labels of curves."""
-    figure = draw([Run.read(folder) for folder in folders])
+    figure = draw([Run.read(directory) for directory in directories])
     return {
         axes.get_title("left"): {
             line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
@@ -101,9 +101,9 @@ def test_charts_agree_with_the_records(tmp_path: Path) -> None:
 
 def test_a_long_run_takes_a_page_of_a_few_hundred_kilobytes(tmp_path: Path) -> None:
     records = [record(s, loss=99.0 if s == 17_001 else 2.0) for s in range(1, 3_001)]
-    folder = write_run(tmp_path / "run", records)
-    assert report(folder)
-    assert (folder / "report.html").stat().st_size < 500_000
+    directory = write_run(tmp_path / "run", records)
+    assert report(directory)
+    assert (directory / "report.html").stat().st_size < 500_000
 
 
 @pytest.mark.parametrize("count", [1, 80, 1001])
@@ -118,9 +118,9 @@ def test_smoothing_is_a_centered_mean_of_known_values(count: int) -> None:
 
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", [record(1)])
-    page = report(folder)
-    text = (folder / "report.html").read_text()
+    directory = write_run(tmp_path / "run", [record(1)])
+    page = report(directory)
+    text = (directory / "report.html").read_text()
     for tag, attributes in page.tags:
         assert not {"href", "srcset"} & attributes.keys(), tag
         assert str(attributes.get("src", "data:image/png;base64,")).startswith("data:image/png")
@@ -168,7 +168,7 @@ def test_two_runs_show_their_different_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b""])
-def test_a_folder_without_a_step_is_refused(
+def test_a_directory_without_a_step_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
 ) -> None:
     if content is not None:
@@ -188,8 +188,8 @@ def test_a_path_that_is_too_long_is_refused(capsys: pytest.CaptureFixture[str]) 
 def test_a_path_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_run(tmp_path / "run", [record(1)])
-    assert main(["report", str(folder), "--to", str(tmp_path / "nowhere" / "x.html")]) == 2
+    directory = write_run(tmp_path / "run", [record(1)])
+    assert main(["report", str(directory), "--to", str(tmp_path / "nowhere" / "x.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
 
 
@@ -201,13 +201,13 @@ def test_ranks_rollbacks_and_the_environment_are_shown(tmp_path: Path) -> None:
         record(3, divergence={"rolled_back": back}),
         record(4, rank_seconds=[0.25, math.nan], divergence={"problem": "high", "action": "warn"}),
     ]
-    folder = write_run(tmp_path / "run", records)
+    directory = write_run(tmp_path / "run", records)
     starts = [{"versions": {"torch": "1"}}, {"versions": {"torch": "2"}, "configuration": {"a": 1}}]
-    (folder / "manifest.json").write_text(json.dumps({"starts": starts}))
-    times = charts(folder)["Time of each rank without waiting, s"]
+    (directory / "manifest.json").write_text(json.dumps({"starts": starts}))
+    times = charts(directory)["Time of each rank without waiting, s"]
     assert times["rank 0"] == ([2, 4], [0.5, 0.25])
     assert times["rank 1"][1] == pytest.approx([0.75, math.nan], nan_ok=True)
-    page = report(folder)
+    page = report(directory)
     events = page.texts[page.texts.index("Out of bounds") :]
     assert events[4:10] == [
         *("3", "step 9: loss 99 is above its limit", "back to step 2"),

@@ -98,8 +98,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer(folder: Path, *users: Callback, **values: Any) -> Trainer:
-    config = configuration(folder, **{**COMMON, **values})
+def trainer(directory: Path, *users: Callback, **values: Any) -> Trainer:
+    config = configuration(directory, **{**COMMON, **values})
     world = World.current("cpu")
     return Trainer(config, world, Console(config.log, quiet=world.rank != 0), users)
 
@@ -151,14 +151,14 @@ def _history(run: Trainer) -> History:
     return next(callback for callback in run.callbacks if isinstance(callback, History))
 
 
-def train_and_return(folder: Path, values: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+def train_and_return(directory: Path, values: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Train on these ranks, and return the states of callbacks."""
-    return state(finished(trainer(folder, **values)))
+    return state(finished(trainer(directory, **values)))
 
 
-def load_and_return(folder: Path, values: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+def load_and_return(directory: Path, values: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Resume a finished run on these ranks, and return the states of callbacks."""
-    run = trainer(folder, **values, resume="auto")
+    run = trainer(directory, **values, resume="auto")
     with run.active(StopSignals()):
         return state(run)
 

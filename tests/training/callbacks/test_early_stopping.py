@@ -36,9 +36,9 @@ VALUES: dict[str, Any] = {
 }
 
 
-def trainer(folder: Path, losses: Sequence[float] = LOSSES, **values: Any) -> Trainer:
+def trainer(directory: Path, losses: Sequence[float] = LOSSES, **values: Any) -> Trainer:
     """Return a trainer whose validations have these losses."""
-    config = configuration(folder, **{**VALUES, **values})
+    config = configuration(directory, **{**VALUES, **values})
     world = World.current("cpu")
     run = Trainer(config, world, Console(config.log, quiet=world.rank != 0))
 
@@ -66,8 +66,8 @@ def checkpoints(run: Trainer) -> list[str]:
 @ranks(2, timeout=120)
 def test_all_ranks_end_together_and_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     for strategy in ("ddp", "fsdp"):
-        folder = tmp_path / strategy
-        run = trainer(folder, strategy=strategy)
+        directory = tmp_path / strategy
+        run = trainer(directory, strategy=strategy)
         # 1.45 is not better than 1.5 by more than 0.1: 1.6, 1.45 and 1.7 do not improve.
         reason = (
             "loss has not improved on 1.5 at step 6 for 3 validations (early_stopping.patience)"
@@ -77,12 +77,14 @@ def test_all_ranks_end_together_and_the_best_checkpoint_is_kept(tmp_path: Path) 
         assert run.progress.step == 12
         assert checkpoints(run) == ["step-000006", "step-000012"]
         # The run is finished, also for a job that resumes it.
-        resumed = trainer(folder, strategy=strategy, resume="auto")
+        resumed = trainer(directory, strategy=strategy, resume="auto")
         assert messages(resumed) == [best, f"finished after step 12: {reason}"]
         assert resumed.progress.step == 12
         # With more patience it continues. NaN does not improve, 1.0 does.
         section = {"patience": 5, "min_delta": 0.1}
-        longer = trainer(folder, strategy=strategy, resume="auto", early_stopping=section, steps=18)
+        longer = trainer(
+            directory, strategy=strategy, resume="auto", early_stopping=section, steps=18
+        )
         assert messages(longer) == [
             best.replace("1.5 at step 6", "1 at step 16").replace("06", "16")
         ]

@@ -64,7 +64,9 @@ def test_pauses_and_numbers(
     assert main(plain) == 0
     assert main([*profiled, "--profile.steps=2:4"]) == 0
     assert "profile of steps 2 to 4 on 1 rank, in run/profile" in capsys.readouterr().out
-    records = [read_records(folder / "steps.jsonl") for folder in (Path("plain"), Path("run"))]
+    records = [
+        read_records(directory / "steps.jsonl") for directory in (Path("plain"), Path("run"))
+    ]
     numbers = [[(r.loss, r.grad_norm, r.validation_loss) for r in run] for run in records]
     assert numbers[0] == numbers[1]
     trace = json.loads(Path("run/profile/trace-rank0.json").read_text())

@@ -26,7 +26,7 @@ END = "<|endoftext|>"
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tokenizer, and tokens of it and of bytes."""
+    """Return a directory with a tokenizer, and tokens of it and of bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from tokenizers.decoders import ByteLevel
     from transformers import PreTrainedTokenizerFast
@@ -38,25 +38,25 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    folder = tmp_path_factory.mktemp("tokens")
-    text = corpus(folder / "text")
+    directory = tmp_path_factory.mktemp("tokens")
+    text = corpus(directory / "text")
     for name, words in (("tokenizer", "the quick brown fox"), ("other", "jumps over the lazy dog")):
         backend.train_from_iterator([words] * 50, trainer)
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(
-            folder / name
+            directory / name
         )
-    for target, tokenizer in (("ids", str(folder / "tokenizer")), ("bytes", "bytes")):
-        arguments = ["--to", str(folder / target), "--tokenizer", tokenizer, "--workers", "1"]
+    for target, tokenizer in (("ids", str(directory / "tokenizer")), ("bytes", "bytes")):
+        arguments = ["--to", str(directory / target), "--tokenizer", tokenizer, "--workers", "1"]
         assert cli.main(["data", "tokenize", str(text), *arguments]) == 0
-    return folder
+    return directory
 
 
-def trainer(folder: Path, run_dir: str, *arguments: str) -> Trainer:
+def trainer(directory: Path, run_dir: str, *arguments: str) -> Trainer:
     config = load(
         [
             *TINY,
             "--data.source=tokens",
-            f"--run-dir={folder / run_dir}",
+            f"--run-dir={directory / run_dir}",
             "--steps=5",
             "--schedule.warmup-steps=1",
             "--sample.prompt=the quick",
@@ -67,9 +67,9 @@ def trainer(folder: Path, run_dir: str, *arguments: str) -> Trainer:
     return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
 
 
-def samples(folder: Path, run_dir: str, *arguments: str) -> tuple[list[str], dict[str, Any]]:
+def samples(directory: Path, run_dir: str, *arguments: str) -> tuple[list[str], dict[str, Any]]:
     """Train, and return the samples and the state at the end."""
-    run = trainer(folder, run_dir, *arguments)
+    run = trainer(directory, run_dir, *arguments)
     lines: list[str] = []
     run.console.message = lines.append  # type: ignore[method-assign]
     assert run.run(StopSignals())
@@ -103,11 +103,11 @@ def test_tokens_of_bytes_need_no_tokenizer(tokens: Path) -> None:
     assert lines[0].startswith("sample of generated text:\nthe quick")
 
 
-def refusal(folder: Path) -> str:
+def refusal(directory: Path) -> str:
     """Return the message about a tokenizer that does not exist."""
-    options = (f"--data.path={folder / 'ids'}", f"--sample.tokenizer={folder / 'nowhere'}")
+    options = (f"--data.path={directory / 'ids'}", f"--sample.tokenizer={directory / 'nowhere'}")
     with pytest.raises((ConfigError, SetupError)) as caught:
-        trainer(folder, "refused", *options)
+        trainer(directory, "refused", *options)
     return str(caught.value)
 
 

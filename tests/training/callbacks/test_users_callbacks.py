@@ -122,7 +122,7 @@ def recorder() -> Recorder:
     return configured[-1]
 
 
-def trainer(folder: Path, *arguments: str, callbacks: tuple[Callback, ...] = ()) -> Trainer:
+def trainer(directory: Path, *arguments: str, callbacks: tuple[Callback, ...] = ()) -> Trainer:
     config = load(
         [
             f"--data.source={__name__}:dataset",
@@ -139,7 +139,7 @@ def trainer(folder: Path, *arguments: str, callbacks: tuple[Callback, ...] = ())
             "--divergence.warmup-steps=6",
             "--divergence.threshold=100",
             "--log.console=off",
-            f"--run-dir={folder / 'run'}",
+            f"--run-dir={directory / 'run'}",
             *arguments,
         ]
     )

@@ -13,9 +13,9 @@ from tests.ranks import ranks
 from tests.training.test_resume import configuration
 
 
-def printed(folder: Path, **values: Any) -> list[str]:
+def printed(directory: Path, **values: Any) -> list[str]:
     """Train, and return the lines about held-out data."""
-    config = configuration(folder, steps=3, **values)
+    config = configuration(directory, steps=3, **values)
     world = World.current("cpu")
     run = Trainer(config, world, Console(config.log, quiet=world.rank != 0))
     lines: list[str] = []

@@ -38,10 +38,10 @@ samples = [{"input_ids": i, "labels": i} for i in tokens]
 exact = copy.deepcopy(model).double()
 mean_loss(exact(tokens), tokens).backward()
 
-with tempfile.TemporaryDirectory() as folder:
+with tempfile.TemporaryDirectory() as directory:
     options: dict[str, Any] = {"use_cpu": True, "save_strategy": "no", "report_to": []}
     options |= {"max_grad_norm": 0.0, "disable_tqdm": True, "gradient_accumulation_steps": 2}
-    args = TrainingArguments(folder, max_steps=1, per_device_train_batch_size=2, **options)
+    args = TrainingArguments(directory, max_steps=1, per_device_train_batch_size=2, **options)
     options = {"train_dataset": samples, "callbacks": [keep], "compute_loss_func": mean_loss}
     # distmp: trainer = DistmpTrainer(model, args, **options)
     trainer = Trainer(model, args, **options)

@@ -36,10 +36,10 @@ samples = [{"input_ids": i, "labels": j} for i, j in zip(tokens, labels, strict=
 exact = copy.deepcopy(model).double()
 exact(tokens, labels)["loss"].backward()
 
-with tempfile.TemporaryDirectory() as folder:
+with tempfile.TemporaryDirectory() as directory:
     options: dict[str, Any] = {"use_cpu": True, "save_strategy": "no", "report_to": []}
     options |= {"max_grad_norm": 0.0, "disable_tqdm": True, "gradient_accumulation_steps": 2}
-    args = TrainingArguments(folder, max_steps=1, per_device_train_batch_size=2, **options)
+    args = TrainingArguments(directory, max_steps=1, per_device_train_batch_size=2, **options)
     # distmp: trainer = DistmpTrainer(model, args, train_dataset=samples, callbacks=[keep])
     trainer = Trainer(model, args, train_dataset=samples, callbacks=[keep])
     trainer.train()

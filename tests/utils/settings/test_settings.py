@@ -48,7 +48,7 @@ class Optim:
 @dataclass(frozen=True)
 class Data:
     path: str = ""
-    """Folder of text files."""
+    """Directory of text files."""
     name: str | None = None
     """Name in the report."""
     columns: tuple[str, ...] = ()
@@ -75,8 +75,8 @@ class Run:
             raise ConfigError("steps", self.steps, "must not be less than the warm-up")
 
 
-def file_of(folder: Path, text: str) -> Path:
-    path = folder / "run.yaml"
+def file_of(directory: Path, text: str) -> Path:
+    path = directory / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -191,7 +191,7 @@ def test_missing_file(tmp_path: Path) -> None:
         read_yaml(tmp_path / "x.yaml")
 
 
-def test_folder_cannot_be_read(tmp_path: Path) -> None:
+def test_directory_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         read_yaml(tmp_path)
 

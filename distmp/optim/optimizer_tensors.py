@@ -53,7 +53,7 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
     return optimizer
 
 
-class SteppedTensors:
+class OptimizerTensors:
     """Checks that an optimizer keeps its tensors, and is only stepped by the engine.
 
     Args:
@@ -75,7 +75,7 @@ class SteppedTensors:
         """Include tensors that were added to the optimizer."""
         self._parameters += parameters
         self._groups = self.optimizer.param_groups
-        self._stepped = self._tensor_ids()
+        self._updated = self._tensor_ids()
         # The kernel that each group was built for; loading a state overwrites the flag.
         self._fused = [group.get("fused") for group in self._groups]
 
@@ -122,7 +122,7 @@ class SteppedTensors:
                 "replaces the optimizer that the engine has built; build a new engine, or change "
                 "the rates in engine.optimizer.param_groups",
             )
-        if self._tensor_ids() != self._stepped:
+        if self._tensor_ids() != self._updated:
             _check_tensors(optimizer, self._parameters)
         if optimizer.param_groups is not self._groups:  # by optimizer.load_state_dict
             for group, fused in zip(optimizer.param_groups, self._fused, strict=True):

@@ -4,13 +4,13 @@ import math
 
 import torch
 
-from distmp.engine.narrow_products import MatmulStatistics
+from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.quantization.linear import OPERANDS
 from distmp.telemetry.measurements import summarize
 
 
 def statistics(sums: dict[str, list[list[float]]], largest: float = 2.0) -> MatmulStatistics:
-    """Return statistics of two layers; operands without numbers are wide."""
+    """Return statistics of two layers; operands without numbers have high precision."""
     values = torch.zeros(2, len(OPERANDS), 3, dtype=torch.float64)
     for operand, numbers in sums.items():
         values[:, OPERANDS.index(operand)] = torch.tensor(numbers, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Narrow products in a step: recomputation, resume, numbers of ranks, statistics."""
+"""Low-precision matmuls in a step: recomputation, resume, numbers of ranks, statistics."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def losses(policy: str) -> list[float]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training_is_close_to_fp32_but_not_equal_to_bf16(policy: str) -> None:
-    narrow, wide, exact = losses(policy), losses("bf16"), losses("fp32")
-    assert narrow != wide
+    low_precision, wide, exact = losses(policy), losses("bf16"), losses("fp32")
+    assert low_precision != wide
     assert exact[-1] < 0.7 * exact[0]
     limit = 0.3 if policy.startswith("nvfp4") else 0.08
-    assert abs(narrow[-1] / exact[-1] - 1) < limit
+    assert abs(low_precision[-1] / exact[-1] - 1) < limit
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -123,9 +123,9 @@ def test_reproducible_bits_do_not_depend_on_the_number_of_ranks(policy: str) -> 
 def test_statistics_are_summed_over_ranks() -> None:
     of = engine("fp8")
     outcome = of.step(batches(0))
-    assert outcome.narrow_statistics is not None
-    counts = outcome.narrow_statistics.read()
-    assert outcome.narrow_statistics.layers == [
+    assert outcome.matmul_statistics is not None
+    counts = outcome.matmul_statistics.read()
+    assert outcome.matmul_statistics.layers == [
         f"blocks.{block}.{layer}" for block in (0, 1) for layer in (1, 3)
     ]
     samples = MICROBATCHES * 8
@@ -138,8 +138,8 @@ def test_statistics_are_summed_over_ranks() -> None:
         broken[0][0, 0] = torch.inf
     outcome = of.step(broken)
     assert outcome.numbers.skipped
-    assert (outcome.narrow_statistics.read()[0, INPUT, 1] > 0).all()
-    clean = of.step(batches(2)).narrow_statistics
+    assert (outcome.matmul_statistics.read()[0, INPUT, 1] > 0).all()
+    clean = of.step(batches(2)).matmul_statistics
     assert clean is not None
     assert (clean.read()[..., 1] == 0).all()
 
@@ -147,7 +147,7 @@ def test_statistics_are_summed_over_ranks() -> None:
 def test_random_rounding_differs_between_steps_and_microbatches() -> None:
     """Otherwise its errors would add up."""
     of = engine("nvfp4,hp=none")
-    layers = of.narrow_products.layers
+    layers = of.low_precision_matmuls.layers
     assert layers is not None
     state = layers.states["blocks.0.1"]
     keys = set()
@@ -162,11 +162,11 @@ def test_random_rounding_differs_between_steps_and_microbatches() -> None:
 
 def test_formats_of_a_layer_can_be_changed_between_steps() -> None:
     of = engine("fp8")
-    layers = of.narrow_products.layers
+    layers = of.low_precision_matmuls.layers
     assert layers is not None
     formats = layers.states["blocks.0.1"].formats
     layers.set_formats({"blocks.0.1": dataclasses.replace(formats, grad=None, wgrad=None)})
-    counts = of.step(batches(0)).narrow_statistics
+    counts = of.step(batches(0)).matmul_statistics
     assert counts is not None
     elements = counts.read()[:, [INPUT, GRAD, WGRAD_GRAD], 3]
     assert (elements[0, 1:] == 0).all()

@@ -73,7 +73,7 @@ def test_no_warning(policy: str, options: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["bf16,grad=e5m2", "bf16,wgrad=e5m2"])
-def test_called_layers_without_narrow_gradients_are_not_named(policy: str) -> None:
+def test_called_layers_without_low_precision_gradients_are_not_named(policy: str) -> None:
     model = Model(1)
     # Its input needs no gradient in either case.
     model.layers[0].requires_grad_(policy == "bf16,grad=e5m2")
@@ -99,7 +99,7 @@ def test_a_step_without_samples(policy: str) -> None:
 def test_the_formats_are_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "distmp")
     engine = make_engine(Model(2), "fp8-rowwise,wgrad=bf16,name=mine")
-    layers = engine.narrow_products.layers
+    layers = engine.low_precision_matmuls.layers
     assert layers is not None
     text = (
         "forward e4m3, grad e4m3, wgrad bf16, scaling row; 2 of 3 linear layers have "
@@ -111,8 +111,8 @@ def test_the_formats_are_said(caplog: pytest.LogCaptureFixture) -> None:
         "formats": ["forward e4m3, grad e4m3, wgrad bf16, scaling row"],
         "emulated": True,
         "backend": "emulated",
-        "narrow": ["layers.0", "layers.1"],
-        "wide": {"head": "hp=head"},
+        "low_precision": ["layers.0", "layers.1"],
+        "high_precision": {"head": "hp=head"},
     }
 
 
@@ -125,7 +125,7 @@ def test_a_forward_that_is_replaced_later_is_refused() -> None:
         engine.step([torch.ones(4, WIDTH)])
 
 
-def test_engines_do_not_share_a_narrow_layer() -> None:
+def test_engines_do_not_share_a_low_precision_layer() -> None:
     shared = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
     first = make_engine(nn.Sequential(shared, nn.Linear(WIDTH, WIDTH)))
     first.step([torch.ones(4, WIDTH)])

@@ -10,7 +10,7 @@ from torch import Tensor
 from distmp.distributed.world import World
 from distmp.engine.precision_phases import PhaseSchedule
 from distmp.errors import ConfigError
-from distmp.quantization import NarrowLayers, ProductFormats
+from distmp.quantization import LowPrecisionLayers, ProductFormats
 from distmp.scaling.step_decision import StepDecision
 from distmp.utils.host_copy import HostCopy
 
@@ -59,7 +59,7 @@ class LowPrecisionMatmuls:
     """
 
     def __init__(
-        self, layers: NarrowLayers | None, world: World, schedule: PhaseSchedule | None = None
+        self, layers: LowPrecisionLayers | None, world: World, schedule: PhaseSchedule | None = None
     ) -> None:
         self.layers = layers
         self.step = 0
@@ -131,6 +131,6 @@ class LowPrecisionMatmuls:
             self.schedule.continue_from_state()
 
 
-def _forwards(layers: NarrowLayers | None) -> dict[str, Any]:
+def _forwards(layers: LowPrecisionLayers | None) -> dict[str, Any]:
     modules = {} if layers is None else layers.modules
     return {name: vars(module).get("forward") for name, module in modules.items()}

@@ -47,11 +47,11 @@ def test_from_the_start_to_the_report(tmp_path: Path) -> None:
     assert "this CPU only emulates matmuls with scaling=tensor, which is slow" in output
 
     records = read_records(tmp_path / "run" / "steps.jsonl")
-    assert [r.step for r in records if r.narrow_operands is not None] == [1, 3, 6, 7]
+    assert [r.step for r in records if r.low_precision_operands is not None] == [1, 3, 6, 7]
     for record in (records[0], records[-1]):
-        assert record.narrow_operands is not None
-        assert tuple(record.narrow_operands) == OPERANDS
-        for values in record.narrow_operands.values():
+        assert record.low_precision_operands is not None
+        assert tuple(record.low_precision_operands) == OPERANDS
+        for values in record.low_precision_operands.values():
             assert values["saturated"] == 0
             assert 0 <= values["underflowed"] < 0.5
             assert values["largest"] > 0
@@ -61,14 +61,16 @@ def test_from_the_start_to_the_report(tmp_path: Path) -> None:
     section = page.texts[first : page.texts.index("Skipped steps")]
     lines = [text for text in section[1:] if text.strip()]
     assert lines[0] == f"{FORMATS}; {BACKEND}"
-    assert lines[1:] == [f"{layer} is wide because of {reason}" for layer, reason in WIDE.items()]
+    assert lines[1:] == [
+        f"{layer} is in high precision because of {reason}" for layer, reason in WIDE.items()
+    ]
 
 
 def test_a_run_in_16_bits_has_no_such_section(tmp_path: Path) -> None:
     assert "formats:" not in trained(tmp_path, "--steps=1", "--precision.policy=bf16")
     (record,) = read_records(tmp_path / "run" / "steps.jsonl")
-    assert record.narrow_operands is None
+    assert record.low_precision_operands is None
     (start,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["starts"]
-    assert "narrow_products" not in start
+    assert "low_precision_matmuls" not in start
     page = report(tmp_path / "run")
     assert "Low-precision matmuls" not in page.texts

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distmp.errors import ConfigError
-from distmp.optim.stepped import build_on
+from distmp.optim.optimizer_tensors import build_on
 from tests.ranks import ranks
 from tests.reference import (
     TWO_RANKS,
@@ -41,8 +41,8 @@ def only_tensors(parameters: Any) -> list[torch.Tensor]:
 def test_an_optimizer_of_all_tensors_is_taken(factory: Callable[[Any], Any]) -> None:
     parameters = named()
     optimizer = build_on(factory, parameters)
-    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    assert stepped == {id(tensor) for _, tensor in parameters}
+    updated = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    assert updated == {id(tensor) for _, tensor in parameters}
 
 
 def twice(parameters: Any) -> torch.optim.Optimizer:
