@@ -170,8 +170,8 @@ def formats_record(layers: LowPrecisionLayers) -> dict[str, Any]:
 
     Returns:
         "formats", a list of texts; "emulated"; "backend", how products are computed;
-        "low_precision", the names of the layers with low-precision matmuls; "high_precision", why each other
-        linear layer stays in the compute dtype, by name.
+        "low_precision", the names of the layers with low-precision matmuls; "high_precision", why
+        each other linear layer stays in the compute dtype, by name.
     """
     return {
         "formats": [_formats(layers.policy_formats)],
