@@ -18,7 +18,7 @@ from pathlib import Path
 
 from distmp.config import RunConfig
 from distmp.utils.settings import to_mapping
-from distmp.utils.settings.flat import flat
+from distmp.utils.settings.convert import flat
 
 ROOT = Path(__file__).parent.parent
 SILENT = {

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from distmp.errors import nearest, require
 from distmp.models.settings import EMA_PREFIX
-from distmp.utils.entries import Entry, parse_entries
-from distmp.utils.imports import check_arguments, load_callable
+from distmp.utils.imports import Entry, check_arguments, load_callable, parse_entries
 
 _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME: VALUE}}"
 # Metrics whose best value is the smallest one.

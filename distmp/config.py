@@ -35,7 +35,7 @@ from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
 from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential, dangerous
 from distmp.utils.settings import command_line, to_mapping
-from distmp.utils.settings.flat import flat
+from distmp.utils.settings.convert import flat
 
 if TYPE_CHECKING:
     from distmp.engine.config import EngineConfig

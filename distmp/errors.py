@@ -207,3 +207,15 @@ def nearest(name: object, choices: Iterable[str]) -> str:
     choices = sorted(choices)
     close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(choices)}"
+
+
+class DataError(DistmpError, RuntimeError):
+    """A sample cannot be read: its file is missing, has changed or holds impossible values.
+
+    Args:
+        message: The only argument, so that the error can be pickled in a worker of the loader. The
+            loader adds a traceback before it, which is removed.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rpartition(f"{__name__}.DataError: ")[2].strip())

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum
-from distmp.checkpoint.rank_failures import checkpoint_error
+from distmp.checkpoint.storage import checkpoint_error
 from distmp.distributed.ranks import Failure, Ranks, describe
 
 

@@ -13,8 +13,13 @@ from typing import NamedTuple
 
 from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
-from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
-from distmp.checkpoint.storage import INDEX_FILE, Entry, LocalStorage, named_step
+from distmp.checkpoint.storage import (
+    INDEX_FILE,
+    Entry,
+    LocalStorage,
+    named_step,
+    rank_0_or_checkpoint_error,
+)
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, ConfigError

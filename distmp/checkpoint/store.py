@@ -15,10 +15,14 @@ from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.layout import final_path, tidy
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import HEALTHY, STATE_FILE, FileSum, Health
-from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.checkpoint.recovery import Usable, newest_healthy, resolve, usable
 from distmp.checkpoint.settings import Retention
-from distmp.checkpoint.storage import INDEX_FILE, LocalStorage, synchronize
+from distmp.checkpoint.storage import (
+    INDEX_FILE,
+    LocalStorage,
+    rank_0_or_checkpoint_error,
+    synchronize,
+)
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, listed

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum, State
-from distmp.checkpoint.rank_failures import all_or_checkpoint_error
-from distmp.checkpoint.storage import INDEX_FILE, named_step
+from distmp.checkpoint.storage import INDEX_FILE, all_or_checkpoint_error, named_step
 from distmp.distributed.ranks import Ranks, describe
 from distmp.errors import LISTED, CheckpointError
 from distmp.utils.files import read_regular

@@ -26,9 +26,9 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.checkpoint.layout import discard, final_path
 from distmp.checkpoint.manifest import HEALTHY, Health
-from distmp.checkpoint.rank_failures import all_or_checkpoint_error
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, allocate, written_here
+from distmp.checkpoint.storage import all_or_checkpoint_error
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError

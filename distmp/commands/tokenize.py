@@ -27,8 +27,8 @@ from distmp.data.token_metadata import (
     TokenMetadata,
 )
 from distmp.errors import ConfigError
-from distmp.models import tokenizers
-from distmp.models.tokenizers import DEFINITION, load_tokenizer, sha256
+from distmp.models import huggingface_files
+from distmp.models.huggingface_files import DEFINITION, load_tokenizer, sha256
 from distmp.utils.cgroups import granted_cores
 from distmp.utils.files import visible_files
 
@@ -291,8 +291,8 @@ def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:
         raise ConfigError("INPUT", None, "no document has a token; name files with text")
     if encoder.directory is not None:
         # Runs copy it to the models that they export.
-        (directory / tokenizers.SUBDIRECTORY).mkdir()
-        tokenizers.copy(encoder.directory, directory / tokenizers.SUBDIRECTORY)
+        (directory / huggingface_files.SUBDIRECTORY).mkdir()
+        huggingface_files.copy(encoder.directory, directory / huggingface_files.SUBDIRECTORY)
     return TokenMetadata(
         dtype=encoder.dtype,
         vocabulary_size=encoder.vocabulary_size,

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset, default_collate
 
-from distmp.data.errors import DataError
 from distmp.data.order import Division, MicrobatchSampler
 from distmp.data.seeded import SeededMicrobatches
 from distmp.data.streams import Step, StreamSteps, sample_checksum
@@ -22,6 +21,7 @@ from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.rank_monitor import explain_lost_peers
 from distmp.distributed.stopping import STOP_SIGNALS
+from distmp.errors import DataError
 from distmp.utils.generators import generators_kept
 from distmp.utils.processes import signal_when_parent_ends
 from distmp.utils.tensor_trees import described

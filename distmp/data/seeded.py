@@ -11,9 +11,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distmp.data.errors import DataError
 from distmp.distributed.ranks import describe
-from distmp.errors import DistmpError
+from distmp.errors import DataError, DistmpError
 from distmp.utils.generators import generators_kept, seed_generators
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from distmp.data.errors import DataError
 from distmp.data.order import Division
+from distmp.errors import DataError
 from distmp.utils.checksums import checksum
 from distmp.utils.generators import generators_kept, seed_generators
 

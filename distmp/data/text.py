@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distmp.data.errors import DataError
 from distmp.data.token_metadata import END_OF_FILE, VOCABULARY_SIZE
 from distmp.data.windows import Windows
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, DataError
 from distmp.utils.files import visible_files
 
 # Ends of names of files whose text has to be extracted from records.

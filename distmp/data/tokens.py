@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distmp.data.errors import DataError
 from distmp.data.token_metadata import NAME as METADATA
 from distmp.data.token_metadata import UNFINISHED_SUFFIX, TokenMetadata
 from distmp.data.windows import Windows
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, DataError
 
 
 def count_tokens(path: Path, dtype: str, setting: str = "data.path") -> int:

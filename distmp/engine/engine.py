@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World
-from distmp.engine.calls import EngineCalls
-from distmp.engine.completed_steps import CompletedSteps, StepSettings
+from distmp.engine.completed_steps import CompletedSteps, EngineCalls, StepSettings
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls

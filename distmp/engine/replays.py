@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
 from distmp.diagnosis.replay import StepInputs, StepReplay
-from distmp.engine.calls import EngineCalls
+from distmp.engine.completed_steps import EngineCalls
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.setup import Setup

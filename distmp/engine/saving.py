@@ -21,8 +21,8 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import Health
-from distmp.checkpoint.rank_failures import all_or_checkpoint_error
 from distmp.checkpoint.settings import CheckpointConfig, Retention
+from distmp.checkpoint.storage import all_or_checkpoint_error
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World

@@ -22,10 +22,10 @@ from distmp.checkpoint import store
 from distmp.errors import ConfigError, nearest
 from distmp.export.files import Weights, write, write_directory
 from distmp.export.sources import CheckpointWeights, LlamaWeights, has_average
-from distmp.models import llama, tokenizers
+from distmp.models import huggingface_files, llama
 from distmp.models.adapters import exported_name, is_adapter
 from distmp.models.architecture import TRANSFORMER, is_hugging_face
-from distmp.models.tokenizers import has_tokenizer
+from distmp.models.huggingface_files import has_tokenizer
 from distmp.models.transformer import TransformerConfig
 from distmp.precision.policy import DTYPE_WORDS
 from distmp.utils.dtypes import dtype_name
@@ -81,7 +81,7 @@ def write_adapter(
 
     def write_rest(temporary: Path) -> None:
         (temporary / _CONFIG).write_text(json.dumps(described["config"], indent=2) + "\n")
-        tokenizers.copy(tokenizer, temporary)
+        huggingface_files.copy(tokenizer, temporary)
 
     write_directory(directory, weights, {_WEIGHTS: [*weights.specs]}, write_rest, writes=writes)
 

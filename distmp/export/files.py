@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distmp.errors import CheckpointError, ConfigError, listed
-from distmp.models import huggingface, tokenizers
+from distmp.models import huggingface, huggingface_files
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def write(
     def write_rest(temporary: Path) -> None:
         _write_index(temporary, plan)
         _write_architecture(temporary, architecture, dtype)
-        tokenizers.copy(tokenizer, temporary)
+        huggingface_files.copy(tokenizer, temporary)
 
     write_directory(directory, weights, plan.filename_to_tensors, write_rest, writes=writes)
 

@@ -29,7 +29,7 @@ from distmp.distributed.world import World, join
 from distmp.errors import LISTED, ConfigError, SetupError, rank_names, ranks_by_value
 from distmp.launcher.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
 from distmp.launcher.rank_speed import RankSpeed, measure, slow_ranks, stride
-from distmp.utils.settings.flat import digest
+from distmp.utils.settings.convert import digest
 from distmp.utils.units import bytes_text
 
 # A network file system may show a new file late.

@@ -24,7 +24,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from distmp.distributed.beats import INTERVAL_SECONDS, ROSTER, Beats
 from distmp.distributed.limits import (
     PROBE_SECONDS,
     SAY_AFTER_SECONDS,
@@ -32,6 +31,7 @@ from distmp.distributed.limits import (
     connection_error,
     responds,
 )
+from distmp.distributed.rendezvous_store import INTERVAL_SECONDS, ROSTER, Beats
 from distmp.errors import DistmpError
 from distmp.launcher.network import join_port
 from distmp.launcher.plan import Endpoint

@@ -24,7 +24,7 @@ from distmp.errors import ConfigError, listed, nearest
 from distmp.models.huggingface_files import CONFIG_FILE, locate, require_transformers
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.models.settings import ModelConfig
-from distmp.utils.out_of_memory import is_out_of_memory
+from distmp.utils.host_memory import is_out_of_memory
 
 logger = logging.getLogger("distmp")
 

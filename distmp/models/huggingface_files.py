@@ -1,9 +1,12 @@
-"""Finds the local directories and files that `model.name: hf:PATH` names."""
+"""Finds the files that `model.name: hf:PATH` names, and loads tokenizers from such directories."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import shutil
 from pathlib import Path
+from typing import Any
 
 from distmp.errors import ConfigError
 from distmp.utils.presets import MODEL, located
@@ -39,3 +42,81 @@ def require_transformers(name: str) -> None:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("model.name", name, "needs transformers; run pip install 'distmp[hf]'")
+
+
+DEFINITION = "tokenizer.json"
+"""File of a directory that defines a tokenizer."""
+
+
+def load_tokenizer(setting: str, directory: Path) -> Any:
+    """Return the tokenizer of a directory, as transformers loads it.
+
+    Args:
+        setting: Name of the setting or option that names the directory, for error messages.
+        directory: A directory with `tokenizer.json`.
+
+    Raises:
+        ConfigError: If transformers is not installed, or cannot load it.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        problem = "needs transformers; install the extra `hf`: pip install 'distmp[hf]'"
+        raise ConfigError(setting, str(directory), problem) from error
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        # Libraries of tokenizers raise any type.
+        problem = f"transformers cannot load it: {error}"
+        raise ConfigError(setting, str(directory), problem) from error
+
+
+def sha256(tokenizer: Any) -> str:
+    """Return the hash of a tokenizer's definition, hexadecimal, as in `tokens.json`."""
+    definition: str = tokenizer.backend_tokenizer.to_str()
+    return hashlib.sha256(definition.encode()).hexdigest()
+
+
+SUBDIRECTORY = "tokenizer"
+"""Directory in a directory of token files with the tokenizer that made them."""
+
+_CONFIG = "tokenizer_config.json"
+# One of them defines a tokenizer; the others refine it.
+_DEFINITIONS = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+_FILES = (
+    *_DEFINITIONS,
+    _CONFIG,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory defines a tokenizer."""
+    return any((directory / name).is_file() for name in _DEFINITIONS)
+
+
+def copy(source: Path | None, directory: Path) -> None:
+    """Copy the files of a tokenizer, if there is one, into a directory.
+
+    Raises:
+        OSError: If they cannot be read or written.
+    """
+    if source is None or source.absolute() == directory.absolute():
+        return
+    for name in _FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)

@@ -112,7 +112,7 @@ class Replicated(Strategy):
         if not self._buckets.sharded:
             return super().build_optimizer(factory, parameters)
         # Import lazily: most runs do not need it.
-        from distmp.optim.sharded import build_on_shards
+        from distmp.optim.optimizer_tensors import build_on_shards
 
         return build_on_shards(factory, parameters, self._shapes, quiet=self._world.rank > 0)
 

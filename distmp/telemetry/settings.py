@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from distmp.errors import ConfigError, nearest, require
-from distmp.utils.entries import parse_entries
+from distmp.utils.imports import parse_entries
 
 ConsoleMode = Literal["auto", "live", "plain", "off"]
 

@@ -32,7 +32,7 @@ from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, Setup
 from distmp.faults.watchdog import Ending, Watchdog, print_message, record
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.utils.cgroups import memory_limit
-from distmp.utils.out_of_memory import is_out_of_memory
+from distmp.utils.host_memory import is_out_of_memory
 from distmp.utils.units import bytes_text
 
 

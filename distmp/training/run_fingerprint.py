@@ -17,7 +17,7 @@ from distmp.data.build import Datasets, identity
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.masking import masked
-from distmp.models import adapters, huggingface, huggingface_files, tokenizers
+from distmp.models import adapters, huggingface, huggingface_files
 from distmp.models.architecture import architecture
 from distmp.optim.settings import ScheduleConfig
 from distmp.precision import PrecisionPolicy
@@ -25,7 +25,7 @@ from distmp.precision.notation import as_text
 from distmp.utils.environment_info import versions
 from distmp.utils.resume_rules import ResumeRule, resume_rules
 from distmp.utils.settings import leaf_names, to_mapping
-from distmp.utils.settings.flat import digest, flat
+from distmp.utils.settings.convert import digest, flat
 
 _OTHER_SAMPLES = "the position in the data refers to other samples"
 
@@ -187,10 +187,10 @@ def tokenizer_directory(config: RunConfig) -> Path | None:
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
         path = Path(config.data.path).expanduser()
-        candidates.append((path if path.is_dir() else path.parent) / tokenizers.SUBDIRECTORY)
+        candidates.append((path if path.is_dir() else path.parent) / huggingface_files.SUBDIRECTORY)
     if config.model.is_hugging_face:
         candidates.append(huggingface_files.locate(config.model.name))
-    return next(filter(tokenizers.has_tokenizer, candidates), None)
+    return next(filter(huggingface_files.has_tokenizer, candidates), None)
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Formats numbers for messages. Every result is ASCII."""
+"""Formats numbers and tables for messages."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator, Sequence
 
 
 def per_second(unit: str) -> str:
@@ -53,3 +54,25 @@ def scale_text(scale: float) -> str:
     if mantissa == 0.5 and not 1 <= scale < 1024:
         return f"2^{exponent - 1}"
     return f"{scale:.4g}"
+
+
+def text_table(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
+    """Yield the lines of a table.
+
+    Args:
+        rows: The cells; all rows have the same number of them.
+        right: Indices of the columns that are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number and what it counts, such as "1 rank" or "3 batches"."""
+    ending = "" if number == 1 else "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{ending}"

@@ -377,7 +377,7 @@ CASES = (
 def _defaults() -> dict[str, Any]:
     from distmp.config import RunConfig
     from distmp.utils.settings import leaf_names, to_mapping
-    from distmp.utils.settings.flat import flat
+    from distmp.utils.settings.convert import flat
 
     return flat(to_mapping(RunConfig()), frozenset(leaf_names(RunConfig)))
 

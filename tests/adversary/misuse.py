@@ -60,7 +60,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "distmp.parallel.fsdp",
-    "distmp.optim.sharded",
+    "distmp.optim.optimizer_tensors",
     "distmp.integrations.accelerate",
 )
 

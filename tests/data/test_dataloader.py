@@ -18,12 +18,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
 
 from distmp.data.dataloader import DataLoader
-from distmp.data.errors import DataError
 from distmp.data.evaluation import ForwardOnly
 from distmp.data.order import sample_indices
 from distmp.distributed import roll_call
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, DataError, TrainingError
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")

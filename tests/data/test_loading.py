@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distmp.data.errors import DataError
 from distmp.data.evaluation import ForwardOnly, evaluation_batches
 from distmp.data.loading import step_batches
 from distmp.data.order import sample_indices
 from distmp.distributed.stopping import STOP_SIGNALS
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, DataError
 
 
 class Numbers:

@@ -15,10 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.data.errors import DataError
 from distmp.data.text import TextDirectory, decode, encode, list_text_files
 from distmp.data.token_metadata import END_OF_FILE
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, DataError
 
 
 def write(directory: Path, files: dict[str, bytes]) -> Path:

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.data.errors import DataError
 from distmp.data.tokens import TokenFiles, count_tokens
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, DataError
 from tests.torchrun import python, run
 
 

@@ -21,7 +21,6 @@ from benchmarks.memory import anonymous_bytes
 from distmp.commands.explain import fake_ranks
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.engine.engine import Engine
-from distmp.utils import fake_tensors
 from tests.engine import launches
 from tests.engine.launches import LOW_PRECISION
 from tests.ranks import ranks
@@ -68,7 +67,7 @@ class Calls:
     """
 
     package = os.path.dirname(distmp.__file__) + os.sep
-    simulation = (fake_ranks.__file__, fake_tensors.__file__)
+    simulation = (fake_ranks.__file__, fake_ranks.__file__)
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

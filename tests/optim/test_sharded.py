@@ -10,8 +10,8 @@ from torch import Tensor
 
 from distmp.errors import ConfigError
 from distmp.optim.build import optimizer_factory
+from distmp.optim.optimizer_tensors import ELEMENTWISE, build_on_shards
 from distmp.optim.settings import OptimizerConfig
-from distmp.optim.sharded import ELEMENTWISE, build_on_shards
 
 SHAPES = {"matrix": torch.Size([4, 6]), "vector": torch.Size([6]), "far": torch.Size([8, 8])}
 

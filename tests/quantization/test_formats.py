@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmp.quantization.formats import (
+from distmp.quantization.operands import (
     FORMATS,
     power_of_two_scales,
     round_stochastically,

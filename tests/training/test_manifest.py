@@ -19,7 +19,7 @@ from distmp.training.manifest import (
     record,
     revision,
 )
-from distmp.utils.settings.flat import digest
+from distmp.utils.settings.convert import digest
 from tests.ranks import run_ranks
 
 

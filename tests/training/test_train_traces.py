@@ -16,7 +16,7 @@ from distmp.telemetry.records import read_records
 from distmp.training import failures, manifest
 from distmp.training.train import main
 from distmp.utils.settings import to_mapping
-from distmp.utils.settings.flat import digest
+from distmp.utils.settings.convert import digest
 from tests.elastic import Job, run_jobs
 from tests.torchrun import TINY, corpus, environment, torchrun
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from distmp.commands.tables import counted, text_table
 from distmp.config import RunConfig
 from distmp.diagnosis.histogram import CLASSES, EXPONENTS, ExponentHistogram, count_exponents
 from distmp.distributed.world import World
@@ -30,6 +29,7 @@ from distmp.training.setup import (
 )
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.dtypes import is_dtensor
+from distmp.utils.units import counted, text_table
 
 
 class GradientRecorder:

@@ -14,7 +14,6 @@ import torch
 
 from distmp.commands.calibrate.seeds import SeedComparison
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
-from distmp.commands.tables import counted, text_table
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
 from distmp.engine import Engine
@@ -31,7 +30,7 @@ from distmp.training.setup import (
     training_batches,
 )
 from distmp.training.strategy_choice import choose_strategy
-from distmp.utils.units import bytes_text
+from distmp.utils.units import bytes_text, counted, text_table
 
 # Policies within this factor of the fastest count as equally fast, because of noise.
 SAME_SPEED = 1.05

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from distmp.commands.explain.explanation import Explanation
 from distmp.commands.explain.types import ModuleGroup
-from distmp.commands.tables import counted, text_table
 from distmp.precision.policy import dtype_word
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.units import bytes_text, quantity
+from distmp.utils.units import bytes_text, counted, quantity, text_table
 
 WIDTH = 100
 LONGEST_NAME = 30

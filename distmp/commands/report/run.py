@@ -15,7 +15,7 @@ from distmp.telemetry.records import StepRecord, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
 from distmp.utils.settings import read_yaml
-from distmp.utils.settings.flat import flat
+from distmp.utils.settings.convert import flat
 from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
 
 # The summary shows the mean loss of this many last steps.

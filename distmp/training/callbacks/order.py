@@ -23,7 +23,7 @@ from distmp.training.callbacks.step_logger import StepLogger
 from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.callbacks.validation import Validation
 from distmp.training.run import Run
-from distmp.utils.entries import Entry
+from distmp.utils.imports import Entry
 
 
 def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) -> list[Callback]:

@@ -14,8 +14,8 @@ from distmp.data import text
 from distmp.data.token_metadata import TokenMetadata
 from distmp.distributed.progress import current_phase
 from distmp.errors import require
+from distmp.models.huggingface_files import load_tokenizer
 from distmp.models.loss import logits_of
-from distmp.models.tokenizers import load_tokenizer
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.run import Run
 

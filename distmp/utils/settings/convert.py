@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from distmp.errors import ConfigError, listed, nearest
@@ -160,3 +162,29 @@ def _coerce(annotation: Any, value: Any, setting: str, known: frozenset[str]) ->
             key: _convert(items[1], item, join(setting, key), known) for key, item in value.items()
         }
     return value
+
+
+def flat(
+    values: Mapping[str, Any], leaves: Collection[str] = (), section: str = ""
+) -> dict[str, Any]:
+    """Return nested settings under their dotted names.
+
+    Args:
+        values: Sections, settings and sections of sections.
+        leaves: Dotted names of settings whose values are mappings.
+        section: Prefix of the names.
+    """
+    flattened: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{section}{key}"
+        if isinstance(value, Mapping) and value and name not in leaves:
+            flattened.update(flat(value, leaves, f"{name}."))
+        else:
+            flattened[name] = value
+    return flattened
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of settings; it does not depend on the machine or the order of names."""
+    text = json.dumps(flat(values), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.utils.settings.flat import digest, flat
+from distmp.utils.settings.convert import digest, flat
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 SETTINGS = st.recursive(
