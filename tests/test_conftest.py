@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LEAKY_TESTS = """
 import os, signal, subprocess, sys, threading, time
 import torch
@@ -51,6 +53,7 @@ LEAKS = {
 }
 
 
+@pytest.mark.nightly
 def test_each_leak_fails_its_own_test(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     root = str(Path(__file__).parents[1])

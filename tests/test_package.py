@@ -139,6 +139,7 @@ def entry_point_of_image() -> list[str]:
     return [*json.loads(entry_point), *json.loads(command)]
 
 
+@pytest.mark.nightly
 def test_the_commands_of_the_image(built: Distributions, tmp_path: Path) -> None:
     """The wheel is built and installed as in the image; torch and users are the image's own."""
     build, torch, install, user = instructions("RUN")

@@ -99,6 +99,7 @@ def test_engine_agrees_with_oracle(cases: list[Case]) -> None:
         pytest.fail("\n\n".join([*reports, total]), pytrace=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", [slice(4), nightly(slice(4, None))])
 def test_reproducible_bits_do_not_depend_on_the_split(part: slice) -> None:
     cases = [replace(generate(SEED, index, 4), reproducible=True) for index in range(16)]

@@ -37,6 +37,7 @@ def test_every_way_has_the_gradient_of_the_mean(count: int) -> None:
             assert error < 2e-2, (method, name, error)
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_the_error_is_that_of_accumulating_alone() -> None:
     SHAPES["cpu"] = Shape(WIDTH, 2, 64, SAMPLES)

@@ -203,6 +203,7 @@ def test_the_tables_agree_with_the_results() -> None:
     assert figures.with_figures(page) == page
 
 
+@pytest.mark.nightly
 def test_statements_of_the_page_about_others_on_cpus() -> None:
     run_ranks(others_on_cpus, 2)
 

@@ -6,6 +6,7 @@ import torch
 from benchmarks.ranks import RankError, Ranks, largest, take_turns
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_is_skipped(capfd: pytest.CaptureFixture[str]) -> None:
     module = "tests.benchmarks.answering"
     with Ranks(module, "any", 2) as able, Ranks(module, "too large", 1) as unable:

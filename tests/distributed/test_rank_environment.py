@@ -56,6 +56,7 @@ def test_impossible_value_is_named(name: str, value: str) -> None:
     assert str(error.value.value) == value
 
 
+@pytest.mark.nightly
 def test_agrees_with_torchrun() -> None:
     """Compare with the variables that torchrun sets."""
     program = (

@@ -97,6 +97,7 @@ def test_a_gradient_takes_its_path() -> None:
     assert order == GRADIENT
 
 
+@pytest.mark.nightly
 def test_a_setting_and_a_checkpoint_take_their_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from distmp.engine import Engine
 from distmp.engine.outcome import StepOutcome
+from tests.marks import nightly
 from tests.ports import reserved_port
 from tests.ranks import run_ranks
 from tests.reference import replace_loss
@@ -90,7 +91,7 @@ def _check_weights() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [nightly(1), 2])  # pages are run in one process by .ci
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_runs(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:

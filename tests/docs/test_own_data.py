@@ -15,6 +15,7 @@ from benchmarks.figures import ROOT
 from distmp import cli
 from distmp.telemetry.records import read_records
 from distmp.training.train import main
+from tests.marks import nightly
 from tests.torchrun import SENTENCES
 
 PAGE = (ROOT / "docs" / "own-data.md").read_text()
@@ -64,7 +65,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("heading", UNITS)
+@pytest.mark.parametrize(
+    "heading", [name if name == "Tokenize text" else nightly(name) for name in UNITS]
+)
 def test_an_example_trains(heading: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if heading.startswith("Columns"):
         datasets = pytest.importorskip("datasets")

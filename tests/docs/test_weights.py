@@ -119,6 +119,7 @@ def test_the_average_is_that_of_the_full_weights(kind: str, tmp_path: Path) -> N
     average.update()
 
 
+@pytest.mark.nightly
 def test_adapters_load_in_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

@@ -23,6 +23,7 @@ from distmp.engine import Engine
 from distmp.engine.setup import Setup
 from distmp.errors import TrainingError
 from distmp.scaling import LossScaleConfig
+from tests.marks import nightly
 from tests.ranks import ranks
 from tests.reference import (
     INPUTS,
@@ -261,9 +262,9 @@ CASES = {
         ("ddp", "fp16"),
         ("fsdp", "fp16"),
         ("fsdp", "fp16-autocast"),
-        ("ddp", "bf16"),
-        ("fsdp", "bf16"),
-        ("fsdp", "fp32"),
+        nightly("ddp", "bf16"),
+        nightly("fsdp", "bf16"),
+        nightly("fsdp", "fp32"),
     ],
 )
 @ranks(2)

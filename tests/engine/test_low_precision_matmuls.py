@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from distmp import Engine
 from distmp.parallel import ParallelConfig
 from distmp.quantization.linear import GRAD, INPUT, WEIGHT, WGRAD_GRAD
+from tests.marks import nightly
 from tests.ranks import ranks, run_ranks
 
-POLICIES = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4,hp=none")
+POLICIES = (nightly("fp8"), nightly("fp8-rowwise"), nightly("mxfp8"), "nvfp4,hp=none")
 MICROBATCHES = 4
 
 
@@ -111,7 +112,7 @@ def _reproducible(policy: str) -> list[Any]:
     return trained(engine(policy, reproducible=True))
 
 
-@pytest.mark.parametrize("policy", ["fp8", "nvfp4,hp=none"])
+@pytest.mark.parametrize("policy", ["fp8", nightly("nvfp4,hp=none")])
 def test_reproducible_bits_do_not_depend_on_the_number_of_ranks(policy: str) -> None:
     """Random rounding depends on the position of a microbatch, not on its rank."""
     one, two, four = (run_ranks(_reproducible, size, policy)[0] for size in (1, 2, 4))

@@ -33,6 +33,7 @@ from distmp.integrations.accelerate import Accelerator
 from distmp.precision import policy
 from distmp.precision.builders import fsdp1_policy
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from tests.marks import nightly
 from tests.ranks import ranks
 from tests.reference import gathered
 from tests.torchrun import python, run
@@ -129,7 +130,7 @@ def _train_with_reference(
     return output
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, nightly(2)])
 @ranks(2)
 def test_fsdp_computes_as_the_policy_says(version: int) -> None:
     _let_accelerate_shard_on_cpu()
@@ -435,7 +436,7 @@ def train(package: Any, *positional: Any, **keywords: Any) -> tuple[list[float],
     return losses, weights
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, nightly(2)])
 @ranks()
 def test_only_the_import_changes(world_size: int) -> None:
     losses = {}
@@ -453,6 +454,7 @@ def test_only_the_import_changes(world_size: int) -> None:
     assert losses["bf16", False] == losses["bf16", True] != losses["no", True]
 
 
+@pytest.mark.nightly
 def test_the_example_skips_on_both_ranks(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "accelerate_fp16.py")
     done = run(launch(example, "--bad-batch-at", "4"), tmp_path)

@@ -91,6 +91,7 @@ def under_torchrun() -> list[list[float]]:
     return [with_accelerate(), with_fabric(), with_lightning()]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_modules_of_accelerate_fabric_and_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:

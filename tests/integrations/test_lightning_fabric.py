@@ -288,6 +288,7 @@ def _check_models_that_contradict_the_policy() -> None:
             optimizer.step()
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_the_package_pytorch_lightning() -> None:
     """Its Trainer accepts the plugin, also a pickled one, and one of both packages is chosen."""

@@ -379,6 +379,7 @@ def _check_labels(path: Path) -> None:
     assert made.state.log_history[0]["loss"] == made.state.log_history[0]["grad_norm"] == 0
 
 
+@pytest.mark.nightly
 def test_without_transformers_the_message_says_what_to_install() -> None:
     code = "import sys; sys.modules['transformers'] = None; import distmp.integrations.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -20,6 +20,7 @@ from distmp.errors import ConfigError
 from distmp.launcher import local
 from distmp.launcher.local import default_ranks, launch, plan_here
 from distmp.utils import cgroups
+from tests.marks import nightly
 from tests.progress import finished, of_children
 
 LAUNCHER = """
@@ -123,8 +124,8 @@ def test_success(tmp_path: Path) -> None:
     ("ending", "expected", "message"),
     [
         ("4", 4, "rank 1 failed with exit code 4"),
-        ("2", 2, "rank 1 failed with exit code 2"),
-        ("killed", 137, "rank 1 was killed by SIGKILL"),
+        nightly("2", 2, "rank 1 failed with exit code 2"),
+        nightly("killed", 137, "rank 1 was killed by SIGKILL"),
     ],
 )
 def test_failing_rank_is_named(ending: str, expected: int, message: str, tmp_path: Path) -> None:
@@ -157,9 +158,9 @@ def listener() -> Iterator[socket.socket]:
     [
         ("127.0.0.1", []),
         ("localhost", ["--nnodes", "1:1"]),
-        (socket.gethostname(), ["--nnodes", "1"]),
-        (socket.gethostname(), ["--nnodes", "1:2"]),
-        ("localhost", ["--rdzv-backend", "c10d"]),
+        nightly(socket.gethostname(), ["--nnodes", "1"]),
+        nightly(socket.gethostname(), ["--nnodes", "1:2"]),
+        nightly("localhost", ["--rdzv-backend", "c10d"]),
     ],
 )
 def test_a_busy_port_is_one_message(
@@ -210,6 +211,7 @@ def test_signal_stops_in_order(
         assert str(int(number)) in (tmp_path / file).read_text().split()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) -> None:
     """This happens on machines other than the one that received the signal."""
     arguments = ["--nproc-per-node", "2", "--max-restarts", "2"]
@@ -227,7 +229,7 @@ def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) 
     [
         # torchrun sends SIGTERM too: only at the end is it known who sent it.
         (signal.SIGTERM, "was stopped by SIGTERM before it had started"),
-        (signal.SIGUSR1, "stopped by SIGUSR1; continue the run"),
+        nightly(signal.SIGUSR1, "stopped by SIGUSR1; continue the run"),
     ],
 )
 def test_a_rank_that_a_stop_signal_kills_has_stopped_in_order(
@@ -248,7 +250,7 @@ def test_a_rank_that_a_stop_signal_kills_has_stopped_in_order(
     ("ending", "expected", "message"),
     [
         ("obey", 75, "continue the run with --resume auto"),
-        ("stop", 143, "ranks that did not exit in time were killed"),
+        nightly("stop", 143, "ranks that did not exit in time were killed"),
     ],
 )
 def test_a_stopped_rank_is_continued_and_killed_if_it_stops_again(
@@ -278,6 +280,7 @@ def test_a_rank_that_fails_after_another_has_stopped_in_order(
     assert "stopped by SIGTERM, and a rank failed with exit code 4" in last_line(output)
 
 
+@pytest.mark.nightly
 def test_two_interrupts_end_with_the_code_of_an_interrupt(tmp_path: Path) -> None:
     with launched("give up", tmp_path, "--nproc-per-node", "2") as run:
         run.ranks()

@@ -103,7 +103,7 @@ def test_the_guard_is_removed_afterwards() -> None:
     assert dynamic_rendezvous.pickle is pickle
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", nightly("localhost")])
 def test_torchruns_stores_listen_on_the_address_of_the_endpoint(host: str) -> None:
     with guarded():
         rendezvous = handler(f"{host}:0")
@@ -127,6 +127,7 @@ def test_a_store_does_not_take_a_port_in_use() -> None:
         open_store("127.0.0.1", other.getsockname()[1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [("--max-restarts", "1"), nightly(("--standalone",)), nightly(("--nnodes", "1"))],

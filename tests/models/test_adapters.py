@@ -194,6 +194,7 @@ def check_bytes(case: str, held: dict[str, int], trained: dict[str, Tensor]) -> 
     assert held["optimizer"] <= len(trained), case
 
 
+@pytest.mark.nightly
 def test_a_run_is_resumed_and_exported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

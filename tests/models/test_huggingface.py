@@ -158,6 +158,7 @@ def distance(
     return float((apart.norm() / moved.norm()).detach())
 
 
+@pytest.mark.nightly
 def test_a_run_saves_what_another_starts_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

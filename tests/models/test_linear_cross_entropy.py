@@ -209,6 +209,7 @@ def test_a_copied_head_has_its_own_weight() -> None:
     assert head(hidden).shape == (ROWS, 1000)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_compiled_chunks_have_the_same_numbers(dtype: torch.dtype) -> None:
     graphs: list[object] = []

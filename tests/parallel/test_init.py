@@ -96,7 +96,8 @@ import distmp
 from distmp.distributed.world import World
 from distmp.parallel import build_strategy
 build_strategy("single", torch.nn.Linear(1, 1), distmp.policy("bf16"), World.current("cpu"))
-print([name for name in sorted(set(sys.modules) - before) if "fsdp" in name or "_tensor" in name
+print([name for name in sorted(set(sys.modules) - before) if "fsdp" in name
+       or (name.startswith("torch.") and "_tensor" in name)
        or name in ("tyro", "rich", "matplotlib", "yaml", "accelerate")])
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,6 +12,7 @@ from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.blocks import checkpoint_activations, prepare_blocks
 from distmp.parallel.settings import ShardingConfig
+from tests.marks import nightly
 from tests.ranks import ranks
 from tests.recording import Operators
 from tests.reference import CLASSES, INPUTS, assert_same_bits, make_engine, snapshot, train
@@ -101,7 +102,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-autocast"])
+@pytest.mark.parametrize("policy", ["fp32", nightly("bf16"), nightly("bf16-autocast")])
 @ranks(2, timeout=300)
 def test_recomputation_changes_no_bit_of_weights_and_buffers(policy: str) -> None:
     for options in WAYS:

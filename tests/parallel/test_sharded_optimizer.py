@@ -82,7 +82,7 @@ def check_shards(engine: Any, world_size: int) -> None:
     assert held < total / world_size + 200
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, nightly(4)])
 def test_a_sharded_optimizer_does_what_a_whole_one_does(world_size: int) -> None:
     run_ranks(compare_with_replicated, world_size)
 

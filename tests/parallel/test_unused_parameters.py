@@ -181,7 +181,9 @@ def _leave_algorithms_as_they_were() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("optimizer", [fused_adamw, nightly(adamw), nightly(fused_sgd), sgd])
+@pytest.mark.parametrize(
+    "optimizer", [fused_adamw, nightly(adamw), nightly(fused_sgd), nightly(sgd)]
+)
 @ranks(2, timeout=300)
 def test_every_strategy_follows_the_rule(optimizer: Any) -> None:
     expected = reference(optimizer)
@@ -202,6 +204,7 @@ def test_a_single_rank_follows_the_rule(optimizer: Any, options: dict[str, Any])
     assert_close(weights(engine), reference(optimizer), options)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", [fused_adamw, nightly(adamw), nightly(fused_sgd)])
 @ranks(2, timeout=300)
 def test_a_step_that_is_skipped_uses_nothing(optimizer: Any) -> None:
@@ -240,7 +243,7 @@ def test_a_microbatch_that_is_dropped_uses_nothing() -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [fused_adamw, nightly(fused_sgd), sgd, nightly(stateless_sgd), nightly(adagrad)],
+    [fused_adamw, nightly(fused_sgd), nightly(sgd), nightly(stateless_sgd), nightly(adagrad)],
 )
 @pytest.mark.parametrize("saved_after", [1, nightly(3)])
 @ranks(2, timeout=300)
@@ -320,7 +323,7 @@ SIXTEEN = (
 
 
 @pytest.mark.parametrize(
-    "precision", ["bf16", nightly("fp16"), nightly("bf16-autocast"), "fp16-autocast"]
+    "precision", ["bf16", nightly("fp16"), nightly("bf16-autocast"), nightly("fp16-autocast")]
 )
 @ranks(2, timeout=300)
 def test_a_parameter_without_a_gradient_in_sixteen_bits(precision: str) -> None:

@@ -203,6 +203,7 @@ def test_every_model_with_every_way_equals_the_plain_loop() -> None:
                 assert distance(found, expected) < 2e-5, (kind, optimizer, options)
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_16_bit_parameters_stay_close_to_the_plain_loop() -> None:
     for kind in MODELS:

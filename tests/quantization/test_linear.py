@@ -26,6 +26,7 @@ from distmp.quantization.linear import (
     random_transform,
 )
 from distmp.quantization.operands import quantize
+from tests.marks import nightly
 from tests.quantization import oracle
 
 TOKENS, INPUTS, OUTPUTS = 50, 64, 96
@@ -71,7 +72,7 @@ def assert_rounded_once(result: Tensor, exact: Tensor) -> None:
     assert ((result.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("formats", [FP8, MX], ids=["tensor", "block32"])
+@pytest.mark.parametrize("formats", [FP8, nightly(MX)], ids=["tensor", "block32"])
 def test_products_of_rounded_operands(formats: ProductFormats) -> None:
     x, weight, bias, dy = tensors()
     y, dx, dw, db = run(formats)
@@ -136,6 +137,7 @@ def test_each_product_has_its_format(
     assert tuple(different) == changed
 
 
+@pytest.mark.nightly
 def test_four_bits_are_unbiased_in_gradients() -> None:
     """Random rounding of dy has dy as its mean, so the mean of dx is that without rounding dy."""
     x, weight, _, dy = tensors()
@@ -156,6 +158,7 @@ def test_four_bits_are_unbiased_in_gradients() -> None:
     assert error < 2 * single / repetitions**0.5
 
 
+@pytest.mark.nightly
 def test_nvfp4_transforms_the_operands_of_the_weight_gradient() -> None:
     x, weight, _, dy = tensors(64)
     of = state(ProductFormats(None, None, "e2m1", "block16"))

@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 # The first parameter of an optimizer is replicated, the second one is local to each rank.
 SHARED, OWN = 0, 1
-SEQUENCES = int(os.environ.get("SCALER_SEQUENCES", "200"))
+SEQUENCES = int(os.environ.get("SCALER_SEQUENCES", "100"))
 OPTIMIZERS = ("fused adamw", "fused sgd", "foreach adamw", "sgd")
 
 
@@ -354,7 +354,7 @@ def play_all(played: list[Sequence]) -> list[Seen]:
 
 @pytest.mark.slow
 @settings(
-    max_examples=3,
+    max_examples=2,
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

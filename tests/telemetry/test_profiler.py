@@ -80,6 +80,7 @@ def times(trace: Path) -> tuple[float, float]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path: Path) -> None:
     first, second = run_ranks(profiled, 2, tmp_path, timeout=100)
     # Recording changes no number.

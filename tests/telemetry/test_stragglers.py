@@ -15,6 +15,7 @@ from distmp.distributed.waiting import OwnTime, StepClock, collective_waits
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.telemetry.stragglers import SlowRankDetector, Stragglers, own_seconds
+from tests.marks import nightly
 from tests.ranks import ranks, run_ranks
 from tests.recording import no_waiting
 from tests.reference import TWO_RANKS, Batch, fused_adamw, loss, make_model, microbatches
@@ -77,9 +78,9 @@ def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], 
     [
         ("ddp", "forward", {}),
         ("ddp", "backward", {"policy": "fp32,reduce=bf16"}),
-        ("ddp", "data", {"shard_optimizer": True}),
-        ("fsdp", "forward", {}),
-        ("fsdp", "backward", {}),
+        nightly("ddp", "data", {"shard_optimizer": True}),
+        nightly("fsdp", "forward", {}),
+        nightly("fsdp", "backward", {}),
     ],
 )
 def test_a_slow_rank_is_named(strategy: str, where: str, options: dict[str, Any]) -> None:

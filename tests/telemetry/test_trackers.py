@@ -145,6 +145,7 @@ def test_unknown_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.setting == setting
 
 
+@pytest.mark.nightly
 def test_a_run_logs_on_its_first_rank(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     data = corpus(tmp_path / "corpus")

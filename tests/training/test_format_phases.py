@@ -18,6 +18,7 @@ def run(directory: str, data: Path, *arguments: str) -> list[Any]:
     return read_records(Path(directory) / "steps.jsonl")
 
 
+@pytest.mark.nightly
 def test_records_name_the_policy_and_a_resumed_run_has_the_same_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,8 @@ import io
 import json
 from pathlib import Path
 
+import pytest
+
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -41,6 +43,7 @@ def trained(tmp_path: Path, *arguments: str) -> str:
     return output.getvalue()
 
 
+@pytest.mark.nightly
 def test_from_the_start_to_the_report(tmp_path: Path) -> None:
     output = trained(tmp_path, "--steps=7", "--precision.policy=fp8,hp=*.down")
     assert f"formats: {FORMATS}; {BACKEND}; in the compute dtype: " in output

@@ -151,6 +151,7 @@ def _stop_in_the_last_validation(directory: Path) -> None:
         assert (last.step, last.validation_loss) == (STEPS, expected.validation_loss)
 
 
+@pytest.mark.nightly
 def test_a_validation_that_was_stopped_is_repeated_later(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _stop_in_the_last_validation(tmp_path)
@@ -207,6 +208,7 @@ def signalling(directory: Path, target: int, number: int) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_torchruns_agent_starts_ranks_again_that_do_not_train(tmp_path: Path) -> None:
     directory = tmp_path / "0"
     directory.mkdir()

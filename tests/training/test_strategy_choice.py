@@ -21,6 +21,7 @@ from distmp.training.setup import Progress, build_engine, prepare, training_batc
 from distmp.training.strategy_choice import OPTIONS, SHARE, choose_strategy
 from distmp.utils import cgroups
 from tests.commands.explain.runs import CPU, policy, run
+from tests.marks import nightly
 from tests.ranks import ranks
 
 RANKS, LOCAL = 16, 4
@@ -54,8 +55,8 @@ def chosen(
     ("settings", "needs"),
     [
         ({}, (2 + 4 + 8 + 4, 16 / LOCAL, 16 / RANKS)),
-        ({"precision": policy("bf16-autocast")}, (4 + 4 + 8, 16 / LOCAL, 16 / RANKS)),
-        ({"precision": policy("bf16-pure")}, (2 + 4 + 8, 14 / LOCAL, 14 / RANKS)),
+        nightly({"precision": policy("bf16-autocast")}, (4 + 4 + 8, 16 / LOCAL, 16 / RANKS)),
+        nightly({"precision": policy("bf16-pure")}, (2 + 4 + 8, 14 / LOCAL, 14 / RANKS)),
     ],
 )
 def test_the_fastest_that_fits_is_chosen_and_the_reason_has_the_numbers(

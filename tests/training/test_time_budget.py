@@ -56,6 +56,7 @@ def test_no_limit() -> None:
     assert not TimeBudget(None, 0, job_started=0.0, clock=lambda: 1e12).is_spent()
 
 
+@pytest.mark.nightly
 def test_the_job_starts_with_its_launcher() -> None:
     script = "from distmp.training.callbacks.time_limit import job_started; print(job_started())"
     variables = {name: v for name, v in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}

@@ -24,6 +24,7 @@ from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
+from tests.marks import nightly
 from tests.progress import of_children
 from tests.torchrun import TINY, corpus, environment, python, run, torchrun
 
@@ -46,6 +47,7 @@ def trained(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[StepRecord]
     return read_records(tmp_path / "run" / "steps.jsonl")
 
 
+@pytest.mark.nightly
 def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
     data = corpus(tmp_path / "corpus")
     arguments = [*TINY, f"--data.path={data}", "--run-dir=run", "--steps=30"]
@@ -405,6 +407,7 @@ def test_a_dataset_that_fails_is_one_message(
     assert "Traceback" not in error
 
 
+@pytest.mark.nightly
 def test_all_ranks_together_print_the_message_once(tmp_path: Path) -> None:
     cases = [WRONG[name] for name in ("unknown key", "missing data directory", INTEGERS)]
     directories = [_directory(tmp_path / str(number)) for number in range(len(cases))]
@@ -435,13 +438,14 @@ def test_launch_ends_with_the_exit_code_of_a_wrong_configuration(tmp_path: Path)
     assert "Traceback" not in launched.stderr
 
 
+@pytest.mark.nightly
 def test_help_is_printed_once(tmp_path: Path) -> None:
     done = run(torchrun("--help"), tmp_path)
     assert done.returncode == 0
     assert done.stdout.count("--optim.lr") == 1
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
+@pytest.mark.parametrize("launcher", ["torchrun", nightly("distmp launch")])
 def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path) -> None:
     arguments = [
         f"--data.path={corpus(tmp_path / 'corpus')}",
@@ -463,7 +467,7 @@ def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path)
     assert "ValueError" in done.stderr.partition("Root Cause")[0]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
+@pytest.mark.parametrize("launcher", ["torchrun", nightly("distmp launch")])
 def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=20000"]
     arguments += ["--run-dir=run"]

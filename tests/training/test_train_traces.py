@@ -45,6 +45,7 @@ class Killed(nn.Module):
 """
 
 
+@pytest.mark.nightly
 def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     directory = tmp_path / "0"
     directory.mkdir()

@@ -17,6 +17,7 @@ from distmp.models.loss import next_token_loss
 from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.disks import disk, fill, mount, unmount
+from tests.marks import nightly
 from tests.torchrun import TINY, corpus
 
 Batch = dict[str, Tensor]
@@ -79,7 +80,7 @@ def failures(output: str) -> list[tuple[int, str, str]]:
     return [(int(step), cause, there_is) for step, cause, there_is in lines]
 
 
-@pytest.mark.parametrize("asynchronous", ["asynchronous", "no-asynchronous"])
+@pytest.mark.parametrize("asynchronous", ["asynchronous", nightly("no-asynchronous")])
 def test_a_run_continues_when_the_disk_is_full_and_saves_again_when_it_is_not(
     asynchronous: str,
     tmp_path: Path,
@@ -115,6 +116,7 @@ def test_a_run_that_cannot_save_its_end_fails(
         assert saved_steps(directory / "run") == [2, 4]
 
 
+@pytest.mark.nightly
 def test_a_read_only_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_read_only_directory(
     assert saved_steps(checkpoints.parent) == [4, 10]
 
 
+@pytest.mark.nightly
 def test_a_directory_that_vanishes_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

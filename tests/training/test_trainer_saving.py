@@ -10,6 +10,7 @@ from torch import Tensor
 from distmp.checkpoint import store, writer
 from distmp.checkpoint.snapshot import HostBuffers
 from distmp.training.train import main
+from tests.marks import nightly
 from tests.torchrun import TINY, corpus
 
 
@@ -27,8 +28,8 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> l
     ("arguments", "expected"),
     [
         ([], [6]),
-        (["--checkpoint.every=4"], [4, 6]),
-        (["--checkpoint.every=3", "--checkpoint.no-asynchronous"], [3, 6]),
+        nightly(["--checkpoint.every=4"], [4, 6]),
+        nightly(["--checkpoint.every=3", "--checkpoint.no-asynchronous"], [3, 6]),
     ],
 )
 def test_steps_between_checkpoints(
@@ -41,9 +42,9 @@ def test_steps_between_checkpoints(
     ("arguments", "expected"),
     [
         ([], []),
-        (["--checkpoint.every=4"], [1]),
-        (["--checkpoint.every=6"], []),
-        (["--checkpoint.every=3", "--checkpoint.no-asynchronous"], []),
+        nightly(["--checkpoint.every=4"], [1]),
+        nightly(["--checkpoint.every=6"], []),
+        nightly(["--checkpoint.every=3", "--checkpoint.no-asynchronous"], []),
     ],
 )
 def test_memory_is_prepared_once_if_saves_follow(

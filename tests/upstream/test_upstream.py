@@ -69,6 +69,7 @@ def _outcome(text: str) -> str:
     return ""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "of_torch",

@@ -53,6 +53,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Plain text with one of these line separators would be read back with another one.
+    style = '"' if {"\x85", "\u2028", "\u2029"} & set(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     digits = loader.construct_scalar(node).replace("_", "")
     return int(digits, 0 if digits[:2] in ("0x", "0o") else 10)
@@ -69,6 +75,7 @@ def _add_scalars() -> None:
 
 
 _add_scalars()
+_Dumper.add_representer(str, _represent_str)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

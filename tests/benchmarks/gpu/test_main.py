@@ -113,6 +113,7 @@ def test_the_exit_code_and_the_end_of_processes(
     assert raised.value.code == 143
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_every_job_reports_it(tmp_path: Path) -> None:
     done = subprocess.run(
         python("-m", "benchmarks.gpu", "--output", str(tmp_path)),

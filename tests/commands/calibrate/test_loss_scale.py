@@ -20,6 +20,7 @@ from distmp.distributed.world import World
 from distmp.scaling import LossScaleConfig
 from distmp.telemetry.console import Console
 from distmp.training.trainer import Trainer
+from tests.marks import nightly
 from tests.ranks import ranks
 from tests.torchrun import SIZES, TINY, corpus, python, run
 
@@ -76,7 +77,7 @@ def test_a_strategy_is_chosen_that_has_the_settings_of_sharding(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("policy", "measured"),
-    [("fp16", "fp32"), ("fp16-autocast", "fp32"), ("bf16-autocast", "bf16-autocast")],
+    [("fp16", "fp32"), nightly("fp16-autocast", "fp32"), nightly("bf16-autocast", "bf16-autocast")],
 )
 def test_float16_policies_are_measured_in_fp32(
     arguments: list[str], policy: str, measured: str

@@ -114,7 +114,9 @@ WIRES = [
 
 
 @pytest.mark.parametrize("native", [nightly(False), True])
-@pytest.mark.parametrize(("name", "wire"), WIRES)
+@pytest.mark.parametrize(
+    ("name", "wire"), [case if case in WIRES[::3] else nightly(*case) for case in WIRES]
+)
 def test_the_table_names_the_collectives_of_the_device(
     name: str, wire: str, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def test_memory_of_one_rank(name: str) -> None:
     assert found.communication == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "ranks", "share"),
     [
@@ -258,6 +261,7 @@ def between(config: RunConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+@pytest.mark.nightly
 def test_hsdp_gathers_inside_a_machine_and_reduces_between_machines() -> None:
     settings: dict[str, Any] = {
         "precision": policy("bf16"),
@@ -412,7 +416,7 @@ def test_json_has_the_numbers_of_the_tables(
     assert observed["norm"] == {"norms": ["float32"]}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", nightly("fsdp")])
 def test_the_table_has_the_bytes_of_a_network_card(
     strategy: str,
     tmp_path: Path,

@@ -129,6 +129,7 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
     assert "url(" not in text
 
 
+@pytest.mark.nightly
 def test_text_of_a_run_is_shown_and_never_executed(tmp_path: Path) -> None:
     records = [record(1), skipped(2, diagnosis=EVIL, advice=EVIL)]
     config = f"steps: 2\nmodel:\n  name: {json.dumps(EVIL)}\n"

@@ -175,6 +175,7 @@ def test_states_load_at_another_number_of_ranks(tmp_path: Path) -> None:
             assert numbers == expected[1]
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_a_checkpoint_with_other_callbacks_loads_with_one_message(tmp_path: Path) -> None:
     lines: list[str] = []
@@ -229,6 +230,7 @@ def test_a_state_that_json_would_change_ends_a_run_before_it_begins(tmp_path: Pa
         assert run.progress.step == 0
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_a_state_that_becomes_unsuitable_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
     class Later(Bad):

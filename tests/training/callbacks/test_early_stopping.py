@@ -92,6 +92,7 @@ def test_all_ranks_end_together_and_the_best_checkpoint_is_kept(tmp_path: Path) 
         assert checkpoints(longer) == ["step-000016", "step-000018"]
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
     first = trainer(tmp_path / "run", steps=10)
@@ -110,6 +111,7 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
     assert messages(resumed)[1].startswith("finished after step 12: ")
 
 
+@pytest.mark.nightly
 @ranks(1)
 def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

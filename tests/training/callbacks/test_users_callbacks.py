@@ -29,6 +29,7 @@ from distmp.training.callbacks.order import load_callbacks
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs
+from tests.marks import nightly
 from tests.ranks import ranks
 
 BATCH, SAMPLES, SEED, STEPS = 8, 160, 3, 14
@@ -160,7 +161,7 @@ def launched_steps(run: Trainer) -> list[tuple[int, str]]:
     return launched
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read a step later"])
+@pytest.mark.parametrize("late", [False, nightly(True)], ids=["read at once", "read a step later"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks(timeout=100)
 def test_every_step_is_seen_once_and_in_order(world_size: int, late: bool, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_every_step_is_seen_once_and_in_order(world_size: int, late: bool, tmp_p
     assert [result.step for result in python.results if result.rolls_back] == [SPIKE]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, nightly(2)])
 @ranks(timeout=100)
 def test_the_hooks_are_called_in_order(world_size: int, tmp_path: Path) -> None:
     python = Recorder("Python")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
@@ -315,6 +315,7 @@ RUNS = st.builds(
 
 
 @pytest.mark.slow
+@example(run=Run(data=Data(options={"\x85": None, "\u2028": "\u2029"})))
 @given(run=RUNS)
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 def test_written_file_gives_an_equal_object(
