@@ -238,7 +238,7 @@ def test_checkpoints_that_were_all_saved_after_a_skipped_step(tmp_path: Path) ->
     assert store.newest_healthy(tmp_path) == tmp_path / "step-000200"
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=4),
     st.integers(1, 5),

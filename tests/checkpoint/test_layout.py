@@ -215,4 +215,4 @@ class CrashingSaves(RuleBasedStateMachine):
 
 
 TestCrashingSaves = CrashingSaves.TestCase
-TestCrashingSaves.settings = settings(max_examples=50, stateful_step_count=10, deadline=None)
+TestCrashingSaves.settings = settings(max_examples=20, stateful_step_count=10, deadline=None)

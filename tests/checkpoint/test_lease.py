@@ -526,4 +526,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestInterleavings.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)

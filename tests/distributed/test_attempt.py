@@ -147,7 +147,7 @@ decisions = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example([("step", 0), ("step", 1), ("step", 2), ("step", 0), ("step", 0), ("restart", 0)])
 @given(decisions)
 def test_restarts_at_any_moment(choices: list[tuple[str, int]]) -> None:

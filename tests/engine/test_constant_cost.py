@@ -140,6 +140,7 @@ def of_a_microbatch(layers: int) -> tuple[Counter[str], Counter[str]]:
     return many - few, many_calls - few_calls
 
 
+@pytest.mark.nightly
 def test_a_parameter_costs_one_call_in_a_microbatch() -> None:
     few_operators, few_calls = of_a_microbatch(layers=2)
     many_operators, many_calls = of_a_microbatch(layers=10)

@@ -291,6 +291,7 @@ def test_each_cause_on_two_ranks(strategy: str, policy: str) -> None:
         assert reports[0] == reports[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
 def test_explain_does_not_change_training(strategy: str) -> None:
@@ -380,7 +381,7 @@ def glitching(change: Callable[[Tensor], Tensor], rank: int, **options: Any) -> 
 
 
 @pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", nightly("fp16")])
 @ranks(2)
 def test_a_loss_that_was_not_finite_once_is_not_blamed_on_the_loss_function(
     strategy: str, shards: bool, policy: str
@@ -726,6 +727,7 @@ def test_explaining_takes_one_collective_and_only_after_an_overflow() -> None:
         assert collectives == ["all_gather_object"]
 
 
+@pytest.mark.nightly
 def test_microbatches_are_kept_for_two_steps_and_not_without_attribution() -> None:
     for attribution in (True, False):
         engine = make_engine(attribution=attribution)

@@ -75,6 +75,7 @@ def test_a_first_weight_that_cannot_be_used_is_an_overflow(bad: float) -> None:
     assert engine.nominal_weight == 16
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_a_weight_of_one_rank_that_cannot_be_used_is_skipped_by_all() -> None:
     for options in (

@@ -267,6 +267,7 @@ def test_a_stopped_rank_is_continued_and_killed_if_it_stops_again(
     assert not any(map(psutil.pid_exists, ranks))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_after_another_has_stopped_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

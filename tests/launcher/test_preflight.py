@@ -160,6 +160,7 @@ def test_a_slow_link_is_named(tmp_path: Path) -> None:
     assert max(factors, key=factors.__getitem__) == "2"
 
 
+@pytest.mark.nightly
 def test_a_rank_that_blocks_the_others_is_named(tmp_path: Path) -> None:
     results = run_case("hangs_in_the_middle", tmp_path, SHORT_SECONDS)
     (reporter,) = [result for result in results if "no rank has made progress" in result.output]

@@ -48,6 +48,7 @@ def test_what_is_configured_is_taken() -> None:
         choice("sharded", "bf16-pure")
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_ranks_agree_on_the_least_free_memory() -> None:
     world = World.current("cpu")

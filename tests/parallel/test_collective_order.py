@@ -120,6 +120,7 @@ def compute(seconds: float) -> None:
         torch.ones(100).sum()
 
 
+@pytest.mark.nightly
 @ranks(2)
 def test_a_comparison_waits_for_a_rank_that_is_busy() -> None:
     rank_monitor.INTERVAL_SECONDS = 0.1

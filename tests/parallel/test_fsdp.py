@@ -187,6 +187,7 @@ def without_a_step(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd, fused_adagrad])
 @ranks(2)
 def test_a_loaded_state_continues_bit_by_bit(

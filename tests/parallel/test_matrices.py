@@ -23,6 +23,7 @@ from distmp.errors import ConfigError
 from distmp.optim import Muon, owners
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.utils.flat_shard import gathered
+from tests.marks import nightly
 from tests.ranks import ranks, run_ranks
 from tests.recording import HostReads
 
@@ -118,10 +119,10 @@ def on_one_rank(policy: str, steps: int) -> dict[str, Tensor]:
     [
         ("ddp", 2),
         ("shard_optimizer", 4),
-        ("fsdp", 1),
-        ("fsdp", 2),
-        ("fsdp", 4),
-        ("hsdp", 4),
+        nightly("fsdp", 1),
+        nightly("fsdp", 2),
+        nightly("fsdp", 4),
+        nightly("hsdp", 4),
     ],
 )
 def test_updates_do_not_depend_on_ranks_and_strategy(kind: str, world_size: int) -> None:

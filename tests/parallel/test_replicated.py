@@ -13,6 +13,7 @@ from distmp.errors import ConfigError
 from distmp.parallel import build_strategy
 from distmp.parallel.replicated import Replicated
 from distmp.precision import policy
+from tests.marks import nightly
 from tests.ranks import ranks, run_ranks
 from tests.reference import (
     FOUR_RANKS,
@@ -68,7 +69,7 @@ def test_ddp_equals_plain_torch_on_the_same_samples(
         ]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-autocast", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", nightly("bf16-autocast"), nightly("fp16")])
 def test_mixed_precision_does_not_depend_on_the_number_of_ranks(precision: str) -> None:
     options = {"policy": precision}
     alone = train_rank(8, ONE_RANK, options)[1]

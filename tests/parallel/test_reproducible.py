@@ -147,6 +147,7 @@ def continue_to(step: int, seed: int, directory: Path) -> dict[str, Tensor]:
     return snapshot(engine)
 
 
+@pytest.mark.nightly
 def test_the_same_bits_after_continuing_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     (expected,) = run_ranks(continue_to, 1, 20, 0, tmp_path / "stayed")
     for seed, (world_size, step) in enumerate(((2, 7), (4, 14), (1, 20))):

@@ -132,7 +132,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
     return run_ranks(function, world_size, *args)[0]
 
 
-@pytest.mark.parametrize("policy", [nightly("fp32"), "bf16"])
+@pytest.mark.parametrize("policy", [nightly("fp32"), nightly("bf16")])
 def test_checkpoints_fit_other_numbers_of_ranks_and_whole_optimizers(
     policy: str, tmp_path: Path
 ) -> None:

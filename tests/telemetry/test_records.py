@@ -46,7 +46,7 @@ def _refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(_RECORDS, max_size=4))
 @example([record(unit="NaN", formats="Infinity")])
 def test_round_trip(records: list[StepRecord]) -> None:

@@ -98,6 +98,7 @@ def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -126,6 +127,7 @@ def test_before_the_first_update_no_step_counts_as_skipped() -> None:
     assert skipped_in_a_row(torch.tensor([1.0, 12.0, 11.0])) == 11
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", [nightly("fp32"), "bf16"])
 def test_weights_that_one_step_ruined_displace_no_others(
     policy: str,

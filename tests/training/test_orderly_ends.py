@@ -240,6 +240,7 @@ def assert_stopped_once(directory: Path, output: str) -> None:
     assert not (directory / "run-2").exists()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
     """torchrun would wait half a minute for it, and let others start without it."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}

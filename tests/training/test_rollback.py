@@ -115,6 +115,7 @@ def never_saw(directory: Path, last: int, first: int, *arguments: str) -> Traine
     return begun
 
 
+@pytest.mark.nightly
 @ranks(2, timeout=100)
 def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
     rank = World.current("cpu").rank

@@ -157,6 +157,7 @@ def test_a_run_leaves_everything_in_its_directory(
     assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
 
 
+@pytest.mark.nightly
 def test_data_model_and_loss_by_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
     assert sum(line.count(overflow["advice"]) for line in output) == 1 < len(skipped)
 
 
+@pytest.mark.nightly
 def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_path: Path) -> None:
     fixed = "--precision.policy=fp16,loss_scale=16777216"
     data = f"--data.path={corpus(tmp_path / 'corpus')}"

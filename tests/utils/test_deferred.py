@@ -275,7 +275,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 
 
 @given(st.lists(st.sampled_from(range(len(STEPS))), max_size=8), st.integers(0, 2**62))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_sequence_of_operations(steps: list[int], seed: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -337,6 +337,7 @@ def test_observations_agree_with_the_policy() -> None:
         assert all(seen(found, group) for group in found.groups)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("strategy", "text"), [("fsdp", "bf16-pure")])
 def test_shards_are_not_reported_as_differences(strategy: str, text: str) -> None:
     found = explain(run(strategy=strategy, precision=policy(text)), 2)

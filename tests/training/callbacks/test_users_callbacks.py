@@ -258,6 +258,7 @@ def test_after_an_error_every_callback_exits(tmp_path: Path) -> None:
     assert not any(call.startswith("train end") for call in other.calls)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_an_error_on_one_rank_ends_all_of_them_with_its_cause(tmp_path: Path) -> None:
     options = [
