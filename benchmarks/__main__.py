@@ -35,7 +35,7 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
-    "quickstart": Benchmark((*ONE_ROUND, "--steps=3"), nightly=False),
+    "quickstart": Benchmark((*ONE_ROUND, "--steps=3")),
     "step_tail": Benchmark(
         (*ONE_ROUND, "--elements=65536", "--parameter-size=4096"), nightly=False
     ),
