@@ -59,17 +59,11 @@ def _races(result: dict[str, Any]) -> list[Row]:
             (
                 f"training step, `{name.split()[0]}`, bf16: time; memory",
                 f"{time:.2f}; {share:.2f}",
-                f"1; 1, {_named(fastest, leanest)}",
+                f"1, {fastest}; 1, {leanest}",
                 "peers",
             )
         )
     return rows
-
-
-def _named(fastest: str, leanest: str) -> str:
-    if fastest == leanest:
-        return f"{fastest}, the fastest and smallest peer"
-    return f"{fastest}, the fastest peer, and {leanest}, the smallest"
 
 
 def _tail(result: dict[str, Any]) -> Row:
@@ -137,16 +131,20 @@ def _prediction(result: dict[str, Any]) -> Row:
 
 
 def _bits(result: dict[str, Any]) -> Row:
-    runs = [run for run in result["runs"] if run["mode"] == "reproducible"]
-    layouts = list(dict.fromkeys(run["layout"] for run in runs))
-    different = max(
+    layouts = list(dict.fromkeys(run["layout"] for run in result["runs"]))
+    return (
+        f"different weights after {result['steps']} `reproducible` steps at {', '.join(layouts)} "
+        "(ranks x microbatches)",
+        str(_different(result, "reproducible")),
+        f"{_different(result, 'ordinary')} without `reproducible`",
+        "accumulation",
+    )
+
+
+def _different(result: dict[str, Any], mode: str) -> int:
+    """Return the number of different weights over the layouts, of the policy with most of them."""
+    runs = [run for run in result["runs"] if run["mode"] == mode]
+    return max(
         len({run["digest"] for run in runs if run["policy"] == policy})
         for policy in {run["policy"] for run in runs}
-    )
-    return (
-        f"distinct results after {result['steps']} `reproducible` steps at {', '.join(layouts)} "
-        "(ranks x microbatches)",
-        str(different),
-        f"at most {len(layouts)}",
-        "accumulation",
     )

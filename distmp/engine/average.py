@@ -26,7 +26,7 @@ class WeightAverage:
 
     Args:
         engine: The engine.
-        config: Decay and warmup.
+        config: The decay.
 
     Attributes:
         values: The average by parameter name, FP32, with the sharding of `engine.weights()`.

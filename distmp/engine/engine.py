@@ -17,7 +17,13 @@ from distmp.engine.completed_steps import CompletedSteps, EngineCalls, StepSetti
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
-from distmp.engine.observers import AnyGradient, EvaluationMode, FirstStep, StepObserver
+from distmp.engine.observers import (
+    AnyGradient,
+    EmbeddingIds,
+    EvaluationMode,
+    FirstStep,
+    StepObserver,
+)
 from distmp.engine.outcome import StepOutcome, advice
 from distmp.engine.replays import Replays
 from distmp.engine.setup import LossFunction, set_up
@@ -124,7 +130,7 @@ class Engine:
         self._completed = CompletedSteps(setup, self._step_settings, modes, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
         if config.first_step_checks:
-            self._observers.append(FirstStep(setup.world))
+            self._observers += [FirstStep(setup.world), EmbeddingIds(self.model)]
             setup.strategy.watch_copies()
         self._saves: Saves | None = None
         self.loads = 0

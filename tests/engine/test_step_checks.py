@@ -544,3 +544,22 @@ def test_only_rank_0_warns_and_all_ranks_look_for_the_cause() -> None:
     of_skips = [entry for entry in found if "in a row were skipped" in str(entry.message)]
     assert len(of_skips) == (rank == 0)
     assert all("on rank 1 of 2 only" in str(entry.message) for entry in of_skips)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids)
+
+
+@pytest.mark.parametrize(("ids", "found"), [([0, 8], "from 0 to 8"), ([0, -1], "from -1 to 0")])
+def test_ids_that_an_embedding_lacks_are_refused(ids: list[int], found: str) -> None:
+    engine = make(lambda model, batch: (model(batch[0]).sum(), 1), Words())
+    for _ in range(2):  # also after a step that failed
+        with pytest.raises(ConfigError, match=rf"ids {found}': the embedding 'words' has 8 rows"):
+            engine.step([(torch.tensor([ids]), torch.zeros(1))])
+    engine.step([(torch.tensor([[0, 7]]), torch.zeros(1))])
+    assert not engine.model.words._forward_pre_hooks  # nothing is left of the first step's check
