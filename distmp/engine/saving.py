@@ -324,6 +324,11 @@ def load_checkpoint(
         of_optimizer = ("optimizer/", SCHEDULE)
         live = {name: tensor for name, tensor in live.items() if not name.startswith(of_optimizer)}
     checkpoint.load(live)
+    step, taken = checkpoint.state.step, int(live["engine/counts"][:2].sum())
+    if step != taken:
+        raise CheckpointError(
+            f"{checkpoint} cannot be used: its tensors are of step {taken}, not {step}"
+        )
     engine.finish_loading(live)
 
 
