@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import logging
 import sys
 import weakref
@@ -28,7 +29,14 @@ from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
-from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed
+from distmp.errors import (
+    CheckpointError,
+    ConfigError,
+    SetupError,
+    TrainingError,
+    listed,
+    require,
+)
 from distmp.export.running import RunningEngine
 from distmp.utils.files import check_directory_name
 
@@ -168,10 +176,11 @@ class Saves:
         wait: bool,
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
-        location, retention = _on_all_ranks(
-            lambda: (_own_location(directory, engine), _retention(keep)), self._world
-        )
         own = dict(numbers or {})
+        location, retention, _ = _on_all_ranks(
+            lambda: (_own_location(directory, engine), _retention(keep), _check_numbers(own)),
+            self._world,
+        )
         _owners[str(location.absolute())] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
@@ -251,6 +260,15 @@ def _own_location(directory: str | Path, engine: SavedEngine) -> Location:
             "save each engine to its own directory",
         )
     return location
+
+
+def _check_numbers(own: dict[str, Any]) -> None:
+    try:
+        loaded = json.loads(json.dumps(own))
+    except (TypeError, ValueError):  # the save reports it
+        return
+    advice = f"would load as {loaded!r}; pass numbers, strings, lists, and dicts with string keys"
+    require(repr(loaded) == repr(own), "numbers", own, advice)
 
 
 def _retention(keep: int | None) -> Retention:
