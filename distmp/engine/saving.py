@@ -176,9 +176,8 @@ class Saves:
         wait: bool,
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
-        own = dict(numbers or {})
-        location, retention, _ = _on_all_ranks(
-            lambda: (_own_location(directory, engine), _retention(keep), _check_numbers(own)),
+        location, retention, own = _on_all_ranks(
+            lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers)),
             self._world,
         )
         _owners[str(location.absolute())] = engine
@@ -262,13 +261,15 @@ def _own_location(directory: str | Path, engine: SavedEngine) -> Location:
     return location
 
 
-def _check_numbers(own: dict[str, Any]) -> None:
+def _checked(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
+    own = dict(numbers or {})
     try:
         loaded = json.loads(json.dumps(own))
     except (TypeError, ValueError):  # the save reports it
-        return
+        return own
     advice = f"would load as {loaded!r}; pass numbers, strings, lists, and dicts with string keys"
     require(repr(loaded) == repr(own), "numbers", own, advice)
+    return own
 
 
 def _retention(keep: int | None) -> Retention:
