@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -190,12 +191,15 @@ class Rank:
         make("1m").step()
         self._base = begin_peak(self._device)
         self._loop = make(size)
+        # Minor page faults of each step that `processor_seconds` measured.
+        self._faults: list[int] = []
 
     def answer(self, order: str) -> Any:
         """Run the measurement named by `order`."""
         return {
             "seconds": self.seconds,
             "processor": self.processor_seconds,
+            "faults": self.fewest_faults,
             "work": self.work,
         }[order]()
 
@@ -205,9 +209,15 @@ class Rank:
 
     def processor_seconds(self) -> float:
         """Return the processor time of one step, which does not count other processes."""
-        before = time.process_time()
+        faults, before = _minor_faults(), time.process_time()
         self._loop.step()
-        return time.process_time() - before
+        seconds = time.process_time() - before
+        self._faults.append(_minor_faults() - faults)
+        return seconds
+
+    def fewest_faults(self) -> int:
+        """Return the fewest minor page faults of a step that `processor_seconds` measured."""
+        return min(self._faults)
 
     def work(self) -> dict[str, Any]:
         """Return the losses of some steps, their compute dtype, and the memory peak of the last."""
@@ -224,6 +234,11 @@ class Rank:
             "losses": losses,
             "computes": dtype_name(computes),
         }
+
+
+def _minor_faults() -> int:
+    """Return the number of pages that this process got without reading them from a disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @contextlib.contextmanager

@@ -245,7 +245,7 @@ class Engine:
         Args:
             microbatches: Batches (tensors, or nested containers of tensors) for `loss`; at least
                 one, and with a sharded strategy the same number on every rank. A list, or an
-                iterable that gives these microbatches and then ends.
+                iterable that gives these microbatches and then ends; it is read first.
             count: Number of microbatches; needed for an iterable without a length.
             stop: Whether this rank requests to stop; the outcome reports it on every rank.
 

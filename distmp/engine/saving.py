@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import logging
 import sys
 import weakref
@@ -28,7 +29,14 @@ from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
-from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed
+from distmp.errors import (
+    CheckpointError,
+    ConfigError,
+    SetupError,
+    TrainingError,
+    listed,
+    require,
+)
 from distmp.export.running import RunningEngine
 from distmp.utils.files import check_directory_name
 
@@ -168,10 +176,10 @@ class Saves:
         wait: bool,
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
-        location, retention = _on_all_ranks(
-            lambda: (_own_location(directory, engine), _retention(keep)), self._world
+        location, retention, own = _on_all_ranks(
+            lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers)),
+            self._world,
         )
-        own = dict(numbers or {})
         _owners[str(location.absolute())] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
@@ -253,6 +261,17 @@ def _own_location(directory: str | Path, engine: SavedEngine) -> Location:
     return location
 
 
+def _checked(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
+    own = dict(numbers or {})
+    try:
+        loaded = json.loads(json.dumps(own))
+    except (TypeError, ValueError):  # the save reports it
+        return own
+    advice = f"would load as {loaded!r}; pass numbers, strings, lists, and dicts with string keys"
+    require(repr(loaded) == repr(own), "numbers", own, advice)
+    return own
+
+
 def _retention(keep: int | None) -> Retention:
     if keep is None:
         return Retention(sys.maxsize)
@@ -324,6 +343,11 @@ def load_checkpoint(
         of_optimizer = ("optimizer/", SCHEDULE)
         live = {name: tensor for name, tensor in live.items() if not name.startswith(of_optimizer)}
     checkpoint.load(live)
+    step, taken = checkpoint.state.step, int(live["engine/counts"][:2].sum())
+    if step != taken:
+        raise CheckpointError(
+            f"{checkpoint} cannot be used: its tensors are of step {taken}, not {step}"
+        )
     engine.finish_loading(live)
 
 

@@ -8,6 +8,7 @@ The model keeps its class. peft replaces each selected layer by one that holds i
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import warnings
 from collections import Counter
@@ -19,7 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from distmp.errors import ConfigError, listed, nearest
+from distmp.errors import ConfigError, listed, nearest, require
 from distmp.precision.keep import parameters_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.deferred import record_more
@@ -75,6 +76,15 @@ def check_settings(values: Mapping[str, Any]) -> None:
     if initialization not in _INITIALIZATIONS:
         problem = "use true or 'gaussian'"
         raise ConfigError(f"{SETTING}.init_lora_weights", initialization, problem)
+    # peft accepts values under which adapters train nothing.
+    pattern = values.get("alpha_pattern")
+    patterns = pattern.values() if isinstance(pattern, Mapping) else ()
+    for alpha in (values.get("lora_alpha", 1), *patterns):
+        valid = not isinstance(alpha, int | float) or 0 < alpha < math.inf
+        require(valid, f"{SETTING}.lora_alpha", alpha, "use a finite number above 0")
+    dropout = values.get("lora_dropout", 0)
+    valid = not isinstance(dropout, int | float) or 0 <= dropout < 1
+    require(valid, f"{SETTING}.lora_dropout", dropout, "use 0 or more, and less than 1")
 
 
 def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None:

@@ -131,9 +131,10 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             these keys.
     """
     options: Mapping[str, Tensor] = {}
-    if is_hugging_face(batch):
+    keys = batch if isinstance(batch, Mapping) else {}
+    if is_hugging_face(keys):
         inputs, targets, options = model_inputs(batch, arguments_of(model))
-    elif isinstance(batch, Mapping) and "inputs" in batch and "targets" in batch:
+    elif "inputs" in keys and "targets" in keys:
         inputs, targets = batch["inputs"], batch["targets"]
     else:
         raise ConfigError(

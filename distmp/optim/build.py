@@ -76,6 +76,12 @@ def optimizer_factory(
         if name not in choices and not accepts_any:
             problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
             raise ConfigError(f"optim.options.{name}", value, problem)
+        default = accepted[name].default if name in accepted else None
+        length = len(value) if isinstance(value, list | tuple) else None
+        # torch's AdamW accepts three betas, and fails in the first step.
+        if isinstance(default, tuple) and length != len(default):
+            problem = f"write {len(default)} numbers, as in {[*default]}"
+            raise ConfigError(f"optim.options.{name}", value, problem)
     options |= config.options
     if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
         # The fused kernel unscales, clips and skips on the device, without a host synchronization.

@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distmp")
 
+# How long an `update` without a step waits for the decision of other ranks.
+MISUSE_SECONDS = 10.0
+
 
 class DistributedGradScaler(torch.amp.GradScaler):
     """Dynamic loss scaling in which all ranks make the same decision.
@@ -312,7 +315,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("update")
         self._check_decisions(self._calls.iteration - 1)
-        if any(inspected.found_inf is None for inspected in self._inspected.values()):
+        without_step = not self._totals and new_scale is None
+        if any(inspected.found_inf is None for inspected in self._inspected.values()) or (
+            # An error. Join a decision of the other ranks, so that all ranks raise it.
+            without_step and self._ranks.others_decide(MISUSE_SECONDS)
+        ):
             self._decide("update", [])
         if new_scale is not None:
             self._set_scale(new_scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,22 @@ class RankGroup:
         else:
             monitor.end()
         return total
+
+    def others_decide(self, seconds: float) -> bool:
+        """Wait for the other ranks; return whether all of them begin the next decision in time."""
+        if self.world_size == 1 or (monitor := rank_monitor.current()) is None:
+            return False
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        deadline, decision = time.monotonic() + seconds, monitor.begin(group)
+        try:
+            while missing := monitor.missing(decision):
+                if time.monotonic() > deadline:
+                    break
+        finally:
+            monitor.end()
+            monitor.own.decisions[decision.group] -= 1  # this rank does not begin it here
+        return not missing
 
     def exchange(self, decision: PendingDecision | None, value: Any) -> dict[int, Any]:
         """Gather a value from every rank of a decision; return the values by rank.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.checkpoint import store
+from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
 from distmp.data.loading import Batch, is_stream, step_batches
@@ -330,13 +331,17 @@ def stored_progress(checkpoint: store.StoredCheckpoint) -> Progress:
     """Return the progress of the run that wrote a checkpoint.
 
     Raises:
-        CheckpointError: If it has no numbers of a run.
+        CheckpointError: If its numbers are not those of a run.
     """
-    names = [field.name for field in dataclasses.fields(Progress)]
-    found = {name: checkpoint.numbers[name] for name in names if name in checkpoint.numbers}
-    if not {"step", "samples"} <= found.keys():
-        raise CheckpointError(
-            f"the numbers in {checkpoint} cannot be used: they lack the step or the position in "
-            "the data"
-        )
-    return Progress(**found)
+    numbers = checkpoint.numbers
+    try:
+        for name in ("configuration", "data", "ranks", "versions", "callbacks"):
+            if not isinstance(numbers.get(name, {}), dict):
+                raise CheckpointError(f"{name} is a {type(numbers[name]).__name__}")
+        names = [field.name for field in dataclasses.fields(Progress)]
+        found = {name: numbers[name] for name in names if numbers.get(name) is not None}
+        if not {"step", "samples"} <= found.keys():
+            raise CheckpointError("they lack the step or the position in the data")
+        return Progress(**{name: check_number(name, value) for name, value in found.items()})
+    except CheckpointError as error:
+        raise CheckpointError(f"the numbers in {checkpoint} cannot be used: {error}") from error

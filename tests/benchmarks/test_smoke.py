@@ -46,12 +46,15 @@ def test_results_older_than_their_code_are_named(
     assert [line.partition("-cpu")[0] for line in ages.older()] == ["dirty", "lost", "no", "old"]
 
 
-@pytest.mark.parametrize(("ratio", "code"), [(1.14, 0), (1.16, 2)])
+@pytest.mark.parametrize(
+    ("ratio", "more", "code"), [(1.14, 0, 0), (1.16, 0, 2), (1.0, 1, 2), (1.0, -1, 0)]
+)
 def test_guard_fails_if_every_attempt_is_slower(
-    ratio: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ratio: float, more: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = []
-    monkeypatch.setattr(guard, "measure", lambda *_: attempts.append(1) or ratio)
+    found = guard.Compared(ratio, guard.MORE_FAULTS + more)
+    monkeypatch.setattr(guard, "measure", lambda *_: attempts.append(1) or found)
     monkeypatch.setattr(guard, "RESULTS", tmp_path)
     monkeypatch.setattr(guard, "save", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["guard"])

@@ -98,6 +98,9 @@ def test_numbers_that_disagree_are_refused(
     [
         ({}, "they lack the step"),
         ({"step": 1}, "they lack the step or the position in the data"),
+        ({"step": 1, "samples": "8"}, "samples is '8', not a count"),
+        ({"step": 1, "samples": -8}, "samples is '-8', not a count"),
+        ({"step": 1, "samples": 8, "ranks": 3}, "ranks is a int"),
     ],
 )
 def test_a_run_does_not_continue_without_its_position(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from distmp.checkpoint import store
+from distmp.checkpoint.storage import INDEX_FILE
 from distmp.engine import Engine
 from distmp.engine.saving import OPTIMIZER, OWN_NUMBERS
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.training.train import main
+from tests.checkpoint.sealing import seal
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks
 from tests.reference import (
@@ -128,6 +131,8 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
     rank = dist.get_rank()
     for numbers, message in (
         ({"position": rank}, "numbers['position'] = 0 on rank 0; 1 on rank 1: differs"),
+        ({"by_id": {1: 2}}, "numbers = {'by_id': {1: 2}}: would load as {'by_id': {'1': 2}}"),
+        ({"shape": (1, 2)}, "numbers = {'shape': (1, 2)}: would load as {'shape': [1, 2]}"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             engine.save(tmp_path, numbers)
@@ -302,6 +307,19 @@ def test_the_end_of_the_process_waits_for_saves(tmp_path: Path) -> None:
 
 def _sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
+
+
+def test_the_tensors_of_another_step_are_refused(tmp_path: Path) -> None:
+    engine = make_engine()
+    paths = []
+    for step in (1, 2):
+        train(engine, 1, ONE_RANK, first=step - 1)
+        paths.append(engine.save(tmp_path))
+    for name in ("__0_0.distcp", INDEX_FILE):
+        shutil.copyfile(paths[0] / name, paths[1] / name)
+    seal(paths[1])
+    with pytest.raises(CheckpointError, match="its tensors are of step 1, not 2"):
+        engine.load(paths[1])
 
 
 # Directories, as other programs name them

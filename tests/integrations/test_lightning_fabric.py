@@ -10,6 +10,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -211,6 +212,21 @@ def _check_weights() -> None:
 class _Holder:
     def __init__(self, net: nn.Module) -> None:
         self.net = net
+
+
+@ranks(2, timeout=60)
+def test_weighted_loss_on_one_rank_in_the_first_step() -> None:
+    importlib.import_module("lightning_fabric")
+    for clips in (False, True):
+        plugin = MixedPrecision("bf16-mixed")
+        fabric = make_fabric(plugin)
+        model, optimizer = set_up(fabric, sgd)
+        losses = per_sample(model, batch(0, rank()))
+        fabric.backward(losses.mean() if rank() else plugin.weighted_loss(losses.sum(), 4))
+        own = "no" if rank() else "yes"
+        clip = partial(fabric.clip_gradients, model, optimizer, max_norm=MAX_NORM)
+        with pytest.raises(TrainingError, match=rf"1 of 2 ranks use .*\(this rank: {own}\)"):
+            (clip if clips else optimizer.step)()
 
 
 def _check_mixed_up_calls() -> None:

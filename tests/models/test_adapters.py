@@ -315,6 +315,9 @@ def test_adapters_that_train_nothing_useful_are_reported(
             {"target_modules": ["down"], "exclude_modules": ["missing"]},
             r"peft\.exclude_modules = 'missing': selects no layer",
         ),
+        ({"target_modules": ["down"], "lora_alpha": 0}, r"peft\.lora_alpha = 0: use a finite"),
+        ({"alpha_pattern": {"down": float("nan")}}, r"peft\.lora_alpha = nan: use a finite"),
+        ({"target_modules": ["down"], "lora_dropout": 1}, r"peft\.lora_dropout = 1: use 0 or"),
         ({"init_lora_weights": "pissa"}, r"peft\.init_lora_weights = 'pissa': use true or"),
     ],
 )

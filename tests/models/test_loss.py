@@ -65,7 +65,7 @@ def test_ignored_batch_has_neither_loss_nor_weight_nor_gradient() -> None:
 
 def test_a_batch_without_the_keys_of_next_token_is_described() -> None:
     model = Constant(torch.zeros(1, 1, 7))
-    for wrong in ({"inputs": torch.zeros(4, 3)}, [torch.zeros(4, 3)]):
+    for wrong in ({"inputs": torch.zeros(4, 3)}, [torch.zeros(4, 3)], torch.zeros(4, 3)):
         with pytest.raises(ConfigError, match=r"float32 .* the loss next_token reads the keys"):
             next_token_loss(model, wrong)
 

@@ -425,3 +425,13 @@ def test_a_rank_without_a_loss_of_its_own_is_not_warned() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert parameter.tolist() == [-1, -1]
+
+
+@ranks(2, timeout=60)
+def test_update_without_the_first_step_on_one_rank() -> None:
+    work = Work()
+    work.backward()
+    calls = work.scaler.update if dist.get_rank() else work.step_first
+    with pytest.raises(TrainingError, match="ranks call the scaler differently: "):
+        calls()
+    assert work.weights() == [[1.0, 1.0], [2.0, 2.0]]

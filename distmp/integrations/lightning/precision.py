@@ -409,6 +409,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
             self._check_closure(optimizer)  # the closure may be the first to use `weighted_loss`
             return result
         result = closure() if closure is not None else None
+        self._weights.compare_use()
         if self._weights.in_use:
             self._unscale(optimizer)
         output = self._step(optimizer)
@@ -485,6 +486,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
     def _unscale(self, optimizer: Any, divided_by: int = 1) -> None:
         """Unscale gradients and divide them by the weights, unless that was done for this step."""
+        self._weights.compare_use()
         if self.scaler is None and not self._weights.in_use:
             return
         if id(optimizer) in self._unscaled:

@@ -7,6 +7,7 @@ import math
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError, TrainingError
@@ -17,6 +18,7 @@ logger = logging.getLogger("distmp")
 
 # The loss sum of the first step is divided by this power of two.
 _FIRST_UNIT = 1024.0
+_USE = "use weighted_loss for every microbatch of every rank, also for an empty one"
 
 
 class StepWeights:
@@ -37,6 +39,7 @@ class StepWeights:
         # step, about the weight of a microbatch.
         self._unit = _FIRST_UNIT
         self._optimizer: int | None = None
+        self._is_compared = False
         self.in_use = False
         self.begin_step()
 
@@ -86,6 +89,24 @@ class StepWeights:
                 stacklevel=2,
             )
 
+    def compare_use(self) -> None:
+        """Compare between ranks, in the first step, whether `loss` is in use.
+
+        Otherwise the ranks that use it would wait in `divide` for those that do not.
+
+        Raises:
+            TrainingError: On all ranks, if only some of them use it.
+        """
+        if self._is_compared or not (dist.is_available() and dist.is_initialized()):
+            return
+        self._is_compared = True
+        users = float(self._ranks.all_reduce(torch.tensor(float(self.in_use))))
+        if users not in (0, self._ranks.world_size):
+            raise TrainingError(
+                f"{users:g} of {self._ranks.world_size} ranks use weighted_loss in the first step "
+                f"(this rank: {'yes' if self.in_use else 'no'}); {_USE}"
+            )
+
     @torch.no_grad()
     def divide(self, optimizer: torch.optim.Optimizer, divided_by: int) -> None:
         """Turn the gradients of the sum into those of the mean; waits for the device.
@@ -118,8 +139,7 @@ class StepWeights:
         if ranks_that_miss:
             raise TrainingError(
                 f"on {ranks_that_miss:g} rank(s) the step has a different number of calls of "
-                f"weighted_loss than of backward (here: {losses} and {backwards}); use "
-                "weighted_loss for every microbatch of every rank, also for an empty one"
+                f"weighted_loss than of backward (here: {losses} and {backwards}); {_USE}"
             )
         if not math.isfinite(weight):
             raise TrainingError(

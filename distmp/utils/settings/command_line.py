@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 from distmp.errors import ConfigError
 from distmp.utils.annotations import accepts, expected, members_of
 from distmp.utils.presets import located
-from distmp.utils.settings.convert import annotation_of, from_mapping, setting_names
+from distmp.utils.settings.convert import (
+    annotation_of,
+    from_mapping,
+    section_advice,
+    setting_names,
+)
 from distmp.utils.settings.yaml_files import as_line, from_line, read_yaml
 
 if TYPE_CHECKING:
@@ -50,9 +55,12 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
         positive = f"{section}.{name.removeprefix('no_')}".lstrip(".")
         if setting not in known and name.startswith("no_") and not words and positive in known:
             _set(values, positive, False)
-        else:
-            annotation = annotation_of(cls, setting) if setting in known else Any
-            _set(values, setting, _value(annotation, setting, words))
+            continue
+        annotation = annotation_of(cls, setting) if setting in known else Any
+        value = _value(annotation, setting, words)
+        if dataclasses.is_dataclass(annotation):  # the value would replace its other settings
+            raise ConfigError(setting, value, section_advice(cls, setting))
+        _set(values, setting, value)
     return from_mapping(cls, values)
 
 
@@ -99,15 +107,16 @@ def _belongs_to_no_option(word: str) -> ConfigError:
 
 
 def _set(values: dict[str, Any], setting: str, value: Any) -> None:
-    """Set a value in nested dictionaries; `from_mapping` refuses other sections."""
+    """Set a value in nested dictionaries."""
     *sections, name = setting.split(".")
     target: Any = values
-    for section in sections:
+    for index, section in enumerate(sections):
         if target.get(section) is None:
             target[section] = {}
         target = target[section]
         if not isinstance(target, dict):
-            return
+            parent = ".".join(sections[: index + 1])
+            raise ConfigError(setting, value, f"{parent} is not a section; set {parent}")
     target[name] = value
 
 
@@ -115,9 +124,9 @@ def _value(annotation: Any, setting: str, words: Sequence[str]) -> Any:
     """Read the words after an option as a value for `from_mapping`."""
     members = members_of(annotation)
     lists = [member for member in members if get_origin(member) is tuple]
-    if len(words) == 1 and not (lists and not words[0].startswith("[")):
+    if len(words) == 1 and (not lists or words[0] == "null" or words[0].startswith("[")):
         return _from_word(members, words[0])
-    if lists and words != ["null"]:
+    if lists:
         items = members_of(get_args(lists[0])[0])
         return [_from_word(items, word) for word in words]
     if words and annotation is not Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -29,6 +30,7 @@ _SCALARS = {
 
 # A configuration with every setting has 6 kB. PyYAML reads 100 to 300 kB per second.
 _LARGEST_BYTES = 1 << 18
+_MOST_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,7 +89,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     name = os.fspath(path)
     try:
-        loaded = yaml.load(read_regular(path, _LARGEST_BYTES), _Loader)
+        loaded = _load(read_regular(path, _LARGEST_BYTES))
     except OSError as error:
         raise ConfigError("--config", name, f"cannot be read ({error.strerror})") from None
     except Exception as error:  # noqa: BLE001  (a tag can request any conversion: !!int x)
@@ -97,6 +99,19 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError("--config", name, "must hold settings as 'name: value' lines")
     return loaded
+
+
+def _load(text: str | bytes) -> Any:
+    return _without_aliases(yaml.load(text, _Loader), iter(range(_MOST_VALUES)))
+
+
+def _without_aliases(value: Any, places: Iterator[int]) -> Any:
+    """Copy a value for each alias of it; aliases of aliases stand for any number of values."""
+    if next(places, None) is None:
+        raise ValueError(f"more than {_MOST_VALUES} values, with those of aliases")
+    if isinstance(value, dict):
+        return {key: _without_aliases(item, places) for key, item in value.items()}
+    return [_without_aliases(item, places) for item in value] if isinstance(value, list) else value
 
 
 def _bad_syntax(error: Exception) -> str:
@@ -127,7 +142,7 @@ def from_line(text: str) -> Any:
         ValueError: If the text is not YAML.
     """
     try:
-        return yaml.load(text, _Loader)
+        return _load(text)
     except Exception as error:  # noqa: BLE001
         raise ValueError(_bad_syntax(error)) from None
 

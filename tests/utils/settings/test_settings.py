@@ -85,6 +85,12 @@ def cli(*argv: str) -> Run:
     return command_line(Run, argv, "distmp train", "Train.")
 
 
+# Aliases of aliases, which stand for a million values.
+ALIASES = "a: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 6)
+)
+
+
 # --- YAML ------------------------------------------------------------------------------------
 
 
@@ -163,6 +169,9 @@ def test_empty_file_has_no_settings(text: str, tmp_path: Path) -> None:
         ("3", "must hold settings"),
         ("[" * 5000, "is not valid YAML"),
         ("a: " + "9" * 5000, "is not valid YAML"),
+        ("a: &a [*a]", "is not valid YAML: maximum recursion depth"),
+        ("a: &a {b: *a}", "is not valid YAML: maximum recursion depth"),
+        (ALIASES, "is not valid YAML: more than 100000 values"),
     ],
 )
 def test_wrong_file_is_one_message(text: str, problem: str, tmp_path: Path) -> None:
@@ -378,6 +387,12 @@ def test_overrides_win_over_the_file(arrange: Callable[[str], list[str]], tmp_pa
     assert cli(*arrange(str(path))) == Run(steps=20, optim=Optim(lr=3e-4, fused=False))
 
 
+def test_override_leaves_other_aliases(tmp_path: Path) -> None:
+    path = str(file_of(tmp_path, "data: {options: {a: &x {k: 1}, b: *x}}"))
+    run = cli("--config", path, "--data.options.a.k", "2")
+    assert run.data.options == {"a": {"k": 2}, "b": {"k": 1}}
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -467,6 +482,11 @@ def test_an_override_says_what_the_file_says(run: Run) -> None:
         (["--data.shuffle", "3", "4"], "data.shuffle = [3, 4]: unknown setting; did you mean"),
         (["--data.shuffle"], "data.shuffle = True: unknown setting; did you mean 'optim.sched"),
         (["--optim", "3"], "optim = 3: is a section; set optim.lr, optim."),
+        (["--optim.lr", "3", "--optim", "{clip: 2}"], "optim = {'clip': 2}: is a section; set op"),
+        (["--optim", "null"], "optim = None: is a section; set optim.lr, optim."),
+        (["--steps", "5", "--steps.x", "3"], "steps.x = 3: steps is not a section; set steps"),
+        (["--data.columns", "null"], "data.columns = None: must be a list, each item text"),
+        (["--optim.betas=null"], "optim.betas = None: must be a list, each item a number"),
         (["--optim.fused", "true", "true"], "command line = 'true': belongs to no option"),
         (["--optim.fused", "yes"], "optim.fused = 'yes': must be true or false"),
         (["extra"], "command line = 'extra': belongs to no option"),
