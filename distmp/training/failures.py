@@ -13,7 +13,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -150,12 +149,6 @@ def before_exit(action: Callable[[], object]) -> None:
     """Call `action` before the watchdog ends this rank; the action must not raise."""
     if _watchdog is not None:
         _watchdog.before_exit = action
-
-
-def write_traces_to(directory: Path) -> None:
-    """Set the directory for the flight recorders of all ranks, which are written if ranks hang."""
-    if _watchdog is not None:
-        _watchdog.traces_directory = directory
 
 
 def stop_watching() -> None:

@@ -29,7 +29,6 @@ class RunDirectory:
             self.checkpoints = locate("checkpoint.path", checkpoint_path) / path.name
         self.model = path / "model"
         self.profile = path / "profile"
-        self.hang = path / "hang"
         self.manifest = path / "manifest.json"
 
     def log(self, rank: int) -> Path:
