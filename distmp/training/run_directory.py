@@ -27,7 +27,6 @@ class RunDirectory:
         self.checkpoints: Location = path / "checkpoints"
         if checkpoint_path is not None:
             self.checkpoints = locate("checkpoint.path", checkpoint_path) / path.name
-        self.model = path / "model"
         self.profile = path / "profile"
         self.manifest = path / "manifest.json"
 
