@@ -16,7 +16,7 @@ from distmp.distributed.compare_ranks import (
     hyperparameters,
     raise_difference,
 )
-from distmp.distributed.rank_monitor import explain_lost_peers
+from distmp.distributed.ranks import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.engine.low_precision_matmuls import MatmulStatistics

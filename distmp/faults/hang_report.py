@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from distmp.distributed.rank_monitor import RankStatus
+from distmp.distributed.rank_status import RankStatus
 from distmp.errors import rank_names
 from distmp.utils.frames import CALLS
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
+from distmp.distributed.rank_monitor import RankMonitor
+from distmp.distributed.rank_status import PendingDecision
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.calls import ADVICE
 
@@ -180,16 +181,17 @@ def _raise_if_ranks_missing(
     monitor: RankMonitor, decision: PendingDecision, error: RuntimeError
 ) -> None:
     """Raise an error that names the missing ranks, if they are why the reduction failed."""
+    call = monitor.own.last_call
     try:
         missing = monitor.missing(decision)
     except RuntimeError:
         raise TrainingError(
-            f"{monitor.last_call} failed because neither other ranks nor the store of the process "
+            f"{call} failed because neither other ranks nor the store of the process "
             "group can be reached: rank 0, which hosts the store unless torchrun does, has ended "
             "or is unreachable"
         ) from error
     if missing:
         statuses = monitor.describe(missing)
         raise TrainingError(
-            f"{monitor.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
+            f"{call} failed because ranks are missing: {statuses}; {ADVICE}"
         ) from error

@@ -25,7 +25,7 @@ from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.rank_monitor import is_lost_connection
+from distmp.distributed.ranks import is_lost_connection
 from distmp.distributed.stopping import StopSignals
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
 from distmp.faults.watchdog import Ending, Watchdog, print_message, record

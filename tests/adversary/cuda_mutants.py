@@ -203,28 +203,28 @@ MUTANTS = [
     ),
     Mutant(
         "the reduce-scatter of FSDP is not waited for",
-        "distmp/parallel/fsdp.py",
+        "distmp/parallel/fsdp_collectives.py",
         "reduce_scatter(output_tensor, input_tensor, *self._groups).wait()",
         "reduce_scatter(output_tensor, input_tensor, *self._groups)",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
         "the all-gather of FSDP is not waited for",
-        "distmp/parallel/fsdp.py",
+        "distmp/parallel/fsdp_collectives.py",
         "        work.wait()\n        return None",
         "        return None",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
         "the input of FSDP's reduce-scatter is freed while it is being read",
-        "distmp/parallel/fsdp.py",
+        "distmp/parallel/fsdp_collectives.py",
         'if input_tensor.device.type == "cpu":\n            # FSDP keeps',
         "if input_tensor.numel():\n            # FSDP keeps",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
         "the reduce-scatter of FSDP runs on another stream",
-        "distmp/parallel/fsdp.py",
+        "distmp/parallel/fsdp_collectives.py",
         "            while not exchange.advance(output_tensor):\n                pass\n",
         "            with torch.cuda.stream(torch.cuda.Stream()):\n"
         "                while not exchange.advance(output_tensor):\n"

@@ -8,7 +8,7 @@ import torch
 from distmp.config import load
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.fsdp import shard_size
+from distmp.parallel.fsdp_setup import shard_size
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 
 

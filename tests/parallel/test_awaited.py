@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import AwaitedRanks, RankStatus
+from distmp.distributed.rank_status import RankStatus
+from distmp.parallel import collective_order
+from distmp.parallel.collective_order import AwaitedRanks
 from distmp.utils.processes import child_seconds
 
 LIMIT = 100.0
@@ -24,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(rank_monitor, "time", clock)
+    monkeypatch.setattr(collective_order, "time", clock)
     return clock
 
 
