@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from distmp.checkpoint.location import Location
     from distmp.engine.saving import Saves
 
 T = TypeVar("T")
@@ -484,7 +483,7 @@ class Engine:
         *,
         wait: bool = True,
         keep: int | None = 2,
-    ) -> Location:
+    ) -> Path:
         """Save everything that training continues from; every rank has to call it.
 
         Writes the checkpoint `directory/step-000100` after 100 steps. It is atomic, has checksums,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -181,7 +182,7 @@ def _saves_later(trainer: TrainingLoop, step: int) -> bool:
     return every > 0 and (step // every + 1) * every < trainer.config.steps
 
 
-def _last_healthy(directory: store.Location) -> str:
+def _last_healthy(directory: Path) -> str:
     try:
         healthy = store.newest_healthy(directory)
     except OSError as error:
