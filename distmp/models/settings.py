@@ -157,8 +157,8 @@ class ModelConfig:
         Raises:
             ConfigError: If an option is invalid.
         """
-        # Import lazily: your own loop needs neither YAML nor the command line, and the help of a
-        # command does not need torch.
+        # Import lazily: a custom training loop needs neither YAML nor the command line, and the
+        # help of a command does not need torch.
         from distmp.models.transformer import TransformerConfig
         from distmp.utils.settings import from_mapping
 
