@@ -78,6 +78,8 @@ class PendingStep:
 class StepResult(PendingStep):
     """A step whose numbers have been read; the same on every rank, except for `seconds`.
 
+    It also has the attributes of `PendingStep`.
+
     Attributes:
         numbers: Loss, gradient norm, learning rate and the rest of the step, as plain numbers.
         overflow: Why the step was skipped, if a gradient was not finite and attribution is on.
