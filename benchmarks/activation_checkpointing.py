@@ -33,7 +33,7 @@ def main() -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)
     size, samples, length = SHAPES[device.type]
-    config = TransformerConfig(VOCABULARY, length, **SIZES[size]._asdict())
+    config = TransformerConfig(VOCABULARY, length, **SIZES[size])
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(VOCABULARY, (samples, length), generator=generator).to(device)
     models: dict[str, Transformer] = {name: _model(config, name, device) for name in SETTINGS}

@@ -57,7 +57,7 @@ from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
 from distmp.buckets.used import UsedParameters, weights_used_once
 from distmp.distributed.collectives import exchange_groups, has_native_reduce_scatter
 from distmp.distributed.compare_ranks import check_same, describe_parameters
-from distmp.distributed.rank_monitor import explain_lost_peers
+from distmp.distributed.ranks import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.step_decision import CHUNK, chunk_norms
 

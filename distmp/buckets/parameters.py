@@ -282,6 +282,6 @@ class PureParameters(OptimizerParameters):
             weight.grad = None if gradient is None else gradient.to(weight.dtype)
 
     def publish(self) -> None:
-        """Free the rounded gradients; the optimizer has stepped the parameters themselves."""
+        """Free the rounded gradients; the optimizer has updated the parameters themselves."""
         for _, weight in self._rounded:
             weight.grad = None

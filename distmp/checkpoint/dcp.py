@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.storage import checkpoint_error
 from distmp.distributed.ranks import Failure, Ranks, describe
@@ -62,7 +62,7 @@ class Written(NamedTuple):
 
 def write(
     goal: str,
-    path: Location,
+    path: Path,
     tensors: dict[str, Tensor],
     ranks: Ranks,
     finite: Collection[str] = (),
@@ -96,7 +96,7 @@ def write(
 
 def read(
     goal: str,
-    path: Location,
+    path: Path,
     index: Metadata,
     tensors: dict[str, Tensor],
     ranks: Ranks,
@@ -198,7 +198,7 @@ class _SavePlanner(DefaultSavePlanner):
 class _Writer(FileSystemWriter):
     fs: Any
 
-    def __init__(self, path: Location, files: _Files) -> None:
+    def __init__(self, path: Path, files: _Files) -> None:
         super().__init__(path)
         self.fs = files
 
@@ -210,7 +210,7 @@ class _Writer(FileSystemWriter):
 class _Reader(FileSystemReader):
     """Reads with an index that is already read and checked."""
 
-    def __init__(self, path: Location, index: Metadata) -> None:
+    def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
         self._index = index
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
-from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import State, readable_state
 from distmp.checkpoint.settings import Retention
 from distmp.checkpoint.storage import LocalStorage, directory_name
@@ -13,12 +13,12 @@ from distmp.checkpoint.storage import LocalStorage, directory_name
 logger = logging.getLogger("distmp")
 
 
-def final_path(directory: Location, step: int) -> Location:
+def final_path(directory: Path, step: int) -> Path:
     """Return the path of the checkpoint of `step`."""
     return directory / directory_name(step)
 
 
-def has_checkpoint(directory: Location, step: int) -> bool:
+def has_checkpoint(directory: Path, step: int) -> bool:
     """Return whether the checkpoint of `step` is there; True if the directory cannot be read."""
     try:
         return step in _by_step(LocalStorage(directory))
@@ -27,7 +27,7 @@ def has_checkpoint(directory: Location, step: int) -> bool:
         return True
 
 
-def discard(directory: Location, step: int) -> None:
+def discard(directory: Path, step: int) -> None:
     """Remove the files of a failed save of `step`; log it if that fails."""
     place = LocalStorage(directory)
     try:
@@ -40,7 +40,7 @@ def discard(directory: Location, step: int) -> None:
         )
 
 
-def tidy(directory: Location, step: int, retention: Retention) -> None:
+def tidy(directory: Path, step: int, retention: Retention) -> None:
     """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
     As many of those that were set aside are kept as of the others, the latest ones.
@@ -73,7 +73,7 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
 
 
-def _by_step(place: LocalStorage) -> dict[int, Location]:
+def _by_step(place: LocalStorage) -> dict[int, Path]:
     """Return the finished checkpoints by step, in ascending order."""
     return {e.step: e.path for e in reversed(place.entries()) if e.finished}
 

@@ -22,8 +22,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from distmp.checkpoint.location import Location
 from distmp.errors import DistmpError
 from distmp.utils.processes import ProcessIdentity
 
@@ -156,7 +156,7 @@ class Lease:
 
     def __init__(
         self,
-        directory: Location,
+        directory: Path,
         owner: Owner,
         *,
         seconds: float = SECONDS,
@@ -312,7 +312,7 @@ class Lease:
         )
 
 
-def last_owner(directory: Location) -> Owner | None:
+def last_owner(directory: Path) -> Owner | None:
     """Return the job that owns a directory or was the last to own it; None if that is not known."""
     try:
         return _owner(directory, _latest(directory))
@@ -320,19 +320,19 @@ def last_owner(directory: Location) -> Owner | None:
         return None
 
 
-def _owner(directory: Location, number: int) -> Owner | None:
+def _owner(directory: Path, number: int) -> Owner | None:
     content = Content.decode(_read(directory, number))
     return None if content is None else content.owner
 
 
-def _read(directory: Location, number: int) -> bytes:
+def _read(directory: Path, number: int) -> bytes:
     try:
         return _path(directory, number).read_bytes()
     except FileNotFoundError:
         return b""
 
 
-def _path(directory: Location, number: int) -> Location:
+def _path(directory: Path, number: int) -> Path:
     return directory / f"lease-{number:06d}.json"
 
 
@@ -340,18 +340,18 @@ def _encode(content: Content) -> bytes:
     return replace(content, time=time.time()).encode()
 
 
-def _latest(directory: Location) -> int:
+def _latest(directory: Path) -> int:
     return max(_numbers(directory), default=0)
 
 
-def _numbers(directory: Location) -> list[int]:
+def _numbers(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     names = (_NAME.fullmatch(path.name) for path in directory.iterdir())
     return [int(name[1]) for name in names if name]
 
 
-def _create_file(path: Location, data: bytes) -> None:
+def _create_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         file.write(data)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distmp.checkpoint.location import Location
 from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
 from distmp.utils.files import read_regular
@@ -125,7 +124,7 @@ def encode(
     return json.dumps(state, indent=2).encode() + b"\n"
 
 
-def read(path: Location) -> State:
+def read(path: Path) -> State:
     """Read and check `state.json` of the checkpoint at `path`.
 
     Raises:
@@ -152,7 +151,7 @@ def read(path: Location) -> State:
         raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
 
 
-def readable_state(path: Location) -> State | None:
+def readable_state(path: Path) -> State | None:
     """Return the content of `state.json` of the checkpoint at `path`; None if it is damaged."""
     try:
         return read(path)
@@ -160,7 +159,7 @@ def readable_state(path: Location) -> State | None:
         return None
 
 
-def verify_file(path: Location, expected: FileSum) -> None:
+def verify_file(path: Path, expected: FileSum) -> None:
     """Check that a file holds what was written, by reading it once.
 
     Args:
@@ -181,7 +180,7 @@ def verify_file(path: Location, expected: FileSum) -> None:
     check_sum(path, actual, expected)
 
 
-def check_size(path: Location, expected: FileSum) -> None:
+def check_size(path: Path, expected: FileSum) -> None:
     """Check that a file exists and has the size that was written.
 
     Raises:
@@ -195,7 +194,7 @@ def check_size(path: Location, expected: FileSum) -> None:
         raise CheckpointError(f"{path} has {size} bytes, not the {expected.size} that were written")
 
 
-def check_sum(path: Location, actual: FileSum, expected: FileSum) -> None:
+def check_sum(path: Path, actual: FileSum, expected: FileSum) -> None:
     """Compare size and checksum of a file with those that were written.
 
     Raises:

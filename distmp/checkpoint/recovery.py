@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
 from distmp.checkpoint.storage import (
     INDEX_FILE,
     Entry,
     LocalStorage,
+    locate,
     named_step,
     rank_0_or_checkpoint_error,
 )
@@ -45,7 +46,7 @@ class Usable(NamedTuple):
     unhealthy: list[str]
 
 
-def usable(directory: Location, *, before: int | None = None) -> Usable:
+def usable(directory: Path, *, before: int | None = None) -> Usable:
     """Find the newest healthy checkpoint in `directory`. Collective over all ranks.
 
     Args:
@@ -85,7 +86,7 @@ def usable(directory: Location, *, before: int | None = None) -> Usable:
 
 
 def resolve(
-    resume: str, directory: Location, *, setting: str = "resume", missing_ok: bool = False
+    resume: str, directory: Path, *, setting: str = "resume", missing_ok: bool = False
 ) -> StoredCheckpoint | None:
     """Return the checkpoint that the setting `resume` refers to. Collective over all ranks.
 
@@ -150,7 +151,7 @@ def resolve(
     return result.checkpoint
 
 
-def newest_healthy(directory: Location) -> Location | None:
+def newest_healthy(directory: Path) -> Path | None:
     """Return the newest healthy checkpoint, without verifying its data files."""
     healthy = (entry for entry, problem in _examined(directory) if problem is None)
     return next(
@@ -158,7 +159,7 @@ def newest_healthy(directory: Location) -> Location | None:
     )
 
 
-def _problem_of(path: Location) -> str | None:
+def _problem_of(path: Path) -> str | None:
     """Return why a checkpoint that a path names is unhealthy."""
     for entry, problem in _examined(path.parent):
         if entry.path == path:
@@ -167,14 +168,14 @@ def _problem_of(path: Location) -> str | None:
     return None if state is None else _marked(state)
 
 
-def _examined(directory: Location, before: int | None = None) -> Iterator[tuple[Entry, str | None]]:
+def _examined(directory: Path, before: int | None = None) -> Iterator[tuple[Entry, str | None]]:
     """Yield the directories of checkpoints, the latest first, and why unhealthy ones are.
 
     Args:
         directory: The directory.
         before: Consider only checkpoints of earlier steps than this one.
     """
-    newer: tuple[Location, State] | None = None  # the next newer checkpoint that is marked
+    newer: tuple[Path, State] | None = None  # the next newer checkpoint that is marked
     for entry in LocalStorage(directory).entries():
         if before is not None and entry.step >= before:
             continue
@@ -192,7 +193,7 @@ def _marked(state: State) -> str | None:
     return None if problem is None else f"is marked as unhealthy: {problem}"
 
 
-def _names_checkpoint(path: Location) -> bool:
+def _names_checkpoint(path: Path) -> bool:
     """Whether a path names a checkpoint, damaged or not, and not a directory of checkpoints."""
     if not path.exists():
         return False

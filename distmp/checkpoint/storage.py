@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.distributed.ranks import Failure, Ranks
-from distmp.errors import CheckpointError
+from distmp.errors import CheckpointError, ConfigError
 
 # The index of the tensors, in the format of torch.distributed.checkpoint.
 INDEX_FILE = ".metadata"
@@ -165,6 +165,23 @@ def _vacate(path: Path) -> Path:
     if path.exists():
         _delete(path)
     return path
+
+
+def locate(setting: str, text: str) -> Path:
+    """Return the path that a setting names.
+
+    Args:
+        setting: Dotted name of the setting.
+        text: Its value.
+
+    Raises:
+        ConfigError: If it is a URL.
+    """
+    if "://" in text:
+        raise ConfigError(
+            setting, text, "is a URL; name a directory, such as one where the store is mounted"
+        )
+    return Path(text)
 
 
 T = TypeVar("T")

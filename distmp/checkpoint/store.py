@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.layout import final_path, tidy
-from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import HEALTHY, STATE_FILE, FileSum, Health
 from distmp.checkpoint.recovery import Usable, newest_healthy, resolve, usable
 from distmp.checkpoint.settings import Retention
@@ -29,7 +29,6 @@ from distmp.errors import CheckpointError, listed
 from distmp.utils.files import PRIVATE
 
 __all__ = [
-    "Location",
     "Retention",
     "StoredCheckpoint",
     "Usable",
@@ -46,7 +45,7 @@ logger = logging.getLogger("distmp")
 
 
 def save(
-    directory: Location,
+    directory: Path,
     step: int,
     tensors: dict[str, Tensor],
     numbers: dict[str, Any],
@@ -56,7 +55,7 @@ def save(
     permit: Callable[[], None] = lambda: None,
     finite: Collection[str] = (),
     health: Health = HEALTHY,
-) -> Location:
+) -> Path:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
     The checkpoint is atomic: it appears completely, under its final name, or not at all. One of the
@@ -118,12 +117,12 @@ def save(
     return directory / rank_0_or_checkpoint_error(ranks, goal, finish)
 
 
-def load(path: Location, tensors: dict[str, Tensor]) -> list[str]:
+def load(path: Path, tensors: dict[str, Tensor]) -> list[str]:
     """Verify the checkpoint at `path` and load it; see `StoredCheckpoint.load`. Collective."""
     return StoredCheckpoint(path).load(tensors)
 
 
-def _report_mark(path: Location, problem: str | None) -> None:
+def _report_mark(path: Path, problem: str | None) -> None:
     if problem is not None:
         logger.warning(
             "%s is marked as unhealthy: %s; it does not count for checkpoint.keep, and --resume "
@@ -133,14 +132,12 @@ def _report_mark(path: Location, problem: str | None) -> None:
         )
 
 
-def _begin(directory: Location, step: int, numbers: dict[str, Any]) -> str:
+def _begin(directory: Path, step: int, numbers: dict[str, Any]) -> str:
     manifest.encode(step, numbers, {})  # raises before anything is written
     return LocalStorage(directory).prepare(step).name
 
 
-def _finish(
-    directory: Location, writing: Location, state: bytes, files: dict[str, FileSum]
-) -> Location:
+def _finish(directory: Path, writing: Path, state: bytes, files: dict[str, FileSum]) -> Path:
     for name, written in files.items():
         try:
             manifest.check_size(writing / name, written)

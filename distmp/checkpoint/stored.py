@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import islice, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from distmp.checkpoint import dcp, manifest
-from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum, State
 from distmp.checkpoint.storage import INDEX_FILE, all_or_checkpoint_error, named_step
 from distmp.distributed.ranks import Ranks, describe
@@ -58,7 +58,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
         raise CheckpointError(f"it requires {module}.{name}, which no checkpoint needs")
 
 
-def read_index(path: Location, files: dict[str, FileSum]) -> Metadata:
+def read_index(path: Path, files: dict[str, FileSum]) -> Metadata:
     """Read and check the index of the checkpoint at `path`.
 
     Args:
@@ -135,7 +135,7 @@ class StoredCheckpoint:
         path: Directory of the checkpoint.
     """
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._verified = False
         self._converted: set[tuple[torch.dtype, torch.dtype]] = set()  # logged already

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -83,7 +84,7 @@ class CheckpointWriter:
     def __init__(
         self,
         settings: CheckpointConfig,
-        directory: store.Location,
+        directory: Path,
         world: World,
         *,
         timeout_seconds: float,
@@ -109,7 +110,7 @@ class CheckpointWriter:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._group: dist.ProcessGroup | None = None
 
-    def redirect(self, directory: store.Location, retention: Retention) -> None:
+    def redirect(self, directory: Path, retention: Retention) -> None:
         """Save to another directory from now on; waits for a save that is still pending.
 
         Args:
@@ -210,9 +211,7 @@ class CheckpointWriter:
         pending.thread.start()
         self.stalled_seconds += time.perf_counter() - started
 
-    def _save_now(
-        self, step: int, tensors: dict[str, Tensor], write: Callable[..., store.Location]
-    ) -> None:
+    def _save_now(self, step: int, tensors: dict[str, Tensor], write: Callable[..., Path]) -> None:
         self.finish()
         if self.saved_step == step and not self._overwrite:
             return
@@ -284,7 +283,7 @@ class CheckpointWriter:
     def _write(
         self,
         pending: _Pending,
-        write: Callable[..., store.Location],
+        write: Callable[..., Path],
         group: dist.ProcessGroup | None,
     ) -> None:
         """Write a snapshot, in the writing thread."""

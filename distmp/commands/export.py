@@ -28,25 +28,12 @@ def main(argv: list[str]) -> int:
         "--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="dtype of the weights"
     )
     parser.add_argument(
-        "--format",
-        default="own",
-        choices=("own", "transformers"),
-        help="transformers: write distmp's transformer as a Llama or Qwen3 of Hugging Face "
-        "transformers (default: own, the names of the model)",
-    )
-    parser.add_argument(
         "--ema", action="store_true", help="export the average of the weights (setting ema)"
     )
     arguments = parser.parse_args(argv)
     # Imported late, so that errors in arguments are reported without a second of imports.
     from distmp.export.export import export
 
-    size = export(
-        arguments.checkpoint,
-        arguments.to,
-        arguments.dtype,
-        arguments.format,
-        ema=arguments.ema,
-    )
+    size = export(arguments.checkpoint, arguments.to, arguments.dtype, ema=arguments.ema)
     sys.stdout.write(f"exported {size:,} elements in {arguments.dtype} to {arguments.to}\n")
     return 0

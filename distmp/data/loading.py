@@ -19,7 +19,7 @@ from distmp.data.seeded import SeededMicrobatches
 from distmp.data.streams import Step, StreamSteps, sample_checksum
 from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.compare_ranks import check_same
-from distmp.distributed.rank_monitor import explain_lost_peers
+from distmp.distributed.ranks import explain_lost_peers
 from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.errors import DataError
 from distmp.utils.generators import generators_kept

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 
 from distmp.data.order import Division
 from distmp.errors import DataError
-from distmp.utils.checksums import checksum
 from distmp.utils.generators import generators_kept, seed_generators
+from distmp.utils.tensor_trees import checksum
 
 _END = object()
 

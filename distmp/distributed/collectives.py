@@ -19,10 +19,16 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backend of each device type; torch's format is "cpu:gloo,cuda:nccl"."""
+    entries = dist.get_backend_config(group).split(",")
+    return {device: backend for device, _, backend in (entry.partition(":") for entry in entries)}
+
+
 def device_of_host_values(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device from which ranks exchange values of the host: the CPU if the group can."""
-    backends = str(dist.get_backend_config(group))
-    if "nccl" in backends and "cpu:" not in backends:
+    of_devices = backends(group)
+    if "nccl" in of_devices.values() and "cpu" not in of_devices:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

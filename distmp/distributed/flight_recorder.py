@@ -15,7 +15,6 @@ import faulthandler
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +30,8 @@ ENTRIES = 2000
 MAX_PENDING = 64
 # Time after which a dump that blocks ends the process.
 BLOCKED_SECONDS = 60.0
-# torch's private functions that return the contents of a recorder, by backend. `torchfrtrace` reads
-# only NCCL's: gloo's lacks the ranks of the groups.
-_DUMP = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
+# torch's private functions that return the contents of a recorder, by backend.
+_DUMP = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
 
 def enable() -> None:
@@ -43,11 +41,6 @@ def enable() -> None:
     """
     if not any(name in os.environ for name in SIZE_VARIABLES):
         os.environ[SIZE_VARIABLES[0]] = str(ENTRIES)
-
-
-def uses_nccl() -> bool:
-    """Return whether a process group of this rank uses NCCL; groups of one rank do not count."""
-    return any(backend == "nccl" for _, _, backend, _ in _groups())
 
 
 def started() -> dict[str, int]:
@@ -76,33 +69,6 @@ def pending() -> dict[str, list[tuple[int, str]]]:
         for label, name, backend, _ in _groups()
     }
     return {label: collectives[:MAX_PENDING] for label, collectives in found.items() if collectives}
-
-
-def dump(directory: Path) -> Path:
-    """Write NCCL's flight recorder of this rank, in the format that `torchfrtrace` reads.
-
-    Args:
-        directory: The directory of the files of all ranks; it is created if necessary.
-
-    Returns:
-        The file, `nccl-rank-RANK` in the directory.
-
-    Raises:
-        RuntimeError: If nothing was recorded.
-        OSError: If the file cannot be written.
-    """
-    read = _function(_DUMP["nccl"])
-    if read is None:
-        raise RuntimeError(f"torch {torch.__version__} has no {_DUMP['nccl']}")
-    for variable in SIZE_VARIABLES:
-        if os.environ.get(variable) == "0":
-            raise RuntimeError(f"{variable}=0 disables it")
-    with _end_process_if_blocked("nccl"):
-        contents: bytes = read()
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"nccl-rank-{dist.get_rank()}"
-    file.write_bytes(contents)
-    return file
 
 
 def _groups() -> Iterator[tuple[str, str, str, int]]:
@@ -142,7 +108,7 @@ def _label(group: dist.ProcessGroup, ranks: list[int]) -> str:
 
 def _entries(backend: str) -> list[dict[str, Any]]:
     """Return the entries of a recorder; empty if torch has none for the backend."""
-    dump_json = _function(f"{_DUMP[backend]}_json")
+    dump_json = getattr(getattr(torch._C, "_distributed_c10d", None), _DUMP[backend], None)
     if dump_json is None:
         return []
     with _end_process_if_blocked(backend):
@@ -154,10 +120,6 @@ def _entries(backend: str) -> list[dict[str, Any]]:
 def _is_pending(entry: dict[str, Any]) -> bool:
     # Gloo only sets `retired`, NCCL `state` as soon as it is known.
     return not (entry["is_p2p"] or entry["retired"] or entry["state"] == "completed")
-
-
-def _function(name: str) -> Any:
-    return getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
 
 
 @contextlib.contextmanager

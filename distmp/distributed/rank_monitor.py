@@ -23,10 +23,10 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,62 +35,11 @@ from distmp.distributed import flight_recorder
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker, current_phase
+from distmp.distributed.rank_status import PendingDecision, RankProcess, RankStatus, Statuses
+from distmp.distributed.ranks import lost_peer_error
 from distmp.errors import DistmpError, LostPeerError
 from distmp.utils.frames import collective, device_wait, stack_text, user_line, working_frame
 from distmp.utils.processes import ProcessIdentity, child_seconds, thread_seconds
-
-
-@contextlib.contextmanager
-def explain_lost_peers(group: dist.ProcessGroup | None, call: str = "") -> Iterator[None]:
-    """Replace the error of a collective that failed because another rank has ended.
-
-    Args:
-        group: The ranks; None for a single process.
-        call: What every rank has to call here, for the message; "" if unknown.
-
-    Raises:
-        LostPeerError: In place of the error of the collective.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, DistmpError) or not is_lost_connection(error):
-            raise
-        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        raise lost_peer_error(rank, size, call=call) from error
-
-
-def lost_peer_error(rank: int, world_size: int, lost: str = "", call: str = "") -> LostPeerError:
-    """Return the error of a rank that stops because another rank has ended.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        lost: The rank that has ended, with its machine; "" if unknown.
-        call: The call in which this rank waits for the other; "" if unknown.
-    """
-    number = f", {lost}," if lost else ""
-    hint = f"; if it has no error, that rank lacks {call}, which every rank has to call"
-    return LostPeerError(
-        f"rank {rank} of {world_size} stops because another rank has ended; the output of that "
-        f"rank{number} has the cause{hint if call else ''}"
-    )
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Return whether a collective failed because another process has closed the connection."""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "ncclRemoteError",
-    )
-    return any(
-        isinstance(cause, dist.DistNetworkError)
-        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs))
-        for cause in (error, error.__cause__, error.__context__)
-    )
-
 
 # How long a decision may take before a warning names the missing ranks.
 PATIENCE_SECONDS = 60.0
@@ -114,103 +63,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger("distmp")
-
-
-@dataclass
-class RankStatus:
-    """What a rank is doing, as it reports itself.
-
-    Its main thread is the one that calls the scaler or the engine.
-
-    Attributes:
-        decisions: Number of decisions that the rank has begun, by name of the process group.
-        last_call: Latest call of a scaler, as text; "" before the first one.
-        line: Line of the user's code that the main thread executes; "" if unknown.
-        engine_calls: Number of calls of engines that the rank has begun.
-        engine_call: Latest call of an engine, as text; "" before the first one.
-        waits_in: The collective or roll call that the main thread waits in, or "".
-        synchronizes: The call in which the host waits for the device, or "".
-        collectives: Number of collectives of a sharded model that the rank has begun.
-        comparison: Name of the latest comparison of its next collective with that of other ranks.
-        compares: The collective that it compares there, as text; "" after the comparison.
-        busy_seconds: Processor time of the main thread.
-        child_seconds: Processor time of the child processes, which may compile.
-        doing: The current phase as text.
-        idle: Seconds since the main thread last made progress.
-        started: Number of collectives that the rank has started, by process group, see
-            `flight_recorder.started`.
-        last_started: Name of the collective that distmp started last; "" before the first one.
-        stack: The stack of the main thread, with the innermost call last.
-        host: Name of the machine.
-    """
-
-    decisions: dict[str, int] = field(default_factory=dict)
-    last_call: str = ""
-    line: str = ""
-    engine_calls: int = 0
-    engine_call: str = ""
-    waits_in: str = ""
-    synchronizes: str = ""
-    collectives: int = 0
-    comparison: str = ""
-    compares: str = ""
-    busy_seconds: float = 0.0
-    child_seconds: float = 0.0
-    doing: str = ""
-    idle: float = 0.0
-    started: dict[str, int] = field(default_factory=dict)
-    last_started: str = ""
-    stack: str = ""
-    host: str = ""
-
-    def __str__(self) -> str:
-        last = f"; the last call of its scaler was {self.last_call}" if self.last_call else ""
-        if self.engine_call:
-            last += f"; the last call of its engine was {self.engine_call}"
-        line = f" at {self.line}" if self.line else ""
-        return f"is{line}{last}"
-
-
-class RankProcess(NamedTuple):
-    """The process of a rank.
-
-    Attributes:
-        host: Name of its machine.
-        identity: The process.
-        stack: The file descriptor of its `SharedStack`; -1 without one.
-        address: The address at which other machines reach its machine; "" if unknown.
-    """
-
-    host: str
-    identity: ProcessIdentity
-    stack: int = -1
-    address: str = ""
-
-
-# The status of ranks; None for a rank that does not answer.
-Statuses = Mapping[int, RankStatus | None]
-
-
-@dataclass
-class PendingDecision:
-    """A decision that this rank has begun and that may still wait for other ranks.
-
-    Attributes:
-        group: Name of the process group.
-        number: Index of the decision in the group, counted from 1.
-        ranks: The global ranks of the group.
-        is_over: Returns whether the device has completed the decision. A decision on the CPU is
-            over when the reduction returns.
-        since: When the decision began, in seconds of the monotonic clock.
-        has_warned: Whether the missing ranks were logged.
-    """
-
-    group: str
-    number: int
-    ranks: Sequence[int]
-    is_over: Callable[[], bool]
-    since: float
-    has_warned: bool = False
 
 
 class RankMonitor:
@@ -282,11 +134,6 @@ class RankMonitor:
         self._caller = threading.get_ident()
         self.own.engine_calls += 1
         self.own.engine_call = name
-
-    @property
-    def last_call(self) -> str:
-        """Latest call of a scaler, as text; "" before the first one."""
-        return self.own.last_call
 
     def begin(self, group: dist.ProcessGroup) -> PendingDecision:
         """Record the beginning of a decision and return it."""
@@ -534,7 +381,7 @@ class RankMonitor:
                 "rank %d has waited for %.0f s in %s for other ranks: %s",
                 self.rank,
                 seconds,
-                self.last_call,
+                self.own.last_call,
                 self.describe(missing),
             )
 
@@ -589,63 +436,3 @@ _monitors: weakref.WeakKeyDictionary[dist.ProcessGroup, RankMonitor | None] = (
 )
 _generations = itertools.count()
 _of_job: RankMonitor | None = None
-
-
-# A rank is busy if it uses a processor for this share of the time. One that polls something, with
-# pauses, uses less; on an overloaded machine a busy rank does not get much more.
-BUSY_SHARE = 0.01
-# The same for child processes. Services that record or monitor the run use less.
-CHILD_SHARE = 0.2
-# How many times longer a rank may be busy without beginning a call or a collective.
-BUSY_LIMITS = 30
-
-
-class AwaitedRanks:
-    """Tracks the progress of ranks while this rank waits for them.
-
-    Args:
-        seconds: Time without progress of any awaited rank after which they are stuck. They are also
-            stuck after `BUSY_LIMITS` times as long without a call of an engine or a collective.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        # The latest status of each rank, and when this rank saw it.
-        self._seen: dict[int, tuple[RankStatus, float]] = {}
-        self._progress_at = self._call_at = time.monotonic()
-
-    def why_stuck(self, awaited: Mapping[int, RankStatus | None]) -> str:
-        """Return why the ranks are stuck, as text; "" while they may continue.
-
-        Args:
-            awaited: The status of the awaited ranks; None for a rank that does not answer.
-        """
-        now = time.monotonic()
-        for rank, status in awaited.items():
-            if status is not None:
-                before, since = self._seen.get(rank, (None, now))
-                self._seen[rank] = (status, now)
-                if before is None or _calls(before) != _calls(status):
-                    self._progress_at = self._call_at = now
-                elif _is_busy(before, status, now - since):
-                    self._progress_at = now
-        if now - self._progress_at > self._seconds:
-            return f"made no progress for {self._seconds:g} s"
-        if now - self._call_at > BUSY_LIMITS * self._seconds:
-            return f"been busy without a call of the engine for {BUSY_LIMITS * self._seconds:g} s"
-        return ""
-
-
-def _calls(status: RankStatus) -> tuple[int, int]:
-    return status.engine_calls, status.collectives
-
-
-def _is_busy(before: RankStatus, after: RankStatus, seconds: float) -> bool:
-    if (before.line, before.waits_in) != (after.line, after.waits_in):
-        return True
-    if after.waits_in:  # it may poll the device, which is no progress
-        return False
-    return (
-        after.busy_seconds - before.busy_seconds > BUSY_SHARE * seconds
-        or after.child_seconds - before.child_seconds > CHILD_SHARE * seconds
-    )

@@ -11,7 +11,8 @@ from __future__ import annotations
 from functools import partial
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import RankMonitor, RankStatus, Statuses
+from distmp.distributed.rank_monitor import RankMonitor
+from distmp.distributed.rank_status import RankStatus, Statuses
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
 

@@ -116,7 +116,7 @@ collective_waits = CollectiveWaits()
 STEPS = 5
 
 
-class OwnTime(NamedTuple):
+class ComputeTime(NamedTuple):
     """Times of a rank between two decisions, in seconds.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Interval(NamedTuple):
         """Whether the device has reached the end of the interval and of its waits."""
         return self.end.is_past and all(end.is_past for _, end in self.waits)
 
-    def own_time(self) -> OwnTime:
+    def compute_time(self) -> ComputeTime:
         """Return the times of the interval, which must be past."""
         between = self.begin.seconds_until(self.end)
         waits = union(
@@ -146,11 +146,11 @@ class _Interval(NamedTuple):
             for begin, end in self.waits
         )
         # Sums are rounded: never more than `between`.
-        return OwnTime(between, min(length(intersection(waits, [(0.0, between)])), between))
+        return ComputeTime(between, min(length(intersection(waits, [(0.0, between)])), between))
 
 
 class StepClock:
-    """Measures the own time of steps.
+    """Measures the compute time of steps.
 
     Args:
         device: The device that computes the steps.
@@ -184,9 +184,9 @@ class StepClock:
         if self._intervals:
             self._intervals.pop()
 
-    def take(self) -> OwnTime | None:
+    def take(self) -> ComputeTime | None:
         """Return the median of the intervals that are past on the device; None without any."""
-        past = [interval.own_time() for interval in self._intervals if interval.is_past]
+        past = [interval.compute_time() for interval in self._intervals if interval.is_past]
         self._intervals.clear()
         if not past:
             return None

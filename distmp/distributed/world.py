@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed import flight_recorder, rendezvous_store
+from distmp.distributed.collectives import backends
 from distmp.distributed.launcher_variables import adopt_ranks
 from distmp.distributed.rank_environment import RankEnvironment, read_integer, wants_cpu
 from distmp.distributed.ranks import Ranks
@@ -89,12 +90,7 @@ class World:
     @property
     def backend(self) -> str | None:
         """The backend that communicates tensors of `device`; None for a single process."""
-        if self.group is None:
-            return None
-        backends = dict(
-            pair.split(":") for pair in str(dist.get_backend_config(self.group)).split(",")
-        )
-        return backends.get(self.device.type)
+        return None if self.group is None else backends(self.group).get(self.device.type)
 
     @classmethod
     def current(cls, device: torch.device | str | None = None) -> World:

@@ -16,7 +16,7 @@ from distmp.distributed.compare_ranks import (
     hyperparameters,
     raise_difference,
 )
-from distmp.distributed.rank_monitor import explain_lost_peers
+from distmp.distributed.ranks import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.engine.low_precision_matmuls import MatmulStatistics
@@ -106,8 +106,8 @@ def _count(counts: dict[str, int], module: nn.Module, keys: object) -> None:
 
 
 @dataclass(frozen=True)
-class StepSettings:
-    """The settings of a step on this rank.
+class EngineParts:
+    """What the methods of an engine share, and the settings of a step on this rank.
 
     Attributes:
         setup: The model, its strategy and its optimizer.
@@ -121,8 +121,8 @@ class StepSettings:
     calls: EngineCalls
     modes: EvaluationMode
 
-    def of_step(self) -> object:
-        """Return the settings, without values of the device; () on a single rank."""
+    def step_settings(self) -> object:
+        """Return the settings of a step, without values of the device; () on a single rank."""
         updates = self.setup.updates
         if self.setup.world.world_size == 1:
             return ()
@@ -210,29 +210,20 @@ class CompletedSteps:
     """Checks the latest completed step: on a device that is the step before the one just taken.
 
     Args:
-        setup: The model, its strategy and its optimizer.
-        settings: What all ranks must have in common.
-        modes: Which parts of the model are in evaluation mode.
+        parts: The parts of the engine.
         explain: Returns the cause of an overflow, see `Engine.explain`.
 
     Attributes:
         is_checked: Whether the caller checks outcomes, so that skipped steps need no warning.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        settings: StepSettings,
-        modes: EvaluationMode,
-        explain: Callable[[StepOutcome], object],
-    ) -> None:
+    def __init__(self, parts: EngineParts, explain: Callable[[StepOutcome], object]) -> None:
         self.is_checked = False
-        self._setup = setup
-        self._settings = settings
+        self._parts = parts
         self._explain = explain
-        checks = setup.config.first_step_checks
-        self._modes = modes if checks else None
-        self._call_check = CallCheck(setup.low_precision_matmuls.layers if checks else None)
+        checks = parts.setup.config.first_step_checks
+        self._modes = parts.modes if checks else None
+        self._call_check = CallCheck(parts.setup.low_precision_matmuls.layers if checks else None)
         self._previous: StepOutcome | None = None
 
     def warnings(self, outcome: StepOutcome) -> Iterator[str]:
@@ -247,7 +238,7 @@ class CompletedSteps:
         if self._modes is not None and (of_modes := self._modes.warning()):
             yield of_modes
         completed, self._previous = self._previous, outcome
-        if self._setup.host_waits:
+        if self._parts.setup.host_waits:
             completed = outcome
         if completed is None:
             return
@@ -265,4 +256,4 @@ class CompletedSteps:
         """Raise if ranks took a step with different settings; every rank has to call it."""
         if outcome.ranks_differ:
             self._previous = None  # reported
-            self._settings.raise_difference()
+            self._parts.raise_difference()

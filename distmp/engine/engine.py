@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World
-from distmp.engine.completed_steps import CompletedSteps, EngineCalls, StepSettings
+from distmp.engine.completed_steps import CompletedSteps, EngineCalls, EngineParts
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from distmp.checkpoint.location import Location
     from distmp.engine.saving import Saves
 
 T = TypeVar("T")
@@ -124,10 +123,9 @@ class Engine:
         self._state = state = EngineState(setup)
         self.optimizer = setup.updates.optimizer
         self._calls = EngineCalls(setup.world, setup.strategy.model)
-        modes = EvaluationMode(self.model)
-        self._step_settings = StepSettings(setup, state, self._calls, modes)
-        self._replays = Replays(setup, state, self._calls)
-        self._completed = CompletedSteps(setup, self._step_settings, modes, self._replays.explain)
+        self._parts = EngineParts(setup, state, self._calls, EvaluationMode(self.model))
+        self._replays = Replays(self._parts)
+        self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
         if config.first_step_checks:
             self._observers += [FirstStep(setup.world), EmbeddingIds(self.model)]
@@ -264,9 +262,7 @@ class Engine:
             for observer in observers:
                 observer.before(batches[0])
             self._calls.counts["engine.step"] += 1
-            outcome, stats = take_step(
-                self._setup, self._state, batches, self._step_settings, observers, stop=bool(stop)
-            )
+            outcome, stats = take_step(self._parts, batches, observers, stop=bool(stop))
             self._replays.keep(outcome, batches, stats)
             warned = [warning for observer in observers for warning in observer.after()]
         warned += self._completed.warnings(outcome)
@@ -493,7 +489,7 @@ class Engine:
         *,
         wait: bool = True,
         keep: int | None = 2,
-    ) -> Location:
+    ) -> Path:
         """Save everything that training continues from; every rank has to call it.
 
         Writes the checkpoint `directory/step-000100` after 100 steps. It is atomic, has checksums,

@@ -19,8 +19,8 @@ from distmp.errors import ConfigError, listed
 from distmp.parallel.global_mean import is_mean
 from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import dtype_word
-from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.tensor_trees import checksum
 
 
 class StepObserver:

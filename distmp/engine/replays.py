@@ -11,11 +11,9 @@ from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
 from distmp.diagnosis.replay import StepInputs, StepReplay
-from distmp.engine.completed_steps import EngineCalls
+from distmp.engine.completed_steps import EngineParts
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.outcome import StepNumbers, StepOutcome
-from distmp.engine.setup import Setup
-from distmp.engine.state import EngineState
 from distmp.engine.step import backward, forward
 from distmp.precision.keep import product_switches
 
@@ -29,15 +27,11 @@ class Replays:
     """Explains the overflow of one of the latest steps.
 
     Attributes:
-        setup: The model, its strategy and its optimizer.
-        state: The numbers of the engine.
-        calls: The calls that the ranks make together.
+        parts: The parts of the engine.
         recent: Outcome and inputs of the latest steps.
     """
 
-    setup: Setup
-    state: EngineState
-    calls: EngineCalls
+    parts: EngineParts
     recent: deque[tuple[StepOutcome, StepInputs]] = field(
         default_factory=lambda: deque(maxlen=STEPS_KEPT)
     )
@@ -46,15 +40,16 @@ class Replays:
         self, outcome: StepOutcome, microbatches: Sequence[Any], stats: MicrobatchStats
     ) -> None:
         """Keep references to the inputs of a step, with `attribution`."""
-        if not self.setup.config.attribution:
+        setup = self.parts.setup
+        if not setup.config.attribution:
             return
-        products = self.setup.low_precision_matmuls
+        products = setup.low_precision_matmuls
         inputs = StepInputs(
             tuple(microbatches),
             stats.streams,
             stats.losses,
             stats.weights,
-            position=(products.step - 1, self.setup.world.rank * len(microbatches)),
+            position=(products.step - 1, setup.world.rank * len(microbatches)),
             formats=products.layer_formats,
         )
         self.recent.append((outcome, inputs))
@@ -64,26 +59,27 @@ class Replays:
         if outcome.overflow_report is None and outcome.numbers.overflow:
             for recent, inputs in self.recent:
                 if recent is outcome:
-                    with self.calls.call("explain"):
+                    with self.parts.calls.call("explain"):
                         outcome.overflow_report = self._replay(outcome.numbers, inputs)
         return outcome.overflow_report
 
     def _replay(self, numbers: StepNumbers, inputs: StepInputs) -> OverflowReport:
-        world, policy = self.setup.world, self.setup.policy
+        setup, state = self.parts.setup, self.parts.state
         context = OverflowContext(
             scale=numbers.loss_scale,
             weight=numbers.weight,
-            floor=self.state.loss_scale.floor,
-            compute_dtype=policy.compute_dtype,
-            has_masters=policy.has_masters,
-            exact=int(self.state.counts[0]) == numbers.applied_total,
+            floor=state.loss_scale.floor,
+            compute_dtype=setup.policy.compute_dtype,
+            has_masters=setup.policy.has_masters,
+            exact=int(state.counts[0]) == numbers.applied_total,
         )
-        replay = StepReplay(self.setup.strategy, self._microbatch, inputs, world.rank)
+        replay = StepReplay(setup.strategy, self._microbatch, inputs, setup.world.rank)
         evidence = replay.evidence(context.scale, context.lowest, context.compute_dtype)
-        return diagnose(world.ranks.gather(evidence), context)
+        return diagnose(setup.world.ranks.gather(evidence), context)
 
     def _microbatch(self, batch: Any, scale: Tensor) -> Tensor:
-        with product_switches(self.setup.policy):
-            loss, _ = forward(self.setup, batch)
-            backward(self.setup.strategy, loss, scale / (self.state.nominal_weight or 1.0))
+        setup, state = self.parts.setup, self.parts.state
+        with product_switches(setup.policy):
+            loss, _ = forward(setup, batch)
+            backward(setup.strategy, loss, scale / (state.nominal_weight or 1.0))
         return loss.detach().clone()

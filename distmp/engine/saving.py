@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
-from distmp.checkpoint.storage import all_or_checkpoint_error
+from distmp.checkpoint.storage import all_or_checkpoint_error, locate
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
@@ -174,7 +173,7 @@ class Saves:
         keep: int | None,
         *,
         wait: bool,
-    ) -> Location:
+    ) -> Path:
         """Write a checkpoint, see `Engine.save`."""
         location, retention, own = _on_all_ranks(
             lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers)),
@@ -240,7 +239,7 @@ def _finish_all() -> None:
         _writing.pop().__exit__(type(error) if error else None, error, None)
 
 
-def _own_location(directory: str | Path, engine: SavedEngine) -> Location:
+def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
     """Return the directory, unless another engine saves to it.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.compare_ranks import check_same, describe_model
-from distmp.distributed.rank_monitor import explain_lost_peers
+from distmp.distributed.ranks import explain_lost_peers
 from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.config import EngineConfig

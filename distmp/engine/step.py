@@ -14,7 +14,7 @@ from torch import Tensor
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
 from distmp.distributed.world import World
-from distmp.engine.completed_steps import StepSettings
+from distmp.engine.completed_steps import EngineParts
 from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.observers import StepObserver
 from distmp.engine.outcome import StepOutcome
@@ -98,10 +98,8 @@ def sum_over_ranks(
 
 
 def take_step(
-    setup: Setup,
-    state: EngineState,
+    parts: EngineParts,
     microbatches: Sequence[Any],
-    settings: StepSettings,
     observers: Sequence[StepObserver],
     *,
     stop: bool,
@@ -109,10 +107,8 @@ def take_step(
     """Take a step together with all ranks; the host does not wait for the device.
 
     Args:
-        setup: The model, its strategy and its optimizer.
-        state: The numbers that the step changes.
+        parts: The parts of the engine.
         microbatches: The microbatches of this rank.
-        settings: What all ranks must have in common.
         observers: Look at the step; empty after the first steps.
         stop: Whether this rank requests to stop.
 
@@ -120,6 +116,7 @@ def take_step(
         The outcome, and the statistics of this rank's microbatches.
     """
     current_phase.enter("beginning of the step")
+    setup, state = parts.setup, parts.state
     updates, products = setup.updates, setup.low_precision_matmuls
     rate = updates.learning_rates.set(state.counts[0], updates.max_applied)
     scale = state.loss_scale.value
@@ -130,7 +127,7 @@ def take_step(
     total, differ, of_products = sum_over_ranks(
         setup.strategy,
         stats,
-        Fingerprint.of(settings.of_step(), setup.world.world_size),
+        Fingerprint.of(parts.step_settings(), setup.world.world_size),
         products.terms(),
         setup.world,
         stop=stop,

@@ -13,22 +13,18 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.errors import ConfigError, nearest
 from distmp.export.files import Weights, write, write_directory
-from distmp.export.sources import CheckpointWeights, LlamaWeights, has_average
-from distmp.models import huggingface_files, llama
+from distmp.export.sources import CheckpointWeights, has_average
+from distmp.models import huggingface_files
 from distmp.models.adapters import exported_name, is_adapter
-from distmp.models.architecture import TRANSFORMER, is_hugging_face
 from distmp.models.huggingface_files import has_tokenizer
-from distmp.models.transformer import TransformerConfig
 from distmp.precision.policy import DTYPE_WORDS
-from distmp.utils.dtypes import dtype_name
 from distmp.utils.files import check_directory_name
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -60,42 +56,33 @@ def write_adapter(
     weights: AdapterWeights,
     described: Mapping[str, Any],
     tokenizer: Path | None = None,
-    *,
-    writes: bool = True,
 ) -> None:
     """Write the adapters of a model as a directory for `PeftModel.from_pretrained`.
-
-    An existing directory of that name is removed just before. Collective over the ranks that read
-    `weights` together.
 
     Args:
         directory: The directory to write.
         weights: The adapters.
         described: Result of `distmp.models.adapters.describe`.
         tokenizer: Directory whose tokenizer is copied.
-        writes: Whether this rank writes the files.
 
     Raises:
-        CheckpointError: If they cannot be written, on the rank that writes them.
+        CheckpointError: If they cannot be written.
     """
 
     def write_rest(temporary: Path) -> None:
         (temporary / _CONFIG).write_text(json.dumps(described["config"], indent=2) + "\n")
         huggingface_files.copy(tokenizer, temporary)
 
-    write_directory(directory, weights, {_WEIGHTS: [*weights.specs]}, write_rest, writes=writes)
+    write_directory(directory, weights, {_WEIGHTS: [*weights.specs]}, write_rest, writes=True)
 
 
 logger = logging.getLogger("distmp")
-
-Layout = Literal["own", "transformers"]
 
 
 def export(
     source: str | Path,
     directory: str | Path,
     dtype: str = "fp32",
-    layout: Layout = "own",
     *,
     ema: bool = False,
 ) -> int:
@@ -108,9 +95,6 @@ def export(
             undamaged one is used.
         directory: A new directory, or an empty one.
         dtype: "fp32", "bf16" or "fp16": dtype of all floating-point tensors of up to 32 bits.
-        layout: "own": the names of the model's `state_dict`. "transformers": names and config.json
-            of transformers' Llama or Qwen3, for distmp's transformer; a Hugging Face model keeps
-            its names.
         ema: Export the average of the weights (setting `ema`). Frozen weights and buffers have no
             average and are those of the model.
 
@@ -141,14 +125,10 @@ def export(
     tokenizer = _tokenizer(checkpoint)
     adapter = checkpoint.numbers.get("adapter")
     if adapter is not None:
-        if layout == "transformers":
-            raise ConfigError("--format", layout, "adapters have names of their own; omit it")
         written = own = AdapterWeights(read)
         write_adapter(target, own, adapter, tokenizer)
     else:
         described = checkpoint.numbers.get("model")
-        if layout == "transformers":
-            described, written = _as_llama(described, written, DTYPE_WORDS[dtype])
         write(target, written, described, DTYPE_WORDS[dtype], tokenizer=tokenizer)
     return sum(tensor.numel() for tensor in written.specs.values())
 
@@ -161,17 +141,3 @@ def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
     if known is not None:
         logger.warning("no tokenizer is exported: %s has no files of one any more", known)
     return None
-
-
-def _as_llama(
-    described: Any, weights: Weights, dtype: torch.dtype
-) -> tuple[dict[str, Any], Weights]:
-    if described is not None and is_hugging_face(described):
-        return described, weights
-    if described is None or described.get("model_type") != TRANSFORMER:
-        raise ConfigError(
-            "--format", "transformers", "only distmp's transformer has this format; omit the option"
-        )
-    values = {key: value for key, value in described.items() if key != "model_type"}
-    config = TransformerConfig(**values)
-    return llama.describe(config, dtype_name(dtype)), LlamaWeights(weights, config)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.world import World
-from distmp.errors import CheckpointError, ConfigError, DistmpError, listed
+from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.export.files import MAX_SHARD_SIZE, check_shard_size, write
 from distmp.export.sources import EngineWeights
 from distmp.export.weights import PREFIX
@@ -49,22 +49,16 @@ def save_weights(
     check_directory_name("directory", directory)
     max_shard_size = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
     check_shard_size("max_shard_size", max_shard_size)
-    ranks, writes = engine.world.ranks, engine.world.rank == 0
+    writes = engine.world.rank == 0
     weights = EngineWeights(_checked(state, engine.state_dict()), keep=writes)
-    problem = None
-    try:
-        write(
-            Path(directory),
-            weights,
-            _description(engine.model),
-            torch.float32,
-            max_shard_size,
-            writes=writes,
-        )
-    except DistmpError as error:
-        problem = str(error)
-    if problems := [found for found in ranks.gather(problem) if found is not None]:
-        raise CheckpointError(problems[0])
+    described = _description(engine.model)
+    # Collective, and a rank that fails still takes part in all reads.
+    engine.world.ranks.all_or_none(
+        lambda: write(
+            Path(directory), weights, described, torch.float32, max_shard_size, writes=writes
+        ),
+        error=lambda failures, _: CheckpointError(min(failures.items())[1].message),
+    )
 
 
 def _checked(state: Mapping[str, Tensor] | None, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

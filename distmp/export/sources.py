@@ -9,10 +9,7 @@ from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.errors import CheckpointError
-from distmp.export.files import Weights
 from distmp.export.weights import PREFIX
-from distmp.models import llama
-from distmp.models.transformer import TransformerConfig
 from distmp.utils.flat_shard import gathered, global_shape
 
 # Where the callback `Ema` of a run saves the average of each trained weight.
@@ -101,38 +98,6 @@ def _names_below(prefix: str, checkpoint: store.StoredCheckpoint) -> dict[str, s
     """Return the names in a checkpoint that begin with a prefix, by the rest of the name."""
     names = (name for name in checkpoint.tensors if name.startswith(prefix))
     return {name.removeprefix(prefix): name for name in names}
-
-
-class LlamaWeights:
-    """The weights of distmp's transformer as tensors of transformers' Llama.
-
-    Args:
-        source: The weights.
-        config: The transformer.
-
-    Attributes:
-        specs: Shape and dtype of each tensor, as tensors on the meta device.
-    """
-
-    def __init__(self, source: Weights, config: TransformerConfig) -> None:
-        self._source = source
-        self._rows = llama.rows_by_name(config)
-        # The tensor of the source that was read last: several names are rows of it.
-        self._read: dict[str, Tensor] = {}
-        self.specs = {
-            name: source.specs[rows.name][rows.start : rows.stop].clone()
-            for name, rows in self._rows.items()
-        }
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors on the CPU; raises what the source raises."""
-        return {name: self._rows_of(self._rows[name]) for name in names}
-
-    def _rows_of(self, rows: llama.Rows) -> Tensor:
-        if rows.name not in self._read:
-            self._read.clear()
-            self._read = self._source.read([rows.name])
-        return self._read[rows.name][rows.start : rows.stop]
 
 
 def refuse_infinite(tensors: Mapping[str, Tensor], source: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError, listed
 from distmp.export.files import INDEX
-from distmp.models import adapters, llama
+from distmp.models import adapters
 from distmp.models.architecture import CONFIG_FILE, TRANSFORMER, read, rebuild
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.flat_shard import global_shape, local_parts
@@ -67,8 +67,7 @@ def misfits(model: nn.Module, weights: StoredWeights) -> list[str]:
     Raises:
         ConfigError: If they cannot be read.
     """
-    _, problems = _compare(model.state_dict(keep_vars=True), weights, _dimensions(model))
-    return problems
+    return _compare(model.state_dict(keep_vars=True), weights, _dimensions(model))
 
 
 def unknown_names(model: nn.Module, weights: StoredWeights) -> list[str]:
@@ -234,85 +233,41 @@ def load_model(directory: str | Path) -> nn.Module:
 def _load(
     state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
 ) -> None:
-    targets, problems = _compare(state, weights, config)
-    if problems:
+    if problems := _compare(state, weights, config):
         raise weights.error(f"does not fit the model: {'; '.join(problems)}")
     for opened, names in weights.files():
-        for name in targets.keys() & names:
-            for index, part in targets[name].parts():
+        for name in state.keys() & names:
+            for index, part in local_parts(state[name]):
                 part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
-
-
-class _Target(NamedTuple):
-    """Where a stored tensor is loaded to: a tensor, or some of its rows.
-
-    Attributes:
-        tensor: A DTensor, a `FlatShard` or a plain tensor.
-        start: First row.
-        stop: One after the last row; None for all of the tensor.
-    """
-
-    tensor: Tensor
-    start: int = 0
-    stop: int | None = None
-
-    @property
-    def shape(self) -> list[int]:
-        shape = [*global_shape(self.tensor)]
-        return shape if self.stop is None else [self.stop - self.start, *shape[1:]]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Equal for the names of a tied weight."""
-        return id(self.tensor), self.start
-
-    def parts(self) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Yield the parts that this rank holds: indices in the stored tensor, and memory."""
-        for index, part in local_parts(self.tensor):
-            if self.stop is None:
-                yield index, part
-                continue
-            rows, *others = index
-            first, end = max(rows.start, self.start), min(rows.stop, self.stop)
-            if first < end:
-                stored = slice(first - self.start, end - self.start)
-                yield (stored, *others), part[first - rows.start : end - rows.start]
 
 
 def _compare(
     state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
-) -> tuple[dict[str, _Target], list[str]]:
-    """Return where stored tensors belong, by their names in the files, and why they do not fit."""
+) -> list[str]:
+    """Return why stored weights do not fit the state of a model, a phrase for each reason."""
     path = weights.path
     described = read(path) if (path / CONFIG_FILE).is_file() else {}
-    if config is None or described.get("model_type") not in llama.MODEL_TYPES:
-        targets = {name: _Target(tensor) for name, tensor in state.items()}
-    else:
-        llama.check_same(described, config, str(path))
-        targets = {
-            theirs: _Target(state[rows.name], rows.start, rows.stop)
-            for theirs, rows in llama.rows_by_name(config).items()
-        }
-    return targets, [*_misfits(targets, weights), *_other_dimensions(config, described)]
+    return [*_misfits(state, weights), *_other_dimensions(config, described)]
 
 
 def _dimensions(model: nn.Module) -> TransformerConfig | None:
     return model.config if isinstance(model, Transformer) else None
 
 
-def _misfits(targets: Mapping[str, _Target], weights: StoredWeights) -> Iterator[str]:
+def _misfits(state: Mapping[str, Tensor], weights: StoredWeights) -> Iterator[str]:
     """Yield a phrase for each kind of misfit."""
     stored = weights.shapes()
     # A tied weight has several names and needs one of them.
-    filled: dict[tuple[int, int], list[str]] = {}
-    for name in sorted(stored.keys() & targets.keys()):
-        filled.setdefault(targets[name].key, []).append(name)
-    missing = [name for name, target in targets.items() if target.key not in filled]
-    unknown = [name for name in stored if name not in targets and not weights.may_have_more]
+    filled: dict[int, list[str]] = {}
+    for name in sorted(stored.keys() & state.keys()):
+        filled.setdefault(id(state[name]), []).append(name)
+    missing = [name for name, tensor in state.items() if id(tensor) not in filled]
+    unknown = [name for name in stored if name not in state and not weights.may_have_more]
+    wanted = {name: [*global_shape(state[name])] for name in stored.keys() & state.keys()}
     shapes = [
-        f"{name} {stored[name]} for {targets[name].shape}"
-        for name in stored.keys() & targets.keys()
-        if stored[name] != targets[name].shape
+        f"{name} {stored[name]} for {shape}"
+        for name, shape in wanted.items()
+        if stored[name] != shape
     ]
     for problem, names in (("missing", missing), ("unknown", unknown), ("other shape", shapes)):
         if names:

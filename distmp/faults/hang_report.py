@@ -8,11 +8,11 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from distmp.distributed.rank_monitor import RankStatus
+from distmp.distributed.rank_status import RankStatus
 from distmp.errors import rank_names
 from distmp.utils.frames import CALLS
 
@@ -38,21 +38,6 @@ class SilentRank(NamedTuple):
     stack: str = ""
 
 
-class Trace(NamedTuple):
-    """Contents of the flight recorder of a rank.
-
-    Attributes:
-        pending: Number and name of the collectives that have not completed, by process group, see
-            `flight_recorder.pending`.
-        file: Path of the file with NCCL's recorder, or "".
-        problem: Why it could not be written, in one line, or "".
-    """
-
-    pending: dict[str, list[tuple[int, str]]]
-    file: str = ""
-    problem: str = ""
-
-
 class HangReport(NamedTuple):
     """The report on a hang.
 
@@ -65,6 +50,8 @@ class HangReport(NamedTuple):
     text: str
 
 
+# Collectives that have not completed, see `flight_recorder.pending`.
+Pending = Mapping[str, Sequence[tuple[int, str]]]
 # A collective that a rank has not started, as text, and the ranks that have.
 Missing = tuple[str, list[int]]
 
@@ -74,7 +61,7 @@ def report(
     answers: Mapping[int, RankStatus],
     silent: Mapping[int, SilentRank],
     world_size: int,
-    traces: Mapping[int, Trace],
+    pending: Mapping[int, Pending],
 ) -> HangReport:
     """Build the report from the answers of all ranks.
 
@@ -87,12 +74,12 @@ def report(
         answers: The answers of the ranks that answered.
         silent: The ranks that did not answer.
         world_size: Number of ranks.
-        traces: The flight recorders of the ranks that answered; some may be missing.
+        pending: The pending collectives of the ranks that answered; some ranks may be missing.
     """
-    late = sorted(silent.keys() | _late_ranks(answers, traces, any_silent=bool(silent)))
+    late = sorted(silent.keys() | _late_ranks(answers, pending, any_silent=bool(silent)))
     waiting = {rank: answer for rank, answer in sorted(answers.items()) if rank not in late}
     missing = {
-        rank: _missing(rank, answers, traces) for rank in late[:MAX_SHOWN] if rank in answers
+        rank: _missing(rank, answers, pending) for rank in late[:MAX_SHOWN] if rank in answers
     }
     late_summary, waiting_summary = _late_summary(late, missing), _waiting_summary(waiting, late)
     summary = f"{late_summary} for {idle:.0f} s; {waiting_summary}"
@@ -106,25 +93,24 @@ def report(
         lines.append(f"  also late: {rank_names(late[MAX_SHOWN:])}")
     lines += _waiting(waiting)
     if not late:
-        lines += _incomplete(traces)
-    lines.append(f"  {_advice(late, silent, answers, traces)}")
-    lines += _recorders(answers, traces)
+        lines += _incomplete(pending)
+    lines.append(f"  {_advice(late, silent, answers, pending)}")
     return HangReport(summary, "\n".join(lines))
 
 
 def _late_ranks(
-    answers: Mapping[int, RankStatus], traces: Mapping[int, Trace], *, any_silent: bool
+    answers: Mapping[int, RankStatus], pending: Mapping[int, Pending], *, any_silent: bool
 ) -> set[int]:
     """Return the late ranks among those that answered."""
     behind, ahead = _behind_and_ahead(answers)
-    waiting = {rank for rank, answer in answers.items() if _waits(answer, traces.get(rank))}
+    waiting = {rank for rank, answer in answers.items() if _waits(answer, pending.get(rank))}
     if last := behind - ahead:
         return last - waiting if any_silent else last  # they may wait for a silent rank
     return answers.keys() - waiting
 
 
-def _waits(answer: RankStatus, trace: Trace | None) -> bool:
-    return bool(answer.waits_in or answer.synchronizes or (trace and trace.pending))
+def _waits(answer: RankStatus, pending: Pending | None) -> bool:
+    return bool(answer.waits_in or answer.synchronizes or pending)
 
 
 def _behind_and_ahead(answers: Mapping[int, RankStatus]) -> tuple[set[int], set[int]]:
@@ -152,7 +138,7 @@ def _started(answers: Mapping[int, RankStatus]) -> dict[str, dict[int, int]]:
 
 
 def _missing(
-    rank: int, answers: Mapping[int, RankStatus], traces: Mapping[int, Trace]
+    rank: int, answers: Mapping[int, RankStatus], pending: Mapping[int, Pending]
 ) -> list[Missing]:
     """Return the next collective of a rank in each group in which others have started it."""
     missing = []
@@ -160,7 +146,7 @@ def _missing(
         number = started.get(rank, max(started.values())) + 1
         ranks = [other for other, count in started.items() if count >= number]
         if ranks:
-            shown = [dict(traces[r].pending.get(group, ())) for r in ranks if r in traces]
+            shown = [dict(pending[r].get(group, ())) for r in ranks if r in pending]
             name = next((names[number] for names in shown if number in names), "")
             missing.append((_describe(number, name, group), ranks))
     return missing
@@ -240,11 +226,11 @@ def _waiting(waiting: Mapping[int, RankStatus]) -> list[str]:
     return lines
 
 
-def _incomplete(traces: Mapping[int, Trace]) -> list[str]:
+def _incomplete(pending: Mapping[int, Pending]) -> list[str]:
     """Return a line for the oldest collective of each group that has not completed."""
     oldest: dict[tuple[str, int, str], list[int]] = {}
-    for rank, trace in sorted(traces.items()):
-        for group, collectives in trace.pending.items():
+    for rank, groups in sorted(pending.items()):
+        for group, collectives in groups.items():
             oldest.setdefault((group, *collectives[0]), []).append(rank)
     return [
         f"  {_describe(number, name, group)} has not completed on {rank_names(ranks)}"
@@ -256,7 +242,7 @@ def _advice(
     late: list[int],
     silent: Mapping[int, SilentRank],
     answers: Mapping[int, RankStatus],
-    traces: Mapping[int, Trace],
+    pending: Mapping[int, Pending],
 ) -> str:
     if not late:
         behind, _ = _behind_and_ahead(answers)
@@ -265,7 +251,7 @@ def _advice(
                 "each rank waits for another one in a different group: they do not start the "
                 "collectives of their groups in the same order"
             )
-        if len({answer.waits_in for answer in answers.values()} - {""}) > 1 or _differ(traces):
+        if len({answer.waits_in for answer in answers.values()} - {""}) > 1 or _differ(pending):
             return "ranks wait in different collectives: they do not run the same code"
         if all(answer.waits_in for answer in answers.values()):
             return "every rank has reached it: check the network between the machines"
@@ -280,36 +266,15 @@ def _advice(
     )
 
 
-def _differ(traces: Mapping[int, Trace]) -> bool:
+def _differ(pending: Mapping[int, Pending]) -> bool:
     """Return whether ranks have started different collectives under the same number."""
     names: dict[tuple[str, int], str] = {}
     return any(
         names.setdefault((group, number), name) != name
-        for trace in traces.values()
-        for group, collectives in trace.pending.items()
+        for groups in pending.values()
+        for group, collectives in groups.items()
         for number, name in collectives
     )
-
-
-def _recorders(answers: Mapping[int, RankStatus], traces: Mapping[int, Trace]) -> list[str]:
-    """Return lines with the directory of the flight recorders, and why some are missing."""
-    lines = []
-    files = {rank: Path(trace.file) for rank, trace in traces.items() if trace.file}
-    if files:
-        rank, file = min(files.items())
-        prefix = file.name.removesuffix(str(rank))
-        lines.append(
-            f"  the latest collectives of {rank_names(sorted(files))} are in {file.parent}; read "
-            f"them with: torchfrtrace --prefix {prefix} {file.parent}"
-        )
-    problems: dict[str, list[int]] = {}
-    for rank in sorted(answers.keys() - files.keys()):
-        problem = traces[rank].problem if rank in traces else "reading it takes too long"
-        if problem:
-            problems.setdefault(problem, []).append(rank)
-    for problem, ranks in problems.items():
-        lines.append(f"  no flight recorder of {rank_names(ranks)}: {problem}")
-    return lines
 
 
 def _indented(stack: str) -> list[str]:

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -40,13 +39,13 @@ from distmp.distributed.ranks import describe
 from distmp.distributed.rendezvous_store import Store
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report
-from distmp.faults.hang_report import SilentRank, Trace
+from distmp.faults.hang_report import Pending, SilentRank
 from distmp.masking import masked_text
 
 # Number of heartbeats within which a rank answers a question, unless it is blocked.
 ANSWER_INTERVALS = 4
-# Number of heartbeats within which a rank that has answered also writes its flight recorder.
-TRACE_INTERVALS = 10
+# Number of heartbeats within which a rank that has answered also shows its pending collectives.
+PENDING_INTERVALS = 10
 # Time for the main thread to end by itself after the run has failed on another rank.
 GRACE_SECONDS = 3.0
 # If the thread did not run for this many intervals, the process was stopped.
@@ -96,8 +95,6 @@ class Watchdog(RankMonitor):
 
     Attributes:
         before_exit: Called before the watchdog ends this process; must return soon.
-        traces_directory: The directory for the flight recorders of all ranks; None before it is
-            known.
     """
 
     def __init__(
@@ -126,10 +123,9 @@ class Watchdog(RankMonitor):
         self._progress = -1
         self._next_beat: Any = None
         self._transferred = 0
-        self._has_trace = False
+        self._has_shown_pending = False
         self._suspects: set[int] = set()
         self.before_exit: Callable[[], object] = lambda: None
-        self.traces_directory: Path | None = None
 
     def watch(self) -> None:
         """Start monitoring."""
@@ -255,25 +251,18 @@ class Watchdog(RankMonitor):
         return now - self._progress_at > self._seconds + 2 * self._interval
 
     def _answer(self) -> None:
-        """Answer a question; if ranks hang, also publish the flight recorder, which may block."""
+        """Answer a question; if ranks hang, also publish pending collectives, which may block."""
         super()._answer()
-        if not self._has_trace and self._store.check(["hang"]):
-            self._has_trace = True
-            self.publish("trace", self._trace())
+        if not self._has_shown_pending and self._store.check(["hang"]):
+            self._has_shown_pending = True
+            self.publish("pending", self._pending_collectives())
 
-    def _trace(self) -> Trace:
-        """Read the flight recorder of this rank, and write it to a file if it is NCCL's."""
-        pending, file, problem = {}, "", ""
+    def _pending_collectives(self) -> Pending:
         try:
-            pending = flight_recorder.pending()
-            if flight_recorder.uses_nccl():
-                if self.traces_directory is None:
-                    problem = "the run has no directory yet"
-                else:
-                    file = str(flight_recorder.dump(self.traces_directory))
+            return flight_recorder.pending()
         except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
-            problem = " ".join(describe(error).split())
-        return Trace(pending, file, problem)
+            logger.warning("no flight recorder of rank %d: %s", self.rank, describe(error))
+            return {}
 
     def _check_for_lost_ranks(self) -> None:
         """End the run if a process of this machine is gone in two checks in a row.
@@ -336,17 +325,11 @@ class Watchdog(RankMonitor):
             for rank, status in others.items()
             if status is None and not self.has_left(rank)
         }
-        traces = self.collect("trace", list(answers), TRACE_INTERVALS * self._interval)
+        pending = self.collect("pending", list(answers), PENDING_INTERVALS * self._interval)
         idle = min(status.idle for status in answers.values())
         if silent:  # when they made progress is not known
             idle = min(idle, time.monotonic() - self._progress_at)
-        report = hang_report.report(
-            idle,
-            answers,
-            silent,
-            self.world_size,
-            {rank: Trace(*trace) for rank, trace in traces.items()},
-        )
+        report = hang_report.report(idle, answers, silent, self.world_size, pending)
         step = self._phase.now.step
         ending = Ending(self.rank, step, report.summary, HANG_EXIT_CODE, sorted(silent))
         if self.end_run(ending):

@@ -21,8 +21,8 @@ from typing import IO, TextIO
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, restore_handlers
 from distmp.errors import STOPPED_EXIT_CODE, ConfigError
 from distmp.launcher.job import ExplainedValue, Job
-from distmp.launcher.network import Network, join_port
-from distmp.launcher.plan import UserOptions, address_of, log, random_port
+from distmp.launcher.network import Network, address_of, join_port
+from distmp.launcher.plan import UserOptions, log, random_port
 from distmp.masking import masked_text
 
 # Variables that are passed to the ranks on other machines.

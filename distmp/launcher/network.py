@@ -1,17 +1,21 @@
-"""Resolve names, list this machine's interfaces, and find the route to another machine."""
+"""Resolve names, and select the addresses and the interface by which machines reach each other."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from distmp.distributed.limits import source_address
-from distmp.errors import DistmpError
+from distmp.errors import ConfigError, DistmpError
+from distmp.launcher.job import ExplainedValue, Job
 
 _RETRY_SECONDS = 1.0
+_TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
 class AddressError(DistmpError):
@@ -145,3 +149,184 @@ def _source(address: str) -> str:
         return source_address(address)
     except OSError as error:
         raise AddressError(f"no route leads to {address} ({error.strerror})") from None
+
+
+def address_of(
+    head: ExplainedValue[str],
+    rank: ExplainedValue[int] | None,
+    job: Job,
+    nodes: int,
+    network: Network,
+) -> tuple[str, str]:
+    """Return the address at which all machines reach the first one, and why it is this one.
+
+    Args:
+        head: Name or address of the first machine.
+        rank: Rank of this machine, if known.
+        job: The detected job.
+        nodes: Number of machines.
+        network: The network of this machine.
+
+    Raises:
+        AddressError: If there is no such address.
+    """
+    try:
+        address = network.resolve(head.value)
+    except AddressError as error:
+        raise AddressError(
+            f"the first machine of the run cannot be found: {error}. {head.value!r} is: "
+            f"{head.reason}. Pass an address that all machines can reach: --rdzv-endpoint "
+            "ADDRESS:PORT"
+        ) from None
+    if not is_loopback(address) or nodes == 1 or _is_local_run(head.value, job, network):
+        return address, head.reason
+    if rank is not None and rank.value != 0:
+        raise AddressError(
+            f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
+            f"{address} here, a loopback address, but this machine has node rank {rank.value}. "
+            "Correct /etc/hosts, or pass its address with --rdzv-endpoint ADDRESS:PORT"
+        )
+    reason = f"{head.reason}; {head.value!r} is {address} here, so "
+    for host in job.hosts:
+        with suppress(AddressError):
+            source = network.source(network.resolve(host))
+            if not is_loopback(source):
+                return source, f"{reason}this machine's source address for {host} is used"
+    own = external_addresses(network.interfaces)
+    if len(own) == 1:
+        return own[0], f"{reason}this machine's only other address is used"
+    raise AddressError(
+        f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
+        f"{address} here, a loopback address, and this machine has several others or none: "
+        f"{network.describe_interfaces()}. Pass the one that all machines can reach: "
+        "--rdzv-endpoint ADDRESS:PORT"
+    )
+
+
+def _is_local_run(head: str, job: Job, network: Network) -> bool:
+    """Return whether a loopback address is intended, because all "machines" are this one."""
+    if head == "localhost" or re.fullmatch(r"[0-9.]+|.*:.*", head):
+        return True
+    try:
+        return bool(job.hosts) and all(is_loopback(network.resolve(host)) for host in job.hosts)
+    except AddressError:
+        return False
+
+
+def hosts_store(
+    conf: Mapping[str, str], address: str, rank: ExplainedValue[int] | None, network: Network
+) -> tuple[bool, str]:
+    """Return whether this machine hosts the store of the rendezvous, and why.
+
+    Args:
+        conf: The keys and values of --rdzv-conf.
+        address: Address of the first machine.
+        rank: Rank of this machine, if known.
+        network: The network of this machine.
+
+    Raises:
+        ConfigError: If this is the first machine and does not have the address.
+    """
+    if "is_host" in conf:
+        value = conf["is_host"].lower()
+        if value not in (*_TRUE, *_FALSE):
+            raise ConfigError("--rdzv-conf is_host", conf["is_host"], "use true or false")
+        return value in _TRUE, "--rdzv-conf"
+    own = network.is_own(address)
+    if rank is None:
+        reason = f"{address} is {'' if own else 'not '}an address of this machine"
+        return own, reason
+    if rank.value == 0 and not own:
+        raise ConfigError(
+            "--rdzv-endpoint",
+            address,
+            f"this is the first machine ({rank.reason} = 0) and has no such address; it has: "
+            f"{network.describe_interfaces()}. With network address translation, add --rdzv-conf "
+            "is_host=true here",
+        )
+    return rank.value == 0, f"{rank.reason} = {rank.value}"
+
+
+def local_address(given: str | None, address: str, network: Network) -> tuple[str, str]:
+    """Return the address of this machine in the run, and why it is this one.
+
+    Args:
+        given: The option --local-addr, if it is set.
+        address: Address of the first machine.
+        network: The network of this machine.
+
+    Raises:
+        ConfigError: If the given address is not one of this machine.
+        AddressError: If no route leads to the first machine.
+    """
+    if given is not None:
+        own = network.resolve(given)
+        if not network.is_own(own):
+            raise ConfigError(
+                "--local-addr",
+                given,
+                f"this machine has no such address; it has: {network.describe_interfaces()}",
+            )
+        return own, "--local-addr"
+    if network.is_own(address):
+        return address, "the first machine is this machine"
+    source = network.source(address)
+    if is_loopback(source):
+        raise AddressError(f"no route leads from this machine to {address}")
+    return source, f"this machine's source address for {address}"
+
+
+def selected_interface(
+    local_address: str, network: Network, variables: Mapping[str, str]
+) -> dict[str, ExplainedValue[str]]:
+    """Return the variables that select the interface of an address.
+
+    Args:
+        local_address: Address of this machine in the run.
+        network: The network of this machine.
+        variables: The environment.
+
+    Raises:
+        ConfigError: If the user has selected an interface that gloo cannot use.
+    """
+    if variables.get("GLOO_SOCKET_IFNAME"):
+        _check_interface(variables["GLOO_SOCKET_IFNAME"], local_address, network)
+    interface = network.interface_of(local_address)
+    if interface is None:
+        return {}
+    return interface_variables(interface, f"the interface that has {local_address}", variables)
+
+
+def interface_variables(
+    interface: str, reason: str, variables: Mapping[str, str]
+) -> dict[str, ExplainedValue[str]]:
+    """Return the variables that select one interface for gloo and NCCL, unless they are set.
+
+    Args:
+        interface: Name of the interface.
+        reason: Why it is selected.
+        variables: The environment.
+    """
+    # "=" makes NCCL match the full name: eth1 would match eth10 too.
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {
+        name: ExplainedValue(value, reason)
+        for name, value in names.items()
+        if not variables.get(name)
+    }
+
+
+def _check_interface(given: str, local_address: str, network: Network) -> None:
+    """Refuse interfaces that gloo cannot use: it would fail late or hang."""
+    for name in given.split(","):
+        if name not in network.interfaces:
+            problem = "this machine has no such interface"
+        elif not is_loopback(local_address) and all(map(is_loopback, network.interfaces[name])):
+            problem = "other hosts cannot be reached through it"
+        else:
+            continue
+        raise ConfigError(
+            "GLOO_SOCKET_IFNAME",
+            given,
+            f"{problem}; unset it, or use one of: {network.describe_interfaces()}",
+        )

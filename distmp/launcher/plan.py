@@ -9,18 +9,19 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
 from distmp.launcher.job import ExplainedValue, Job
 from distmp.launcher.network import (
-    AddressError,
     Network,
-    external_addresses,
-    is_loopback,
+    address_of,
+    hosts_store,
+    interface_variables,
     join_port,
+    local_address,
+    selected_interface,
 )
 from distmp.masking import masked, masked_text
 
@@ -44,7 +45,6 @@ _DEFAULT_PORT = 29400
 _JOIN_SECONDS = 600
 
 _LOOPBACK = "127.0.0.1"
-_TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _on_loopback(
     reason = "one machine: nothing listens on its other interfaces"
     if given.local_addr is None:
         plan = _with(plan, ExplainedValue(f"--local-addr={_LOOPBACK}", reason))
-    additions = _interface_variables(loopback, reason, variables)
+    additions = interface_variables(loopback, reason, variables)
     return replace(plan, variables={**plan.variables, **additions})
 
 
@@ -252,8 +252,8 @@ def _several(
     conf = dict(given.rdzv_conf or {})
     min_nodes = given.nnodes[0] if given.nnodes else job.nodes.value if job.nodes else 1
     address, address_reason = address_of(head, rank, job, nodes, network)
-    is_host, host_reason = _is_host(conf, address, rank, network)
-    local_address, local_reason = _local_address(given, address, network)
+    is_host, host_reason = hosts_store(conf, address, rank, network)
+    own_address, local_reason = local_address(given.local_addr, address, network)
     run_id = given.rdzv_id or (job.name.value if job.name else "none")
     endpoint = Endpoint(
         head=head.value,
@@ -261,7 +261,7 @@ def _several(
         port=port.value,
         is_host=is_host,
         run_id=run_id,
-        local_address=local_address,
+        local_address=own_address,
         node_rank=None if rank is None else rank.value,
         min_nodes=min_nodes,
         # By node rank, for messages, if nothing names the machines.
@@ -277,7 +277,7 @@ def _several(
         (given.rdzv_backend, "--rdzv-backend=c10d", "torchrun's backend that supports restarts"),
         (given.rdzv_endpoint, f"--rdzv-endpoint={endpoint}", endpoint_reason),
         (given.rdzv_id, f"--rdzv-id={run_id}", id_reason),
-        (given.local_addr, f"--local-addr={local_address}", local_reason),
+        (given.local_addr, f"--local-addr={own_address}", local_reason),
     )
     plan = _with(plan, *(ExplainedValue(word, why) for own, word, why in derived if not own))
     conf = {
@@ -290,7 +290,7 @@ def _several(
     if given.rdzv_conf:
         # torchrun uses only the last --rdzv-conf, so it has to contain all keys.
         plan = replace(plan, arguments=(*given.arguments, option), options=plan.options[:-1])
-    interface = _interface(local_address, network, variables)
+    interface = selected_interface(own_address, network, variables)
     return replace(plan, endpoint=endpoint, variables={**plan.variables, **interface})
 
 
@@ -350,149 +350,6 @@ def port_of(name: str) -> ExplainedValue[int]:
 def random_port() -> ExplainedValue[int]:
     """Return a port that others cannot predict, for a launcher that tells it to all machines."""
     return ExplainedValue(secrets.choice(_PORTS), "random, new for every launch")
-
-
-def address_of(
-    head: ExplainedValue[str],
-    rank: ExplainedValue[int] | None,
-    job: Job,
-    nodes: int,
-    network: Network,
-) -> tuple[str, str]:
-    """Return the address at which all machines reach the first one, and why it is this one.
-
-    Args:
-        head: Name or address of the first machine.
-        rank: Rank of this machine, if known.
-        job: The detected job.
-        nodes: Number of machines.
-        network: The network of this machine.
-
-    Raises:
-        AddressError: If there is no such address.
-    """
-    try:
-        address = network.resolve(head.value)
-    except AddressError as error:
-        raise AddressError(
-            f"the first machine of the run cannot be found: {error}. {head.value!r} is: "
-            f"{head.reason}. Pass an address that all machines can reach: --rdzv-endpoint "
-            "ADDRESS:PORT"
-        ) from None
-    if not is_loopback(address) or nodes == 1 or _is_local_run(head.value, job, network):
-        return address, head.reason
-    if rank is not None and rank.value != 0:
-        raise AddressError(
-            f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
-            f"{address} here, a loopback address, but this machine has node rank {rank.value}. "
-            "Correct /etc/hosts, or pass its address with --rdzv-endpoint ADDRESS:PORT"
-        )
-    reason = f"{head.reason}; {head.value!r} is {address} here, so "
-    for host in job.hosts:
-        with suppress(AddressError):
-            source = network.source(network.resolve(host))
-            if not is_loopback(source):
-                return source, f"{reason}this machine's source address for {host} is used"
-    own = external_addresses(network.interfaces)
-    if len(own) == 1:
-        return own[0], f"{reason}this machine's only other address is used"
-    raise AddressError(
-        f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
-        f"{address} here, a loopback address, and this machine has several others or none: "
-        f"{network.describe_interfaces()}. Pass the one that all machines can reach: "
-        "--rdzv-endpoint ADDRESS:PORT"
-    )
-
-
-def _is_local_run(head: str, job: Job, network: Network) -> bool:
-    """Return whether a loopback address is intended, because all "machines" are this one."""
-    if head == "localhost" or re.fullmatch(r"[0-9.]+|.*:.*", head):
-        return True
-    try:
-        return bool(job.hosts) and all(is_loopback(network.resolve(host)) for host in job.hosts)
-    except AddressError:
-        return False
-
-
-def _is_host(
-    conf: Mapping[str, str], address: str, rank: ExplainedValue[int] | None, network: Network
-) -> tuple[bool, str]:
-    if "is_host" in conf:
-        value = conf["is_host"].lower()
-        if value not in (*_TRUE, *_FALSE):
-            raise ConfigError("--rdzv-conf is_host", conf["is_host"], "use true or false")
-        return value in _TRUE, "--rdzv-conf"
-    own = network.is_own(address)
-    if rank is None:
-        reason = f"{address} is {'' if own else 'not '}an address of this machine"
-        return own, reason
-    if rank.value == 0 and not own:
-        raise ConfigError(
-            "--rdzv-endpoint",
-            address,
-            f"this is the first machine ({rank.reason} = 0) and has no such address; it has: "
-            f"{network.describe_interfaces()}. With network address translation, add --rdzv-conf "
-            "is_host=true here",
-        )
-    return rank.value == 0, f"{rank.reason} = {rank.value}"
-
-
-def _local_address(given: UserOptions, address: str, network: Network) -> tuple[str, str]:
-    if given.local_addr is not None:
-        own = network.resolve(given.local_addr)
-        if not network.is_own(own):
-            raise ConfigError(
-                "--local-addr",
-                given.local_addr,
-                f"this machine has no such address; it has: {network.describe_interfaces()}",
-            )
-        return own, "--local-addr"
-    if network.is_own(address):
-        return address, "the first machine is this machine"
-    source = network.source(address)
-    if is_loopback(source):
-        raise AddressError(f"no route leads from this machine to {address}")
-    return source, f"this machine's source address for {address}"
-
-
-def _interface(
-    local_address: str, network: Network, variables: Mapping[str, str]
-) -> dict[str, ExplainedValue[str]]:
-    """Select one interface for gloo and NCCL, and check the user's own choice."""
-    if variables.get("GLOO_SOCKET_IFNAME"):
-        _check_interface(variables["GLOO_SOCKET_IFNAME"], local_address, network)
-    interface = network.interface_of(local_address)
-    if interface is None:
-        return {}
-    return _interface_variables(interface, f"the interface that has {local_address}", variables)
-
-
-def _interface_variables(
-    interface: str, reason: str, variables: Mapping[str, str]
-) -> dict[str, ExplainedValue[str]]:
-    # "=" makes NCCL match the full name: eth1 would match eth10 too.
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    return {
-        name: ExplainedValue(value, reason)
-        for name, value in names.items()
-        if not variables.get(name)
-    }
-
-
-def _check_interface(given: str, local_address: str, network: Network) -> None:
-    """Refuse interfaces that gloo cannot use: it would fail late or hang."""
-    for name in given.split(","):
-        if name not in network.interfaces:
-            problem = "this machine has no such interface"
-        elif not is_loopback(local_address) and all(map(is_loopback, network.interfaces[name])):
-            problem = "other hosts cannot be reached through it"
-        else:
-            continue
-        raise ConfigError(
-            "GLOO_SOCKET_IFNAME",
-            given,
-            f"{problem}; unset it, or use one of: {network.describe_interfaces()}",
-        )
 
 
 def join_timeout_seconds(conf: Mapping[str, str]) -> int:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distmp.checkpoint.location import locate
+from distmp.checkpoint.storage import locate
 from distmp.config import RunConfig
 from distmp.distributed import rendezvous_store
 from distmp.distributed.compare_ranks import differences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
@@ -22,31 +22,21 @@ EMA_PREFIX = "ema_"
 """Beginning of the names of metrics that are computed with the average of the weights."""
 
 
-class Size(NamedTuple):
-    """Dimensions of a transformer; see `ModelConfig`."""
-
-    layers: int
-    dimension: int
-    heads: int
-    hidden: int
-    key_value_heads: int | None = None
-    tied_head: bool = True
-    rotary_base: float = 10_000.0
-
-
-SIZES = {
-    "1m": Size(layers=3, dimension=160, heads=5, hidden=480),
-    "22m": Size(layers=12, dimension=384, heads=6, hidden=1056),
-    "125m": Size(layers=12, dimension=768, heads=12, hidden=2048),
-    "350m": Size(layers=24, dimension=1024, heads=16, hidden=2816),
-    "1.3b": Size(layers=24, dimension=2048, heads=16, hidden=5504),
-    "3b": Size(28, 3072, 24, 8192, key_value_heads=8, rotary_base=500_000.0),
-    "8b": Size(32, 4096, 32, 14336, key_value_heads=8, tied_head=False, rotary_base=500_000.0),
-    "70b": Size(80, 8192, 64, 28672, key_value_heads=8, tied_head=False, rotary_base=500_000.0),
+_LLAMA_3 = {"key_value_heads": 8, "rotary_base": 500_000.0}
+_UNTIED = {**_LLAMA_3, "tied_head": False}
+SIZES: dict[str, dict[str, Any]] = {
+    "1m": {"layers": 3, "dimension": 160, "heads": 5, "hidden": 480},
+    "22m": {"layers": 12, "dimension": 384, "heads": 6, "hidden": 1056},
+    "125m": {"layers": 12, "dimension": 768, "heads": 12, "hidden": 2048},
+    "350m": {"layers": 24, "dimension": 1024, "heads": 16, "hidden": 2816},
+    "1.3b": {"layers": 24, "dimension": 2048, "heads": 16, "hidden": 5504},
+    "3b": {"layers": 28, "dimension": 3072, "heads": 24, "hidden": 8192, **_LLAMA_3},
+    "8b": {"layers": 32, "dimension": 4096, "heads": 32, "hidden": 14336, **_UNTIED},
+    "70b": {"layers": 80, "dimension": 8192, "heads": 64, "hidden": 28672, **_UNTIED},
 }
-"""Named sizes. The names of the first two count parameters with a vocabulary of bytes; the next
-three are the usual sizes of that name, which include the embeddings of about 50,000 tokens; the
-last three have the shapes of Llama 3."""
+"""Named sizes: options of the transformer, see `TransformerConfig`. The names of the first two
+count parameters with a vocabulary of bytes; the next three are the usual sizes of that name, which
+include the embeddings of about 50,000 tokens; the last three have the shapes of Llama 3."""
 
 # No machine can hold a model with more.
 _MOST_LAYERS, _MOST = 10_000, 2**31
@@ -167,18 +157,16 @@ class ModelConfig:
         Raises:
             ConfigError: If an option is invalid.
         """
-        # Import lazily: your own loop needs neither YAML nor the command line, and the help of a
-        # command does not need torch.
+        # Import lazily: a custom training loop needs neither YAML nor the command line, and the
+        # help of a command does not need torch.
         from distmp.models.transformer import TransformerConfig
         from distmp.utils.settings import from_mapping
 
-        size = SIZES[self.size]
+        size = {**SIZES[self.size]}
         if "heads" in self.options:
-            size = size._replace(key_value_heads=None)
+            size.pop("key_value_heads", None)
         lengths = {"vocabulary_size": vocabulary_size, "sequence_length": sequence_length}
-        return from_mapping(
-            TransformerConfig, {**lengths, **size._asdict(), **self.options}, "model.options"
-        )
+        return from_mapping(TransformerConfig, {**lengths, **size, **self.options}, "model.options")
 
     def _check_counts(self) -> None:
         for name in _COUNTS:

@@ -8,46 +8,43 @@ FP32.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
 )
 from torch.distributed.tensor import DTensor
 
 from distmp.buckets.parameters import WATCHED_STEPS
-from distmp.buckets.reduction import Exchange
 from distmp.buckets.used import UsedParameters
-from distmp.distributed.collectives import (
-    all_gather,
-    exchange_groups,
-    has_native_reduce_scatter,
-    reduce_scatter,
-)
-from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import fsdp_internals
 from distmp.parallel.accumulation import choose, least_free_bytes
-from distmp.parallel.blocks import find_blocks
-from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
+from distmp.parallel.collective_order import END_OF_FORWARD, CollectiveOrder
+from distmp.parallel.fsdp_collectives import AllGather, ReduceScatter
+from distmp.parallel.fsdp_setup import (
+    HOOK,
+    check_shapes,
+    check_ties,
+    device_mesh,
+    shard,
+    shard_size,
+    tied_names,
+    with_submodules,
+)
 from distmp.parallel.materialize import (
     InitialValues,
     materialize,
     materialize_shards,
     nothing_to_compute,
 )
-from distmp.parallel.settings import ParallelConfig, ShardingConfig
+from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.strategy import (
     USED_DIRECTLY,
     KnownParameters,
@@ -55,101 +52,15 @@ from distmp.parallel.strategy import (
     broadcast_from_rank_zero,
     move_to,
     parameter_name,
-    refuse_shared_memory,
     sixteen_bit_parameters,
     store_parameters_in_fp32,
     trainable,
 )
-from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
+from distmp.precision.builders import cast_inputs_and_outputs
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import is_dtensor
-
-HOOK = (
-    "has a hook (Tensor.register_hook), which FSDP would not run, because it computes gradients of "
-    "gathered copies; change engine.gradients() in a step pre-hook of the optimizer, or use 'ddp'"
-)
-
-
-def shard_size(sharding: ShardingConfig, world: World) -> int:
-    """Return how many ranks share one copy of the model with `hsdp`.
-
-    Raises:
-        ConfigError: If it does not divide the number of ranks.
-    """
-    local = local_world_size(world.world_size)
-    size = local if sharding.shard_size is None else sharding.shard_size
-    if world.world_size % size:
-        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
-        raise ConfigError(
-            "sharding.shard_size",
-            size,
-            f"does not divide the {world.world_size} ranks; use one of "
-            f"{', '.join(map(str, divisors))}",
-        )
-    return size
-
-
-def check_shapes(module: nn.Module, strategy: str) -> None:
-    """Refuse parameters that a sharded strategy cannot divide.
-
-    Raises:
-        ConfigError: For a scalar, a trainable parameter without elements, and two parameters that
-            share memory, or a hook that would not run.
-    """
-    refuse_shared_memory(module, "strategy", strategy)
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError("model", name, HOOK)
-        if parameter.dim() == 0:
-            raise ConfigError(
-                "strategy",
-                strategy,
-                f"shards parameters by rows, but {name!r} has the shape (); give it the shape "
-                "(1,), or use 'ddp'",
-            )
-        if parameter.numel() == 0 and parameter.requires_grad:
-            raise ConfigError(
-                "strategy",
-                strategy,
-                f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
-                "freeze or remove it, or use 'ddp'",
-            )
-
-
-def tied_names(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter].append(parameter_name(name))
-    return [tied for tied in names.values() if len(tied) > 1]
-
-
-def check_ties(module: nn.Module, ties: list[list[str]], strategy: str) -> None:
-    """Refuse a module whose blocks shared a parameter, which sharding has separated.
-
-    Args:
-        module: The module after it was sharded.
-        ties: What `tied_names` returned before.
-        strategy: The name of the strategy.
-
-    Raises:
-        ConfigError: If two names of a parameter are two parameters now.
-    """
-    named = module.named_parameters(remove_duplicate=False)
-    sharded = {parameter_name(name): parameter for name, parameter in named}
-    for first, *others in ties:
-        for name in others:
-            if sharded[name] is not sharded[first]:
-                raise ConfigError(
-                    "strategy",
-                    strategy,
-                    f"shards each block by itself, but {first!r} and {name!r} are one parameter; "
-                    "use 'ddp', with shard_optimizer to save memory, or name a module that "
-                    "contains and calls both in sharding.wrap",
-                )
-
 
 # Forward passes in which a replaced parameter is refused; the check costs host time.
 _WATCHED_FORWARDS = 16
@@ -219,10 +130,10 @@ class FullySharded(Strategy):
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         sixteen_bit_parameters(module, policy.param_dtype, except_for=kept)
-        mesh = _mesh(world, shards, name)
+        mesh = device_mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")
         ties = tied_names(module)
-        _shard(module, policy, kept, mesh, config.sharding)
+        shard(module, policy, kept, mesh, config.sharding)
         check_ties(module, ties, name)
         materialize_shards(module, values, world.device)
         self._root = cast(FSDPModule, module)
@@ -392,13 +303,13 @@ class FullySharded(Strategy):
         order = (
             CollectiveOrder(world, [name for name, _ in units]) if world.world_size > 1 else None
         )
-        in_fp32 = _with_submodules(kept)
+        in_fp32 = with_submodules(kept)
         for index, (_, part) in enumerate(units):
             unit = cast(FSDPModule, part)
             comm_dtype = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
             # Any, because torch does not export the abstract base classes.
-            gather: Any = _AllGather(order, index)
-            reduce: Any = _ReduceScatter(
+            gather: Any = AllGather(order, index)
+            reduce: Any = ReduceScatter(
                 order, index, comm_dtype, self._shard_group, world.device, copies=self._replicas
             )
             unit.set_custom_all_gather(gather)
@@ -457,133 +368,3 @@ class FullySharded(Strategy):
         if self._order is not None:
             self._order.abandon()
         self._unfinished = False
-
-
-class _AllGather:
-    """The all-gather of FSDP, which checks the order first."""
-
-    def __init__(self, order: CollectiveOrder | None, unit: int) -> None:
-        self._order = order
-        self._unit = unit
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        if self._order is not None:
-            self._order.note(Collective("gather", self._unit, input_tensor.numel()))
-        work = all_gather(output_tensor, input_tensor, group)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-
-class _ReduceScatter(_AllGather):
-    """The reduce-scatter of FSDP: a sum in FP32 for every communication dtype.
-
-    With a 16-bit communication dtype the shards are exchanged by all-to-all and summed here, so
-    each value is rounded once, for any number of ranks, and over several machines the sum of each
-    machine once. Gradients that have 16-bit values lose nothing in the first rounding. A reduction
-    by the backend would round after every addition. On CPUs FP32 is exchanged too, which causes
-    half the traffic of gloo's reduction.
-
-    All ranks have to construct it at the same time, because it may create process groups.
-    """
-
-    def __init__(
-        self,
-        order: CollectiveOrder | None,
-        unit: int,
-        comm_dtype: torch.dtype,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        copies: int,
-    ) -> None:
-        super().__init__(order, unit)
-        self._comm_dtype = comm_dtype
-        self._native = comm_dtype == torch.float32 and has_native_reduce_scatter(device)
-        self._groups = (group,) if self._native else exchange_groups(group, device, copies=copies)
-
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> None:
-        if self._order is not None:
-            self._order.note(Collective("reduce", self._unit, input_tensor.numel()))
-        if self._native:
-            reduce_scatter(output_tensor, input_tensor, *self._groups).wait()
-        else:
-            exchange = Exchange(input_tensor, self._groups, self._comm_dtype)
-            while not exchange.advance(output_tensor):
-                pass
-        if input_tensor.device.type == "cpu":
-            # FSDP keeps the input until a later reduction, which only CUDA streams need.
-            input_tensor.untyped_storage().resize_(0)
-
-
-def _mesh(world: World, shards: int, name: str) -> DeviceMesh:
-    kind = world.device.type
-    if name == "fsdp":
-        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
-    shape = (world.world_size // shards, shards)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _shard(
-    module: nn.Module,
-    policy: PrecisionPolicy,
-    kept: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    sharding: ShardingConfig,
-) -> None:
-    """Shard the blocks, the modules kept in FP32 within each block, and the rest as groups."""
-    # FP32, because `_ReduceScatter` converts to the communication dtype.
-    computed = replace(
-        fsdp2_policy(policy.high_precision, own_accumulator=True), reduce_dtype=torch.float32
-    )
-    fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    in_fp32 = _with_submodules(kept)
-    done: set[int] = set()
-
-    def group(parts: list[nn.Module], reshard: bool | None) -> None:
-        done.update(map(id, parts))
-        fully_shard(
-            parts[0] if len(parts) == 1 else parts,
-            mesh=mesh,
-            mp_policy=fp32 if id(parts[0]) in in_fp32 else computed,
-            reshard_after_forward=reshard,
-        )
-
-    def group_kept(holder: nn.Module, reshard: bool) -> None:
-        inside = _with_submodules([holder])
-        parts = [
-            part
-            for part in kept
-            if id(part) in inside and id(part) not in done and any(True for _ in part.parameters())
-        ]
-        if parts and holder is not parts[0]:
-            group(parts, reshard)
-
-    # Inner modules first, as FSDP requires.
-    for block in reversed(find_blocks(module, sharding.wrap).values()):
-        group_kept(block, sharding.reshard_after_forward)
-        group([block], sharding.reshard_after_forward)
-    # Not resharded, like the root: other modules may use these parameters (a tied head).
-    group_kept(module, reshard=False)
-    group([module], None)
-
-
-def _with_submodules(modules: Sequence[nn.Module]) -> set[int]:
-    return {id(part) for module in modules for part in module.modules()}

@@ -91,8 +91,8 @@ class LowPrecisionLayers:
             reasons.setdefault(reason, []).append(name)
         count = f"{len(self.modules)} of {len(self.modules) + len(self.high_precision)}"
         text = f"{count} linear layers have low-precision matmuls, {self.backend}"
-        wide = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
-        return f"{text}; in the compute dtype: {', '.join(wide)}" if wide else text
+        others = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
+        return f"{text}; in the compute dtype: {', '.join(others)}" if others else text
 
 
 def low_precision_layers(

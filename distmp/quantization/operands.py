@@ -247,10 +247,6 @@ class Operand(NamedTuple):
             return self.values
         return self.values * expand_blocks(self.blocks, self.block, self.values.shape)
 
-    def dequantized(self) -> Tensor:
-        """Return the matrix that the operand represents, FP32 [rows, columns]."""
-        return self.block_scaled() * self.outer
-
 
 def expand_blocks(blocks: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """Repeat a value for each block to `shape`, [rows, columns]."""

@@ -57,8 +57,8 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
             policy.name,
             f"gives no linear layer low-precision matmuls; {_why(reasons)}",
         )
-    wide = {name: reasons[name] for name in linear if name in reasons}
-    return Selection(low_precision, wide)
+    high_precision = {name: reasons[name] for name in linear if name in reasons}
+    return Selection(low_precision, high_precision)
 
 
 def _why(reasons: dict[str, str]) -> str:

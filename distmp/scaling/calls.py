@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from distmp.distributed.compare_ranks import FINGERPRINT_BITS, hyperparameters
 from distmp.errors import ranks_by_value
 from distmp.scaling.local_gradients import parameters
-from distmp.utils.checksums import checksum
+from distmp.utils.tensor_trees import checksum
 
 # Number of parameters whose values are compared.
 SAMPLED_PARAMETERS = 32

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
+from distmp.distributed.collectives import backends
+from distmp.distributed.rank_monitor import RankMonitor
+from distmp.distributed.rank_status import PendingDecision
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.calls import ADVICE
 
@@ -144,23 +146,17 @@ def _not_a_member(ranks: object) -> ConfigError:
 
 
 def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    backends = _backends(group)
+    of_devices = backends(group)
     device_type = values.device.type
-    if device_type not in backends:
+    if device_type not in of_devices:
         # Flags on the CPU, for a group whose backend communicates only device tensors.
-        device_type = next(iter(backends))
+        device_type = next(iter(of_devices))
     reduced = values if device_type == values.device.type else values.to(device_type)
-    if backends[device_type] == "gloo":
+    if of_devices[device_type] == "gloo":
         dist.all_reduce(reduced, group=_decision_group(group, device_type), async_op=True).wait()
     else:
         dist.all_reduce(reduced, group=group)
     return reduced.to(values.device)
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend of each device type; torch's format is "cpu:gloo,cuda:nccl"."""
-    entries = dist.get_backend_config(group).split(",")
-    return {device: backend for device, _, backend in (entry.partition(":") for entry in entries)}
 
 
 def _decision_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
@@ -197,16 +193,17 @@ def _raise_if_ranks_missing(
     monitor: RankMonitor, decision: PendingDecision, error: RuntimeError
 ) -> None:
     """Raise an error that names the missing ranks, if they are why the reduction failed."""
+    call = monitor.own.last_call
     try:
         missing = monitor.missing(decision)
     except RuntimeError:
         raise TrainingError(
-            f"{monitor.last_call} failed because neither other ranks nor the store of the process "
+            f"{call} failed because neither other ranks nor the store of the process "
             "group can be reached: rank 0, which hosts the store unless torchrun does, has ended "
             "or is unreachable"
         ) from error
     if missing:
         statuses = monitor.describe(missing)
         raise TrainingError(
-            f"{monitor.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
+            f"{call} failed because ranks are missing: {statuses}; {ADVICE}"
         ) from error

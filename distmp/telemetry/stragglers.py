@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distmp.distributed.collectives import all_gather
-from distmp.distributed.waiting import STEPS, OwnTime, StepClock
+from distmp.distributed.waiting import STEPS, ComputeTime, StepClock
 from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.utils.host_copy import HostCopy
@@ -24,14 +24,14 @@ PAUSE_SECONDS = 1e-3
 
 
 class Stragglers:
-    """Compares the own times of ranks, and reports slow ones.
+    """Compares the compute times of ranks, and reports slow ones.
 
     Every `every` steps ranks exchange two numbers. The result is read a step later, so that no step
     waits for it.
 
     Args:
         world: The process group; all ranks must create this object together.
-        clock: Measures the own time of this rank.
+        clock: Measures the compute time of this rank.
         strategy: The resolved strategy.
         every: Steps between two comparisons; 0 disables them.
         log: Called with a message about a slow rank.
@@ -78,21 +78,21 @@ class Stragglers:
             self._pending = step, _gather(self._clock.take(), self._world)
 
     def seconds(self, step: int) -> list[float] | None:
-        """Return the own time per step of each rank in seconds, if compared after `step`.
+        """Return the compute time per step of each rank in seconds, if compared after `step`.
 
         Also logs which ranks are slow. A rank without a measurement has NaN.
         """
         if self._pending is None or self._pending[0] != step:
             return None
         # The times have arrived once the next step has started.
-        times = [OwnTime(*numbers) for numbers in self._pending[1].read()]
-        seconds = own_seconds(times, hidden=self._hidden)
+        times = [ComputeTime(*numbers) for numbers in self._pending[1].read()]
+        seconds = compute_seconds(times, hidden=self._hidden)
         self._pending = None
         self._detector.update(step, seconds)
         return seconds
 
 
-def _gather(own: OwnTime | None, world: World) -> HostCopy:
+def _gather(own: ComputeTime | None, world: World) -> HostCopy:
     """Start to gather the times of all ranks, without waiting for them."""
     numbers = torch.tensor(own or (math.nan, math.nan), dtype=torch.float64)
     if world.device.type == "cuda":
@@ -102,8 +102,8 @@ def _gather(own: OwnTime | None, world: World) -> HostCopy:
     return HostCopy(gathered.view(-1, 2))
 
 
-def own_seconds(times: Sequence[OwnTime], *, hidden: bool) -> list[float]:
-    """Return the own time of each rank, in seconds.
+def compute_seconds(times: Sequence[ComputeTime], *, hidden: bool) -> list[float]:
+    """Return the compute time of each rank, in seconds.
 
     Args:
         times: The measured times of all ranks.
@@ -130,7 +130,7 @@ class SlowRankDetector:
         self._reported: set[int] = set()
 
     def update(self, step: int, seconds: Sequence[float]) -> None:
-        """Compare the own times of all ranks after a step."""
+        """Compare the compute times of all ranks after a step."""
         for rank, own in enumerate(seconds):
             others = [s for s in (*seconds[:rank], *seconds[rank + 1 :]) if not math.isnan(s)]
             median = statistics.median(others) if others else math.nan

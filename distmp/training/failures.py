@@ -13,7 +13,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,7 +25,7 @@ from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.rank_monitor import is_lost_connection
+from distmp.distributed.ranks import is_lost_connection
 from distmp.distributed.stopping import StopSignals
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
 from distmp.faults.watchdog import Ending, Watchdog, print_message, record
@@ -150,12 +149,6 @@ def before_exit(action: Callable[[], object]) -> None:
     """Call `action` before the watchdog ends this rank; the action must not raise."""
     if _watchdog is not None:
         _watchdog.before_exit = action
-
-
-def write_traces_to(directory: Path) -> None:
-    """Set the directory for the flight recorders of all ranks, which are written if ranks hang."""
-    if _watchdog is not None:
-        _watchdog.traces_directory = directory
 
 
 def stop_watching() -> None:

@@ -68,7 +68,6 @@ def train_as_rank(
         trainer = Trainer(config, world, console, callbacks, restarts)
         if trainer.lease is not None:
             failures.before_exit(trainer.lease.release)
-        failures.write_traces_to(trainer.directory.hang)
         log.place(trainer.directory.log(world.rank))
         finished = trainer.run(stop)
         exit_code = 0 if finished else _stopped(restarts, stop, world)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from distmp.checkpoint.location import Location, locate
+from distmp.checkpoint.storage import locate
 from distmp.errors import ConfigError
 
 
@@ -24,29 +24,27 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.records = path / "steps.jsonl"
-        self.checkpoints: Location = path / "checkpoints"
+        self.checkpoints: Path = path / "checkpoints"
         if checkpoint_path is not None:
             self.checkpoints = locate("checkpoint.path", checkpoint_path) / path.name
-        self.model = path / "model"
         self.profile = path / "profile"
-        self.hang = path / "hang"
         self.manifest = path / "manifest.json"
 
     def log(self, rank: int) -> Path:
         """Return the file to which a rank's output is copied."""
         return self.path / "logs" / f"rank-{rank}.log"
 
-    def leased_paths(self) -> list[Location]:
+    def leased_paths(self) -> list[Path]:
         """Return the directories that the run writes to: its own, and that of its checkpoints."""
         inside = self.checkpoints == self.path / "checkpoints"
         return [self.path] if inside else [self.path, self.checkpoints]
 
-    def owns(self, checkpoint: Location) -> bool:
+    def owns(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint was written by this run."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
 
-def check_saves(checkpoints: Location) -> None:
+def check_saves(checkpoints: Path) -> None:
     """Create the directory of the checkpoints of a new run.
 
     Raises:
@@ -134,7 +132,7 @@ def try_to_write(path: Path, write: Callable[[Path], object], log: Callable[[str
         log(f"cannot write {path}: {error}; training continues without it")
 
 
-def _directories_in(place: Location) -> set[str]:
+def _directories_in(place: Path) -> set[str]:
     """Return the names of the entries of a directory; none if it does not exist.
 
     Raises:

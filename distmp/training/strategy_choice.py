@@ -9,7 +9,7 @@ from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.accumulation import least_free_bytes
-from distmp.parallel.fsdp import check_shapes, shard_size
+from distmp.parallel.fsdp_setup import check_shapes, shard_size
 from distmp.parallel.replicated import check_buckets
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.setup import RunComponents

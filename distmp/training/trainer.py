@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint import store
@@ -32,7 +33,7 @@ MAX_ROLLBACKS = 5
 
 
 def roll_back(
-    engine: Engine, directory: store.Location, result: StepResult, before: Progress
+    engine: Engine, directory: Path, result: StepResult, before: Progress
 ) -> tuple[store.StoredCheckpoint, Progress, Rollback]:
     """Load a checkpoint from before a step into the engine, and skip the data up to that step.
 
@@ -95,7 +96,7 @@ def check_limit(step: int, problem: str, rollbacks: int) -> None:
         )
 
 
-def checkpoint_before(directory: store.Location, step: int) -> store.StoredCheckpoint:
+def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
     """Return the checkpoint to go back to from `step`. Collective over all ranks.
 
     This is the latest healthy one of an earlier step. If the run went back to that one before and
@@ -302,18 +303,7 @@ class Trainer:
         with self.timer.paused():
             overflow = self.engine.explain(step.outcome)
         spike = action_for(numbers, self.config.divergence)
-        result = StepResult(
-            step.step,
-            step.samples,
-            numbers,
-            step.seconds,
-            overflow,
-            spike,
-            step.validation_loss,
-            step.validation_metrics,
-            formats=step.outcome.formats,
-            matmul_statistics=step.outcome.matmul_statistics,
-        )
+        result = StepResult(**vars(step), numbers=numbers, overflow=overflow, spike=spike)
         for callback in self._each("on_step_end"):
             callback.on_step_end(self, result)
         self._stopping = self._stopping or numbers.stop

@@ -1,4 +1,4 @@
-"""Reads the CPU and memory limits of this process from its control groups, versions 1 and 2."""
+"""Reads the CPU and memory limits of this process from its control groups (version 2)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pathlib import Path
 
 import psutil
 
-# Version 1 writes "no limit" as the largest multiple of a page.
-_NO_LIMIT_BYTES = 1 << 60
-
 
 def core_quota(root: Path = Path("/")) -> float | None:
     """Return the CPU limit in cores, or None without a limit.
@@ -20,16 +17,10 @@ def core_quota(root: Path = Path("/")) -> float | None:
         root: Directory that contains `proc` and `sys`.
     """
     quotas = []
-    for directory in _directories(root, "cpu"):
+    for directory in _directories(root):
         words = _read(directory / "cpu.max").split()
         if len(words) == 2 and words[0] != "max":
             quotas.append(int(words[0]) / int(words[1]))
-        quota, period = (
-            _read(directory / "cpu.cfs_quota_us"),
-            _read(directory / "cpu.cfs_period_us"),
-        )
-        if quota and period and int(quota) > 0:
-            quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
@@ -74,34 +65,26 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the memory limit and the memory in use of each group that has a limit."""
-    names = (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    )
-    for directory in _directories(root, "memory"):
-        for limit_name, used_name, cache_name in names:
-            limit, used = _read(directory / limit_name), _read(directory / used_name)
-            if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
-                lines = map(str.split, _read(directory / "memory.stat").splitlines())
-                # Like the kubelet: the kernel frees this part of the page cache first.
-                cache = dict(line for line in lines if len(line) == 2).get(cache_name, "0")
-                yield int(limit), max(0, int(used or 0) - int(cache))
+    for directory in _directories(root):
+        limit, used = _read(directory / "memory.max"), _read(directory / "memory.current")
+        if limit.isdecimal():
+            lines = map(str.split, _read(directory / "memory.stat").splitlines())
+            # Like the kubelet: the kernel frees this part of the page cache first.
+            cache = dict(line for line in lines if len(line) == 2).get("inactive_file", "0")
+            yield int(limit), max(0, int(used or 0) - int(cache))
 
 
-def _directories(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of this process's group and of its parents, for one controller."""
+def _directories(root: Path) -> Iterator[Path]:
+    """Yield the directories of this process's group and of its parents."""
+    top = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        # Version 2 has one tree and does not name controllers.
-        top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        # In a container the path may be that of the host, and only the top directory is visible.
-        group = top / path.lstrip("/")
-        while group != top and top in group.parents:
-            yield group
-            group = group.parent
-        yield top
+        if line.startswith("0::"):  # the others are of version 1
+            # In a container the path may be that of the host, and only the top is visible.
+            group = top / line.removeprefix("0::").lstrip("/")
+            while group != top and top in group.parents:
+                yield group
+                group = group.parent
+            yield top
 
 
 def _read(path: Path) -> str:

@@ -26,10 +26,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import DistmpError, listed
-from distmp.utils.checksums import checksum
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import generators_kept, seed_generators
-from distmp.utils.tensor_trees import held_tensors, own_tensors, replace_tensors
+from distmp.utils.tensor_trees import checksum, held_tensors, own_tensors, replace_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self

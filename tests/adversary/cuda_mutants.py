@@ -47,8 +47,8 @@ IN_FP32, IN_BF16 = f"{GRADIENTS}[torch.float32]", f"{GRADIENTS}[torch.bfloat16]"
 REDUCTIONS = "tests/buckets/test_reduction.py::test_every_kind_on_two_ranks_with_gpus"
 TWO_HOPS = "tests/buckets/test_exchange.py::test_two_machines_with_gpus"
 STREAMS = "tests/engine/test_engine_streams.py"
-GIVEN = f"{STREAMS}::test_no_host_wait_for_anything_that_a_step_is_given[fp16]"
-TWO_RANKS = f"{STREAMS}::test_two_ranks_wait_for_each_other"
+GIVEN = f"{STREAMS}::test_step_inputs_need_no_synchronization[fp16]"
+TWO_RANKS = f"{STREAMS}::test_two_ranks_synchronize_streams"
 SNAPSHOT = "tests/checkpoint/test_host_buffers.py::test_a_snapshot_of_a_gpu_is_that_of_its_step"
 HOST_COPY = "tests/utils/test_host_copy.py::test_values_of_a_gpu_are_read_when_they_have_arrived"
 BUFFERS = "tests/parallel/test_module_buffers.py::"
@@ -203,28 +203,28 @@ MUTANTS = [
     ),
     Mutant(
         "the reduce-scatter of FSDP is not waited for",
-        "distmp/parallel/fsdp.py",
+        "distmp/parallel/fsdp_collectives.py",
         "reduce_scatter(output_tensor, input_tensor, *self._groups).wait()",
         "reduce_scatter(output_tensor, input_tensor, *self._groups)",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
         "the all-gather of FSDP is not waited for",
-        "distmp/parallel/fsdp.py",
+        "distmp/parallel/fsdp_collectives.py",
         "        work.wait()\n        return None",
         "        return None",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
         "the input of FSDP's reduce-scatter is freed while it is being read",
-        "distmp/parallel/fsdp.py",
+        "distmp/parallel/fsdp_collectives.py",
         'if input_tensor.device.type == "cpu":\n            # FSDP keeps',
         "if input_tensor.numel():\n            # FSDP keeps",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
         "the reduce-scatter of FSDP runs on another stream",
-        "distmp/parallel/fsdp.py",
+        "distmp/parallel/fsdp_collectives.py",
         "            while not exchange.advance(output_tensor):\n                pass\n",
         "            with torch.cuda.stream(torch.cuda.Stream()):\n"
         "                while not exchange.advance(output_tensor):\n"

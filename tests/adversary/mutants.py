@@ -257,7 +257,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that another one leaves alone shows gloo's error",
-        "distmp/distributed/rank_monitor.py",
+        "distmp/distributed/ranks.py",
         "if isinstance(error, DistmpError) or not is_lost_connection(error):",
         "if True:",
         "misuse",

@@ -116,7 +116,7 @@ def test_backward_costs_two_products_where_the_input_needs_a_gradient() -> None:
 @pytest.mark.parametrize("samples", [1, 2])
 def test_the_work_of_the_transformer(samples: int) -> None:
     size = SIZES["1m"]
-    layers, dimension, hidden = size.layers, size.dimension, size.hidden
+    layers, dimension, hidden = size["layers"], size["dimension"], size["hidden"]
     length, vocabulary = 64, 100
     products = layers * (4 * dimension**2 + 3 * dimension * hidden) + dimension * vocabulary
     # Scores and their use, for every pair of positions whether masked or not.

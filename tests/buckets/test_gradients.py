@@ -284,7 +284,7 @@ def test_tied_weights_are_one_parameter() -> None:
     torch.testing.assert_close(found["first.weight"], 3 * plain.first.weight.grad)
 
 
-def test_a_step_starts_from_zero_whatever_was_left() -> None:
+def test_step_starts_with_zero_gradients() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     buckets = Fp32GradBuckets(model.named_parameters(), None)
     batch = torch.randn(5, WIDTH)
@@ -398,7 +398,7 @@ def test_gradients_that_are_not_reduced_do_not_stay_after_an_error() -> None:
     assert weight.grad is None
 
 
-def test_a_backward_outside_of_the_context_computes_the_same() -> None:
+def test_backward_outside_of_the_context_is_equal() -> None:
     weight = nn.Parameter(torch.zeros(3))
     buckets = Fp32GradBuckets([("weight", weight)], None)
     buckets.begin_step()

@@ -86,7 +86,7 @@ def test_order_types_and_sizes_of_buckets(
             assert sum(parameter.numel() for parameter in layout.parameters) * 4 >= bucket_bytes
 
 
-def test_a_bucket_is_closed_once_it_is_full() -> None:
+def test_full_bucket_is_closed() -> None:
     assert names(plan_buckets(parameters(1, 5, 3, 4, 2), bucket_bytes=4 * 5)) == [
         ("p4", "p3"),
         ("p2", "p1"),

@@ -61,7 +61,7 @@ def test_pairwise_sums_are_one_binary_tree(count: int) -> None:
     assert len(sets) <= count.bit_length()
 
 
-def test_a_tree_is_the_tree_of_its_halves() -> None:
+def test_pairwise_sum_of_halves() -> None:
     values = [value[0] for value in leaves(8)]
     assert torch.equal(tree(values), tree([tree(values[:4]), tree(values[4:])]))
     assert not torch.equal(tree(values), chain(values))

@@ -148,7 +148,7 @@ class Streams:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @ranks(1)
-def test_waits_of_the_side_stream_are_not_waits_of_the_rank(sharded: bool) -> None:
+def test_waits_of_the_side_stream_are_not_counted(sharded: bool) -> None:
     """They overlap with backward; only the wait of the computing stream in `finish` delays it."""
     streams = Streams()
     reduction = AllToAllReduce(group(), shard=sharded, comm_dtype=torch.bfloat16, pairwise=False)

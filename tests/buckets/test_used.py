@@ -28,7 +28,7 @@ def step(
     return "".join(letter for letter in "abcd" if used.is_unused(letter))
 
 
-def test_from_the_first_gradient_on_a_parameter_is_stepped() -> None:
+def test_parameter_is_updated_from_its_first_gradient_on() -> None:
     used = UsedParameters("abcd", None, CPU)
     assert step(used, ("a", None), ("ab", None), skipped=APPLIED) == "cd"
     assert step(used, ("", None), skipped=APPLIED) == "cd"
@@ -59,7 +59,7 @@ def test_unused_parameters_can_be_restored() -> None:
 
 
 @ranks(2)
-def test_ranks_agree_and_exchange_nothing_once_everything_is_used() -> None:
+def test_used_parameters_need_no_exchange_once_all_are_used() -> None:
     rank = dist.get_rank()
     used = UsedParameters("abcd", dist.group.WORLD, CPU)
     of_rank_0 = ("a", True), ("bc", False)

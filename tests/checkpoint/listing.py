@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from distmp.checkpoint.location import Location
+from pathlib import Path
+
 from distmp.checkpoint.storage import LocalStorage, is_checkpoint
 
 
-def latest(directory: Location) -> Location | None:
+def latest(directory: Path) -> Path | None:
     """Return the checkpoint of the highest step in `directory`, or None if there is none."""
     by_step = checkpoints(directory)
     return by_step[max(by_step)] if by_step else None
 
 
-def checkpoints(directory: Location) -> dict[int, Location]:
+def checkpoints(directory: Path) -> dict[int, Path]:
     """Return the complete checkpoints in `directory` by step, in ascending order."""
-    by_step: dict[int, Location] = {}
+    by_step: dict[int, Path] = {}
     for entry in LocalStorage(directory).entries():
         if entry.finished and entry.step not in by_step and is_checkpoint(entry.path):
             by_step[entry.step] = entry.path

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from distmp.checkpoint import layout, manifest, store
 from distmp.checkpoint.dcp import is_finite
-from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import STATE_FILE, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.storage import INDEX_FILE, LocalStorage
@@ -63,7 +62,7 @@ def state(weight: float = 1.0, buffer: float = 1.0) -> dict[str, Tensor]:
     }
 
 
-def save(directory: Location, step: int, weight: float = 1.0, keep: int = 2) -> None:
+def save(directory: Path, step: int, weight: float = 1.0, keep: int = 2) -> None:
     store.save(directory, step, state(weight), {"step": step}, keep, finite={"weight", "step"})
 
 

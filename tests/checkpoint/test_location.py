@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.checkpoint.location import locate
+from distmp.checkpoint.storage import locate
 from distmp.errors import ConfigError
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from distmp.checkpoint import manifest, store
-from distmp.checkpoint.location import Location
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError, ConfigError
 from distmp.telemetry.records import read_records
@@ -36,7 +35,7 @@ def damage(path: Path) -> str:
     return f"{path} cannot be used: {file} does not hold what was written (its CRC-32 is "
 
 
-def resolved(resume: str, directory: Path) -> Location | None:
+def resolved(resume: str, directory: Path) -> Path | None:
     checkpoint = store.resolve(resume, directory)
     return None if checkpoint is None else checkpoint.path
 

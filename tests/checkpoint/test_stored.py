@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from distmp.checkpoint import store
-from distmp.checkpoint.location import Location
 from distmp.errors import CheckpointError
 
 
 def test_loading_verifies_unless_that_was_done(tmp_path: Path) -> None:
-    path: Location = store.save(tmp_path, 1, {"weight": torch.ones(300)}, {}, keep=1)
+    path: Path = store.save(tmp_path, 1, {"weight": torch.ones(300)}, {}, keep=1)
     checkpoint = store.StoredCheckpoint(path)
     data = bytearray((path / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1

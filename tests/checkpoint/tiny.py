@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.location import Location
 
 
 def values(step: int) -> dict[str, Tensor]:
@@ -41,6 +42,6 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(whole(found)[name], value) for name, value in expected.items())
 
 
-def save(directory: Location, step: int, mesh: DeviceMesh | None = None) -> None:
+def save(directory: Path, step: int, mesh: DeviceMesh | None = None) -> None:
     numbers = {"step": step, "samples": 8 * step}
     store.save(directory, step, sharded(values(step), mesh), numbers, keep=2)

@@ -1,14 +1,12 @@
-"""Numbers and names of the collectives that a rank has started, and the dump of NCCL's recorder."""
+"""Numbers and names of the collectives that a rank has started."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
 import os
-import pickle
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +59,6 @@ def test_the_numbers_of_several_groups_and_the_pending_collectives() -> None:
         flight_recorder.pending()
     ):  # gloo marks a collective as retired shortly after it has returned
         time.sleep(0.01)
-    assert not flight_recorder.uses_nccl()
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(2), group=second, async_op=True)
         seen: list[Any] = []
@@ -122,62 +119,27 @@ def test_the_pending_collectives_of_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(C10D, "_dump_fr_trace_json", lambda: b"{}", raising=False)
     groups = [("world (nccl)", "0", "nccl", 8), ("world (gloo)", "0", "gloo", 3)]
     monkeypatch.setattr(flight_recorder, "_groups", lambda: iter(groups))
-    assert flight_recorder.uses_nccl()
     assert flight_recorder.pending() == {"world (nccl)": [(7, "all_reduce"), (8, "reduce_scatter")]}
     monkeypatch.setattr(flight_recorder, "MAX_PENDING", 1)
     assert flight_recorder.pending() == {"world (nccl)": [(7, "all_reduce")]}
 
 
-def test_the_recorder_of_a_rank_is_written_to_a_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(C10D, "_dump_nccl_trace", lambda: b"trace", raising=False)
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    file = flight_recorder.dump(tmp_path / "hang")
-    assert file == tmp_path / "hang" / "nccl-rank-3"
-    assert file.read_bytes() == b"trace"
-
-
-def _no_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(C10D, "_dump_nccl_trace", raising=False)
-
-
-def _disabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(C10D, "_dump_nccl_trace", lambda: b"", raising=False)
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-
-
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [(_no_function, "has no _dump_nccl_trace"), (_disabled, "TORCH_FR_BUFFER_SIZE=0 disables it")],
-)
-def test_why_there_is_no_recorder(
-    prepare: Callable[[pytest.MonkeyPatch], None],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    prepare(monkeypatch)
-    with pytest.raises(RuntimeError, match=message):
-        flight_recorder.dump(tmp_path)
-
-
 def test_a_dump_that_blocks_python_ends_the_process(tmp_path: Path) -> None:
     """The dump holds the GIL, as if a query of a CUDA event did not return."""
     script = """
-import ctypes, pathlib, torch
+import ctypes, torch
 from distmp.distributed import flight_recorder
 flight_recorder.BLOCKED_SECONDS = 0.5
-torch._C._distributed_c10d._dump_nccl_trace = lambda: ctypes.PyDLL(None).sleep(1000)
-flight_recorder.dump(pathlib.Path("."))
+torch._C._distributed_c10d._dump_nccl_trace_json = lambda: ctypes.PyDLL(None).sleep(1000)
+flight_recorder.pending()
 """
     done = run(python("-c", script), tmp_path)
     assert done.returncode == 1
-    assert "in dump\n" in done.stderr
+    assert "in pending\n" in done.stderr
 
 
 def test_every_read_of_nccls_recorder_has_a_time_limit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
 
@@ -185,9 +147,8 @@ def test_every_read_of_nccls_recorder_has_a_time_limit(
         calls.append("read")
         return b"{}"
 
-    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json", "_dump_fr_trace_json"):
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         monkeypatch.setattr(C10D, name, read, raising=False)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(
         faulthandler,
         "dump_traceback_later",
@@ -196,12 +157,9 @@ def test_every_read_of_nccls_recorder_has_a_time_limit(
     monkeypatch.setattr(
         faulthandler, "cancel_dump_traceback_later", lambda: calls.append("no limit")
     )
-    flight_recorder.dump(tmp_path)
-    limited = ["60.0 s, {'exit': True}", "read", "no limit"]
-    assert calls == limited
-    calls.clear()
     assert flight_recorder.pending() == {}
-    assert calls == [*limited, "read"], "gloo's recorder queries no device"
+    # gloo's recorder queries no device, so it needs no limit.
+    assert calls == ["60.0 s, {'exit': True}", "read", "no limit", "read"]
 
 
 @pytest.mark.gpu
@@ -211,13 +169,11 @@ def test_every_read_of_nccls_recorder_has_a_time_limit(
     reason="needs a CUDA device and NCCL",
 )
 @ranks(1, initialize=False)
-def test_the_recorder_of_nccl(tmp_path: Path) -> None:
+def test_the_recorder_of_nccl() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     world = join(RankEnvironment(), timeout_seconds=60)
     dist.all_reduce(torch.ones(4, device=world.device))
     torch.cuda.synchronize()
-    written = pickle.loads(flight_recorder.dump(tmp_path).read_bytes())
-    assert written["entries"][-1]["profiling_name"] == "nccl:all_reduce"
     last = flight_recorder._entries("nccl")[-1]
     assert last["profiling_name"] == "nccl:all_reduce"
     assert last["process_group"][0] == dist.group.WORLD.group_name

@@ -119,7 +119,7 @@ def restore_algorithms() -> Iterator[None]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_of_512_ranks_is_a_step_of_8_ranks(strategy: str) -> None:
+def test_step_of_512_ranks_makes_the_calls_of_8_ranks(strategy: str) -> None:
     few_operators, few_calls = steady_step(8, **STRATEGIES[strategy])
     many_operators, many_calls = steady_step(512, **STRATEGIES[strategy])
     growth = many_operators - few_operators

@@ -132,7 +132,7 @@ def test_nominal_weight_is_that_of_the_first_step_with_any_weight() -> None:
     assert_same_bits(weights(engine), weights(reference))
 
 
-def test_a_nominal_weight_of_nothing_is_refused() -> None:
+def test_nominal_weight_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"nominal_weight = 0: use a finite number above 0"):
         make_engine(nominal_weight=0)
 
@@ -219,7 +219,7 @@ def test_stop_request_shows_in_the_outcome() -> None:
     assert not engine.step(batches).numbers.stop
 
 
-def test_a_step_needs_a_microbatch() -> None:
+def test_step_without_microbatch_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one microbatch"):
         make_engine().step([])
 
@@ -229,7 +229,7 @@ def test_a_model_without_parameters_is_refused() -> None:
         Engine(nn.Tanh(), loss, fused_adamw, device="cpu")
 
 
-def test_outcome_tells_the_rate_of_the_schedule() -> None:
+def test_outcome_contains_scheduled_learning_rate() -> None:
     engine = make_engine(schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
     rates = [step.learning_rate for step in train(engine, 5, ONE_RANK)]
     assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3])
@@ -241,7 +241,7 @@ def test_outcome_tells_the_rate_of_the_schedule() -> None:
 @pytest.mark.parametrize("when", [0, 3])
 @pytest.mark.parametrize("spoil", [bad_batches, empty_batches])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_skipped_step_leaves_no_trace(
+def test_skipped_step_changes_no_state(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     spoil: Callable[[int], StepBatches],
     when: int,
@@ -277,7 +277,7 @@ def test_a_skipped_step_leaves_no_trace(
 
 @pytest.mark.parametrize("factor", [math.inf, math.nan, -math.inf])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-autocast", "fp16"])
-def test_every_policy_skips_what_is_not_finite(policy: str, factor: float) -> None:
+def test_every_policy_skips_nonfinite_gradients(policy: str, factor: float) -> None:
     engine = make_engine(policy=policy)
     train(engine, 2, ONE_RANK)
     before = trained(snapshot(engine))
@@ -319,7 +319,7 @@ def test_finite_gradients_of_any_size_are_applied(
     torch.testing.assert_close(model.weight.double(), -clip * exact, rtol=1e-6, atol=0)
 
 
-def test_a_weight_that_is_not_finite_is_skipped_too() -> None:
+def test_step_with_nonfinite_loss_weight_is_skipped() -> None:
     def total(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         return loss(model, batch)[0], math.nan
 
@@ -328,7 +328,7 @@ def test_a_weight_that_is_not_finite_is_skipped_too() -> None:
     assert_same_bits(weights(engine), weights(make_engine()))
 
 
-def test_scale_finds_its_height_in_fp16() -> None:
+def test_fp16_loss_scale_grows_until_overflow() -> None:
     engine = make_engine(
         policy="fp16", loss_scale=LossScaleConfig(init=2.0**24, growth_interval=10)
     )
@@ -371,7 +371,7 @@ class FaultyError(Exception):
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
-def test_an_abandoned_step_leaves_nothing_behind(policy: str) -> None:
+def test_abandoned_step_leaves_no_state(policy: str) -> None:
     def faulty_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         total, weight = loss(model, batch)
         if math.isnan(batch.factor):
@@ -393,7 +393,7 @@ def test_an_abandoned_step_leaves_nothing_behind(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_between_steps_is_harmless(set_to_none: bool, policy: str) -> None:
+def test_zero_grad_between_steps_changes_nothing(set_to_none: bool, policy: str) -> None:
     engine, reference = make_engine(policy=policy), make_engine(policy=policy)
     for step in range(4):
         train(engine, 1, ONE_RANK, first=step)
@@ -405,7 +405,7 @@ def test_zero_grad_between_steps_is_harmless(set_to_none: bool, policy: str) -> 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
-def test_a_second_engine_takes_over_the_model(world_size: int) -> None:
+def test_second_engine_can_train_the_model(world_size: int) -> None:
     sizes = ONE_RANK if world_size == 1 else TWO_RANKS
     first = make_engine()
     train(first, 2, sizes)
@@ -452,7 +452,7 @@ def same_on_all_ranks(value: Any) -> bool:
 @pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
-def test_all_ranks_skip_what_one_of_them_cannot_apply(
+def test_overflow_on_one_rank_is_skipped_by_all_ranks(
     strategy: str, optimizer: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     def new_engine() -> Engine:
@@ -511,7 +511,7 @@ def test_scale_stays_the_same_on_all_ranks_where_one_overflows_in_fp16(strategy:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
-def test_a_step_in_which_no_rank_has_a_sample(strategy: str) -> None:
+def test_step_without_samples_on_any_rank(strategy: str) -> None:
     engine = make_engine(strategy=strategy, policy=SCALED)
     train(engine, 2, TWO_RANKS)
     before = snapshot(engine)
@@ -526,7 +526,7 @@ def test_a_step_in_which_no_rank_has_a_sample(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
-def test_one_small_collective_beside_the_gradients(strategy: str) -> None:
+def test_step_takes_one_all_reduce_besides_gradients(strategy: str) -> None:
     engine = make_engine(strategy=strategy, policy="bf16", max_norm=1.0)
     train(engine, 2, TWO_RANKS)
     batches = microbatches(2, TWO_RANKS[0], dist.get_rank())
@@ -587,7 +587,7 @@ def test_evaluation_is_the_mean_over_all_samples_and_changes_nothing() -> None:
     assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
 
 
-def test_evaluation_of_nothing() -> None:
+def test_evaluation_without_microbatches() -> None:
     for nothing in ([], iter(())):
         with pytest.raises(ConfigError, match=r"none on any rank': there is nothing .*loader.once"):
             make_engine().evaluate(nothing)
@@ -658,7 +658,7 @@ def test_state_lacking_something_is_refused() -> None:
         engine.load_state_dict(state)
 
 
-def test_what_is_no_state_is_refused_without_another_message(
+def test_invalid_state_is_refused_with_one_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = make_engine()
@@ -766,7 +766,7 @@ class Unread(dict[str, Tensor]):
         {"policy": "bf16", "on_nonfinite": "drop_microbatch"},
     ],
 )
-def test_a_step_keeps_to_its_device(
+def test_step_copies_nothing_to_another_device(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Tensors on the device "meta" have no values to read, and cannot be mixed with CPU tensors."""
@@ -801,7 +801,7 @@ def test_a_step_keeps_to_its_device(
         assert {given[name].device.type for name in ("lr", "grad_scale", "found_inf")} == {"meta"}
 
 
-def test_reading_on_the_host_is_noticed() -> None:
+def test_host_device_synchronization_is_detected() -> None:
     engine = make_engine(optimizer=foreach_adamw)
     with HostReads() as reads:
         train(engine, 1, ONE_RANK)

@@ -160,7 +160,7 @@ def test_range_too_wide_because_most_gradients_would_be_zero() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-autocast", "fp16", "fp16-autocast"])
-def test_loss_that_is_not_finite(policy: str) -> None:
+def test_nonfinite_loss(policy: str) -> None:
     engine = make_engine(policy=policy)
     report = explained(engine, step_batches(engine, diverging))
     assert (report.cause, report.module, report.microbatch) == ("forward", None, 1)
@@ -183,7 +183,7 @@ def test_bad_input(policy: str) -> None:
     assert "4 inf or NaN" in report.diagnosis
 
 
-def test_a_mask_of_negative_infinities_is_no_bad_input() -> None:
+def test_mask_of_negative_infinities_is_not_reported_as_bad_input() -> None:
     def masked(model: nn.Module, batch: tuple[Batch, Tensor]) -> tuple[Tensor, float]:
         return loss(model, batch[0])
 
@@ -383,7 +383,7 @@ def glitching(change: Callable[[Tensor], Tensor], rank: int, **options: Any) -> 
 @pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
 @pytest.mark.parametrize("policy", ["fp32", "bf16", nightly("fp16")])
 @ranks(2)
-def test_a_loss_that_was_not_finite_once_is_not_blamed_on_the_loss_function(
+def test_loss_that_is_finite_in_replay_is_not_attributed_to_the_loss_function(
     strategy: str, shards: bool, policy: str
 ) -> None:
     options = {"policy": policy, "strategy": strategy, "shard_optimizer": shards}
@@ -404,7 +404,7 @@ def test_a_loss_that_was_not_finite_once_is_not_blamed_on_the_loss_function(
 
 @pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
 @ranks(2)
-def test_gradients_that_were_not_finite_once(strategy: str, shards: bool) -> None:
+def test_gradients_that_are_finite_in_replay(strategy: str, shards: bool) -> None:
     options = {"policy": "bf16", "strategy": strategy, "shard_optimizer": shards}
     engine = glitching(Steep.apply, rank=0, **options)
     report = explained(engine, step_batches(engine, clean))
@@ -563,7 +563,7 @@ def test_without_a_loss_scale_only_the_number_of_skips_counts(policy: str) -> No
 # When `explain` is called, and steps that it does not explain
 
 
-def test_asked_one_step_later_with_weights_that_have_moved() -> None:
+def test_explain_one_step_later_after_an_update() -> None:
     engine = make_engine(policy="fp16")
     skipped = engine.step(step_batches(engine, beyond_fp16))
     assert not engine.step(step_batches(engine, clean)).numbers.skipped
@@ -586,7 +586,7 @@ class Unlucky(nn.Module):
         return self.classifier(x) / self.luck(torch.ones(1))
 
 
-def test_the_repetition_has_the_random_numbers_of_the_step_and_the_next_step_its_own() -> None:
+def test_replay_draws_the_random_numbers_of_the_step() -> None:
     engine = make_engine(model=Unlucky())
     torch.manual_seed(0)
     first = []
@@ -602,7 +602,7 @@ def test_the_repetition_has_the_random_numbers_of_the_step_and_the_next_step_its
     assert len(set(first)) > 1
 
 
-def test_asked_one_step_later_after_another_skip_is_exact() -> None:
+def test_explain_one_step_later_after_a_skip_is_exact() -> None:
     engine = make_engine(policy="fp16")
     first = engine.step(step_batches(engine, beyond_fp16))
     engine.step(step_batches(engine, diverging))
@@ -611,7 +611,7 @@ def test_asked_one_step_later_after_another_skip_is_exact() -> None:
     assert (report.module, report.exact) == ("first", True)
 
 
-def test_what_is_not_explained() -> None:
+def test_steps_without_an_explanation() -> None:
     engine = make_engine()
     applied = engine.step(step_batches(engine, clean))
     old = engine.step(step_batches(engine, diverging))

@@ -102,7 +102,7 @@ def test_no_host_wait_in_a_steady_step_over_nccl() -> None:
             assert applied == [3, 4], (name, policy)
 
 
-def test_waiting_is_noticed() -> None:
+def test_synchronization_over_nccl_is_detected() -> None:
     value = torch.ones((), device="cuda")
     with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
         value.item()

@@ -74,7 +74,7 @@ def test_a_spike_on_one_rank_is_skipped_on_all() -> None:
 
 
 @ranks(2)
-def test_a_loaded_state_judges_as_the_one_that_was_saved() -> None:
+def test_loaded_state_keeps_the_spike_limits() -> None:
     engine = make_engine(divergence=SKIPPING)
     for number in range(6):
         step(engine, number)
@@ -99,7 +99,7 @@ def invisible_nan(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
 
 
 @ranks(2)
-def test_a_loss_that_is_not_finite() -> None:
+def test_nonfinite_loss_is_skipped() -> None:
     for on_spike in ("ignore", "warn", "skip", "rollback"):
         config = DivergenceConfig(on_spike=on_spike, warmup_steps=2)  # type: ignore[arg-type]
         engine = Engine(
@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite() -> None:
             assert not torch.equal(after["model/head.weight"], before["model/head.weight"])
 
 
-def test_a_run_that_only_skips_spikes_ends_with_advice() -> None:
+def test_consecutive_skipped_spikes_end_the_run() -> None:
     engine = make_engine(divergence=SKIPPING, max_consecutive_skips=3)
     for number in range(6):
         step(engine, number)

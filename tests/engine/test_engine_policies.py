@@ -52,7 +52,7 @@ LIMITS = {
 }
 
 
-def test_every_preset_is_here() -> None:
+def test_every_preset_is_tested() -> None:
     # The layers of this model are too small for low-precision matmuls; see tests/quantization.
     assert {name for name, preset in PRESETS.items() if not preset.has_low_precision_matmuls} < set(
         LIMITS
@@ -100,7 +100,7 @@ def test_pure_weights_without_a_fused_optimizer(text: str) -> None:
     assert error(weights(engine), expected) < 0.25
 
 
-def test_pure_weights_keep_no_rounded_gradients_and_skip_as_all_others() -> None:
+def test_pure_weights_keep_no_rounded_gradients() -> None:
     engine = make_engine(policy="bf16-pure")
     train(engine, 1, ONE_RANK)
     assert all(weight.grad is None for _, weight in engine._strategy.optimizer_parameters())
@@ -118,14 +118,14 @@ def test_pure_weights_keep_no_rounded_gradients_and_skip_as_all_others() -> None
         ("bf16,keep_fp32=hea", {}, "did you mean 'head'"),
     ],
 )
-def test_what_a_strategy_cannot_do_is_refused(
+def test_unsupported_options_of_a_strategy_are_refused(
     text: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_engine(policy=text, **options)
 
 
-def test_a_static_scale_stays() -> None:
+def test_static_loss_scale_does_not_change() -> None:
     engine = make_engine(policy="fp16-static")
     assert [numbers.loss_scale for numbers in train(engine, 2, ONE_RANK)] == [1024.0] * 2
     bad = [batch._replace(factor=float("inf")) for batch in microbatches(1, ONE_RANK[1])]
@@ -146,7 +146,7 @@ def test_rules_of_a_disabled_loss_scale_are_reported(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_switches_are_set_in_forward_and_backward_and_put_back() -> None:
+def test_matmul_switches_are_restored_after_the_step() -> None:
     seen = []
     model = make_model()
     matmul: Any = torch.backends.cuda.matmul

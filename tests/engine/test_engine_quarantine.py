@@ -50,7 +50,7 @@ def step_of(engine: Engine, step: int, bad: set[tuple[int, int]], value: float =
 
 
 @ranks(2)
-def test_the_rest_is_the_mean_over_what_remained() -> None:
+def test_gradient_is_the_mean_over_kept_microbatches() -> None:
     for options in (
         {"policy": "fp32"},
         {"policy": "bf16"},
@@ -77,7 +77,7 @@ def test_the_rest_is_the_mean_over_what_remained() -> None:
 
 
 @ranks(2)
-def test_without_anything_left_it_is_an_overflow_that_all_ranks_skip() -> None:
+def test_step_with_all_microbatches_dropped_is_an_overflow() -> None:
     engine = quarantine(strategy="ddp")
     before = snapshot(engine)
     numbers = step_of(engine, 0, {(0, 0), (0, 1), (1, 0), (1, 1)})
@@ -114,7 +114,7 @@ def test_at_the_lowest_scale_training_continues_with_the_other_microbatches() ->
         assert not outcome.numbers.skipped
 
 
-def test_clean_steps_are_those_of_the_ordinary_mode() -> None:
+def test_steps_without_drops_equal_default_mode() -> None:
     engine, reference = quarantine(), make_engine(max_norm=1.3)
     for step in range(5):
         assert step_of(engine, step, set()) == step_of(reference, step, set())
@@ -169,7 +169,7 @@ def test_buffers_go_back_to_before_a_microbatch_that_is_dropped() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def test_the_host_waits_for_no_buffer() -> None:
+def test_reverting_buffers_needs_no_synchronization() -> None:
     parallel = ParallelConfig(activation_checkpointing="blocks")
     engine = quarantine(model=normalised(), policy="fp32", parallel=parallel)
     for step in range(2):

@@ -57,7 +57,7 @@ def pinned(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
-def test_no_host_wait_for_anything_that_a_step_is_given(policy: str) -> None:
+def test_step_inputs_need_no_synchronization(policy: str) -> None:
     engine = Engine(
         Normalised(),
         with_pinned_weight,
@@ -78,7 +78,7 @@ def test_no_host_wait_for_anything_that_a_step_is_given(policy: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2, timeout=250, cuda=True)
-def test_two_ranks_wait_for_each_other(kind: str) -> None:
+def test_two_ranks_synchronize_streams(kind: str) -> None:
     engine = make_engine(device=World.current("cuda").device, max_norm=1.3, **KINDS[kind])
     engine.clock.active = True
     numbers = train(engine, 3, TWO_RANKS)

@@ -81,7 +81,7 @@ def test_ranks_of_torchrun_train_one_model(script: str) -> None:
     assert "destroy_process_group" not in result.stderr
 
 
-def test_replicas_are_one_model(script: str, tmp_path: Path) -> None:
+def test_replicas_have_equal_weights(script: str, tmp_path: Path) -> None:
     jobs = [Job([script, name], entry="tests.elastic:script") for name in ("auto", "ddp")]
     for result in run_jobs(jobs, tmp_path):
         assert result.exit_codes == {}, result
@@ -95,7 +95,7 @@ def assert_one_model(output: str, strategy: str) -> None:
     assert first.startswith(f"{strategy} 10 ")  # the samples of both ranks
 
 
-def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str, tmp_path: Path) -> None:
+def test_error_names_the_rank_that_ended(script: str, tmp_path: Path) -> None:
     (result,) = run_jobs([Job([script, "ddp", "fail"], entry="tests.elastic:script")], tmp_path)
     assert 1 in result.exit_codes.values(), result
     assert "rank 1 has a reason" in result.stderr
@@ -113,9 +113,7 @@ def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str, tmp_p
         *(nightly(call, 0) for call in ("gather", "export", "step")),
     ],
 )
-def test_a_rank_that_ends_before_a_call_of_the_others_is_named(
-    script: str, call: str, rank: int
-) -> None:
+def test_error_names_the_rank_that_ended_before_a_call(script: str, call: str, rank: int) -> None:
     """Rank 0 saves alone at the end of the script: the other rank prints no cause."""
     result = run(torchrun(script, "ddp", call, str(rank)), cwd=Path(script).parent)
     who = "" if call == "step" else f", {1 - rank} on {platform.node()},"
@@ -157,7 +155,7 @@ def alone(script: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, s
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE = 2"),
     ],
 )
-def test_ranks_that_cannot_be_joined_are_an_error(
+def test_ranks_that_cannot_be_joined_are_refused(
     alone: Callable[[dict[str, str]], None],
     variables: dict[str, str],
     message: str,
@@ -177,7 +175,7 @@ def test_ranks_that_cannot_be_joined_are_an_error(
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a test in a batch script
     ],
 )
-def test_a_process_that_is_said_to_be_alone_trains_alone(
+def test_process_with_world_size_1_trains_alone(
     alone: Callable[[dict[str, str]], None],
     variables: dict[str, str],
     capfd: pytest.CaptureFixture[str],
@@ -187,7 +185,7 @@ def test_a_process_that_is_said_to_be_alone_trains_alone(
 
 
 @pytest.mark.nightly
-def test_a_process_of_its_own_trains_alone(script: str) -> None:
+def test_process_without_launcher_trains_alone(script: str) -> None:
     result = run(python(script, "auto"), cwd=Path(script).parent)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("single 5 ")

@@ -163,7 +163,7 @@ def test_numbers_of_numpy_count_and_negative_weights_give_no_mean() -> None:
         (loss, lambda outputs, batch: (outputs, 1), "return a tuple of a sum"),
     ],
 )
-def test_what_is_no_metric_is_one_message(function: Any, metric: Any, message: str) -> None:
+def test_invalid_metric_is_one_message(function: Any, metric: Any, message: str) -> None:
     engine = Engine(make_model(), function, fused_adamw, policy="fp32", device="cpu")
     with pytest.raises(ConfigError) as caught:
         engine.evaluate_metrics([samples(0, 4)], {"right": metric})

@@ -75,7 +75,7 @@ def test_a_distributed_sampler_repeats_samples_and_the_result_does_not() -> None
 
 
 @ranks(2)
-def test_what_cannot_be_gathered_is_named_on_all_ranks() -> None:
+def test_ungatherable_values_are_named_on_all_ranks() -> None:
     engine = make_engine(strategy="ddp")
     first = engine.world.rank == 0
     two, three = torch.ones(2), torch.ones(3)

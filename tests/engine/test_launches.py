@@ -72,14 +72,14 @@ def restore_algorithms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("strategy", "policy"), CASES)
-def test_the_host_waits_for_nothing(strategy: str, policy: str) -> None:
+def test_step_needs_no_synchronization(strategy: str, policy: str) -> None:
     for counts in launches.measured(strategy, policy):
         # The numbers of the step before.
         assert dict(counts.waits) == {"event.synchronize": 1}
         assert (counts.reads, counts.pageable_copies) == (0, 0)
 
 
-def test_formats_that_change_take_no_other_wait() -> None:
+def test_changing_formats_needs_no_synchronization() -> None:
     (counts,) = steady_steps(
         1,
         strategy="ddp",
@@ -93,7 +93,7 @@ def test_formats_that_change_take_no_other_wait() -> None:
 
 @budget_of_this_torch
 @pytest.mark.parametrize(("strategy", "policy"), CASES)
-def test_launches_are_those_of_the_budget(strategy: str, policy: str) -> None:
+def test_launches_equal_the_recorded_budget(strategy: str, policy: str) -> None:
     budget = launches.stored()["launches"][strategy][policy]
     for part, found in launches.parts(strategy, policy).items():
         check(f"{strategy}, {policy}: {part}", found, budget[part])
@@ -111,7 +111,7 @@ def check(name: str, found: Counter[str], allowed: dict[str, int]) -> None:
         )
 
 
-def test_other_launches_than_in_the_budget_are_named() -> None:
+def test_launches_beyond_the_budget_are_named() -> None:
     check("a step", Counter({"aten::mul": 2, "copy": 1}), {"aten::mul": 2, "copy": 1})
     message = r"has 4 launches, and 3 in .*\{'cast': 2\} were added, \{'copy': 1\} removed"
     with pytest.raises(pytest.fail.Exception, match=message):
@@ -140,7 +140,7 @@ def grown(few: list[Counts], many: list[Counts]) -> list[Counter[str]]:
 @budget_of_this_torch
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_layer_adds(strategy: str, policy: str) -> None:
+def test_launches_per_layer(strategy: str, policy: str) -> None:
     options = {**STRATEGIES[strategy], "policy": policy}
     growth = of_a_layer(lambda layers: steady_steps(1, layers=layers, **options)[0].launches)
     growth -= of_a_layer(lambda layers: in_plain_torch(layers, policy))
@@ -170,7 +170,7 @@ def in_plain_torch(layers: int, policy: str) -> Counter[str]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp, reduced once"])
 @ranks(2, cuda=True)
-def test_a_step_of_two_ranks_launches_what_one_beside_a_fake_rank_does(strategy: str) -> None:
+def test_fake_rank_does_not_change_launches(strategy: str) -> None:
     options = {**STRATEGIES[strategy], "policy": "bf16"}
     real = launches.steady_step(launches.build(**options), 1)
     dist.destroy_process_group()

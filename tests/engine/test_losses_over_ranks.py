@@ -89,7 +89,7 @@ def page() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks(timeout=120)
-def test_the_loss_of_the_page_has_the_gradient_of_one_process(world_size: int) -> None:
+def test_loss_in_the_documentation_has_the_gradient_of_one_process(world_size: int) -> None:
     loss = page()["info_nce"]
     kinds = KINDS if world_size > 1 else {"single": {"strategy": "single"}}
     for kind, options in kinds.items():
@@ -97,7 +97,7 @@ def test_the_loss_of_the_page_has_the_gradient_of_one_process(world_size: int) -
 
 
 @ranks(2)
-def test_without_the_gradients_of_others_a_part_is_missing() -> None:
+def test_gradient_is_incomplete_without_other_ranks() -> None:
     found = page()
 
     def constants(features: Tensor) -> Tensor:

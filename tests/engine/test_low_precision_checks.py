@@ -65,7 +65,7 @@ def test_many_layers_are_counted() -> None:
         ("fp8", {"first_step_checks": False}),
     ],
 )
-def test_no_warning(policy: str, options: dict[str, bool]) -> None:
+def test_no_warning_if_all_layers_are_called(policy: str, options: dict[str, bool]) -> None:
     engine = make_engine(Model(3), policy, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -96,7 +96,7 @@ def test_a_step_without_samples(policy: str) -> None:
     assert engine.step([none]).numbers.weight == 0
 
 
-def test_the_formats_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_formats_of_layers_are_described(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "distmp")
     engine = make_engine(Model(2), "fp8-rowwise,wgrad=bf16,name=mine")
     layers = engine.low_precision_matmuls.layers

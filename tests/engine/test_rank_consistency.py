@@ -255,7 +255,7 @@ def test_buffers_and_shards_may_differ() -> None:
         rank_consistency.check(sharded)
 
 
-def test_a_process_alone_compares_nothing() -> None:
+def test_single_process_compares_nothing() -> None:
     rank_consistency.check(make_engine())
 
 
@@ -325,7 +325,7 @@ def _train_and_break(directory: str) -> None:
 
 
 @pytest.mark.nightly
-def test_the_trainer_looks_every_so_many_steps(tmp_path: Path) -> None:
+def test_trainer_compares_ranks_at_the_interval(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _train_and_break(str(tmp_path))
 

@@ -126,7 +126,7 @@ def test_a_failed_save_is_raised_once_on_all_ranks_by_the_next_call(tmp_path: Pa
 
 
 @ranks(2)
-def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
+def test_unsavable_values_are_named(tmp_path: Path) -> None:
     engine = make_engine(strategy="ddp")
     rank = dist.get_rank()
     for numbers, message in (
@@ -326,7 +326,7 @@ def test_the_tensors_of_another_step_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["step-{:06d}", "epoch{}"])
-def test_a_directory_for_each_step_loads_by_itself(name: str, tmp_path: Path) -> None:
+def test_directory_of_a_step_can_be_loaded(name: str, tmp_path: Path) -> None:
     engine = make_engine()
     states = {}
     for step in (1, 2):

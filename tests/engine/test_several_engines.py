@@ -135,7 +135,7 @@ def test_each_engine_takes_the_steps_of_plain_torch() -> None:
 
 
 @ranks(2)
-def test_an_overflow_of_one_engine_leaves_the_other_alone() -> None:
+def test_overflow_of_one_engine_does_not_change_the_other() -> None:
     generator, discriminator = build(strategy="ddp", policy="fp16-autocast")
     rank = dist.get_rank()
     for step in range(2):
@@ -215,7 +215,7 @@ def test_engines_do_not_replace_the_checkpoints_of_each_other(tmp_path: Path) ->
     second.save(tmp_path)
 
 
-def test_ranks_that_call_different_engines_are_told(tmp_path: Path) -> None:
+def test_calls_of_different_engines_are_an_error(tmp_path: Path) -> None:
     for message in run_ranks(_mixed_up, 2, "step", tmp_path):
         assert message.startswith("engine = 1 on rank 0; 2 on rank 1: differs between ranks")
     first, second = run_ranks(_mixed_up, 2, "save", tmp_path)

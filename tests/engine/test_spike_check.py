@@ -109,7 +109,7 @@ def test_limits_are_those_of_a_plain_reference(
 
 
 @pytest.mark.parametrize("action", ["ignore", "warn", "skip", "rollback"])
-def test_only_skip_leaves_an_update_out(action: str) -> None:
+def test_only_on_spike_skip_skips_the_update(action: str) -> None:
     config = DivergenceConfig(action, warmup_steps=2)  # type: ignore[arg-type]
     guard = DivergenceGuard(config, CPU)
     for loss in (2.0, 2.1, 1.9):
@@ -124,7 +124,7 @@ def test_only_skip_leaves_an_update_out(action: str) -> None:
     assert bool(found.skip) == (action != "rollback")
 
 
-def test_a_third_of_a_window_of_spikes_does_not_move_the_limits_far() -> None:
+def test_limits_are_robust_to_a_third_of_spikes() -> None:
     guard = DivergenceGuard(DivergenceConfig(), CPU)
     generator = np.random.default_rng(1)
     for _ in range(200):
@@ -141,7 +141,7 @@ def test_a_third_of_a_window_of_spikes_does_not_move_the_limits_far() -> None:
     assert not guard.check(decision(9.0, 1.0)).spike
 
 
-def test_a_guard_without_rules_finds_nothing() -> None:
+def test_guard_without_rules_finds_no_spike() -> None:
     guard = DivergenceGuard(None, CPU)
     for loss in (2.0, 900.0, math.nan):
         found = guard.check(decision(loss, loss))

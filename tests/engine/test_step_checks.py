@@ -63,7 +63,7 @@ def make(
         ([], "is empty; a step needs at least one microbatch"),
     ],
 )
-def test_what_is_no_list_of_microbatches_is_refused(microbatches: Any, message: str) -> None:
+def test_invalid_microbatches_are_refused(microbatches: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=r"microbatches = .*" + message):
         make().step(microbatches)
 
@@ -92,7 +92,7 @@ def test_tuples_and_lists_of_batches_are_taken() -> None:
         (lambda loss, n: (loss, torch.tensor(-2.0)), r"weight = -2.0: is below 0"),
     ],
 )
-def test_what_is_no_loss_and_weight_is_refused(returned: Any, message: str) -> None:
+def test_invalid_loss_and_weight_are_refused(returned: Any, message: str) -> None:
     def loss(model: nn.Module, batch: Pair) -> Any:
         return returned(*summed(model, batch))
 
@@ -488,7 +488,7 @@ def test_ten_skipped_steps_in_a_row_are_warned_of_once() -> None:
 
 
 @pytest.mark.parametrize("before", [3, 10, 12])
-def test_a_row_that_begins_later_is_warned_of_once(
+def test_later_row_of_skipped_steps_is_warned_of_once(
     before: int, recwarn: pytest.WarningsRecorder
 ) -> None:
     engine = make()

@@ -1,4 +1,4 @@
-"""The report on a hang: which ranks are late, what the others wait for, where the traces are."""
+"""The report on a hang: which ranks are late, what the others wait for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import platform
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ import torch.distributed as dist
 from distmp.distributed import flight_recorder, rank_monitor
 from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.rank_monitor import RankStatus
+from distmp.distributed.rank_status import RankStatus
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore
-from distmp.faults.hang_report import HangReport, SilentRank, Trace, report
+from distmp.faults.hang_report import HangReport, Pending, SilentRank, report
 from distmp.faults.watchdog import Ending, Watchdog
 from tests.ranks import ranks
 
@@ -46,17 +45,15 @@ def answer(
 def report_on(
     answers: dict[int, RankStatus],
     silent: dict[int, SilentRank] | None = None,
-    traces: Mapping[int, Trace] | None = None,
+    traces: Mapping[int, Pending] | None = None,
 ) -> HangReport:
     silent = silent or {}
-    traces = {rank: Trace({}) for rank in answers} if traces is None else traces
+    traces = {rank: {} for rank in answers} if traces is None else traces
     return report(12.0, answers, silent, len(answers) + len(silent), traces)
 
 
-def pending(
-    first: int, *names: str, group: str = WORLD, file: str = "", problem: str = ""
-) -> Trace:
-    return Trace({group: list(enumerate(names, first))}, file, problem)
+def pending(first: int, *names: str, group: str = WORLD) -> Pending:
+    return {group: list(enumerate(names, first))}
 
 
 WAITS = answer("all_reduce (all_reduce_stats, decision.py:1)")
@@ -121,7 +118,7 @@ def test_the_rank_that_is_one_collective_behind_is_late(host: RankStatus) -> Non
     behind = answer(collectives=6, doing="step 3, forward of microbatch 1")
     ahead = pending(7, "all_reduce")
     result = report_on(
-        {0: host, 1: host, 2: behind, 3: host}, traces={0: ahead, 1: ahead, 2: Trace({}), 3: ahead}
+        {0: host, 1: host, 2: behind, 3: host}, traces={0: ahead, 1: ahead, 2: {}, 3: ahead}
     )
     assert result.text.count("is late") == 1
     assert (
@@ -159,7 +156,7 @@ def test_of_ranks_at_different_places_only_the_last_is_late() -> None:
     names = pending(41, *["all_reduce"] * 1, "all_gather", "broadcast")
     result = report_on(
         {rank: answer(collectives=count) for rank, count in counts.items()},
-        traces={0: names, 1: Trace({}), 2: Trace({})},
+        traces={0: names, 1: {}, 2: {}},
     )
     assert "rank 1 of 3 on node1 is late" in result.text
     assert result.text.count("is late") == 1
@@ -203,7 +200,7 @@ def test_the_last_rank_of_a_chain_of_waits_is_late() -> None:
         0: pending(5, "all_reduce", group=columns[0]),
         1: pending(5, "all_reduce", group=columns[1]),
         2: pending(9, "all_gather", group=rows[2]),
-        3: Trace({}),
+        3: {},
     }
     result = report_on(answers, traces=traces)
     assert result.text.count("is late") == 1
@@ -252,22 +249,6 @@ def test_ranks_that_may_wait_for_a_silent_rank_are_not_late() -> None:
     assert result.summary.startswith("ranks 1-2 late for 12 s; rank 0 for the device in")
 
 
-def test_the_report_says_where_the_flight_recorders_are() -> None:
-    answers = {0: READS, 1: answer(collectives=6), 2: READS, 3: READS}
-    traces = {
-        0: pending(7, "all_reduce", file="runs/a/hang/nccl-rank-0"),
-        1: Trace({}, file="runs/a/hang/nccl-rank-1"),
-        2: Trace({}, problem="OSError: [Errno 28] No space left on device"),
-    }
-    text = report_on(answers, traces=traces).text
-    assert text.endswith(
-        "  the latest collectives of ranks 0-1 are in runs/a/hang; read them with: "
-        "torchfrtrace --prefix nccl-rank- runs/a/hang\n"
-        "  no flight recorder of rank 2: OSError: [Errno 28] No space left on device\n"
-        "  no flight recorder of rank 3: reading it takes too long"
-    )
-
-
 def ask(watchdog: Watchdog) -> None:
     """Ask all ranks because they hang."""
     watchdog._put("hang", True)
@@ -307,9 +288,7 @@ def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
     is_named = bool(flight_recorder.pending()) or rank == 2
     found = watchdog.collect("answer", range(3), 60)
     answers = {other: RankStatus(**status) for other, status in found.items()}
-    traces = {
-        other: Trace(*trace) for other, trace in watchdog.collect("trace", range(3), 60).items()
-    }
+    traces = watchdog.collect("pending", range(3), 60)
     assert not any(one.waits_in for one in answers.values())
     result = report(9.0, answers, {}, 3, traces)
     dist.barrier(group=group)
@@ -327,46 +306,20 @@ def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
         work.wait()
 
 
-def test_a_recorder_that_fails_does_not_stop_the_report(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_recorder_that_fails_does_not_stop_the_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(directory: Path) -> Path:
-        raise RuntimeError(f"no dump\nin {directory.name}")
+    def fail() -> None:
+        assert watchdog.collect("answer", [0], 0), "a recorder that blocks must not stop the answer"
+        raise RuntimeError("no dump")
 
-    monkeypatch.setattr(flight_recorder, "pending", lambda: {WORLD: [(7, "all_reduce")]})
-    monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
+    monkeypatch.setattr(flight_recorder, "pending", fail)
     watchdog = alone()
-    assert watchdog._trace().problem == "the run has no directory yet"
-    watchdog.traces_directory = tmp_path / "hang"
-    monkeypatch.setattr(flight_recorder, "dump", fail)
-    assert watchdog._trace() == Trace(
-        {WORLD: [(7, "all_reduce")]}, "", "RuntimeError: no dump in hang"
-    )
-    monkeypatch.setattr(flight_recorder, "dump", lambda directory: directory / "nccl-rank-0")
-    assert watchdog._trace().file == str(tmp_path / "hang" / "nccl-rank-0")
-
-
-def test_a_rank_answers_before_it_reads_its_recorder_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    reads: list[Path] = []
-
-    def dump(directory: Path) -> Path:
-        answered = watchdog.collect("answer", [0], 0)
-        assert answered, "a recorder that blocks must not stop the answer"
-        reads.append(directory)
-        raise OSError("no space\non the disk")
-
-    monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
-    monkeypatch.setattr(flight_recorder, "dump", dump)
-    watchdog = alone()
-    watchdog.traces_directory = tmp_path
     ask(watchdog)
     watchdog._answer()
     watchdog._answer()
-    assert reads == [tmp_path]
-    (trace,) = watchdog.collect("trace", [0], 0).values()
-    assert Trace(*trace).problem == "OSError: no space on the disk"
+    assert watchdog.collect("pending", [0], 0) == {0: {}}
+    assert caplog.messages == ["no flight recorder of rank 0: RuntimeError: no dump"]
 
 
 def test_only_a_rank_that_has_used_its_device_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,27 +349,23 @@ def test_a_rank_that_does_not_answer_is_reported_once(
     assert text.count("last seen in startup, before its first heartbeat") == world_size - 1
 
 
-def test_the_reporting_rank_waits_for_the_recorders_of_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_reporting_rank_waits_for_the_recorders_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def dump(directory: Path) -> Path:
-        is_other = threading.current_thread() is watchdogs[1]._thread
-        if is_other:
+    def pending() -> dict[str, list[tuple[int, str]]]:
+        if threading.current_thread() is watchdogs[1]._thread:
             time.sleep(0.2)  # several heartbeats after its answer
-        return directory / f"nccl-rank-{int(is_other)}"
+            return {WORLD: [(7, "all_reduce")]}
+        return {}
 
-    monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
-    monkeypatch.setattr(flight_recorder, "dump", dump)
+    monkeypatch.setattr(flight_recorder, "pending", pending)
     store = HashStore()
     watchdogs = [alone(rank, 2, store) for rank in (0, 1)]
     endings: list[Ending] = []
     for watchdog in watchdogs:
-        watchdog.traces_directory = tmp_path / "hang"
         monkeypatch.setattr(watchdog, "_exit", endings.append)
     watchdogs[1].watch()
     watchdogs[0]._report_hang()
     watchdogs[1].stop()
     assert [ending.rank for ending in endings] == [0]
-    text = capsys.readouterr().err
-    assert f"the latest collectives of ranks 0-1 are in {tmp_path / 'hang'}; " in text
-    assert "no flight recorder" not in text
+    assert "  rank 1 waits: setup\n" in capsys.readouterr().err, "its pending collective is known"

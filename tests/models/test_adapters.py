@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from benchmarks.figures import ROOT
 from distmp import cli
+from distmp.checkpoint import store
 from distmp.commands.explain.explanation import explain
 from distmp.config import load
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.export.export import AdapterWeights, write_adapter
-from distmp.export.sources import EngineWeights
+from distmp.export.sources import CheckpointWeights
 from distmp.models import adapters
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.training.run_fingerprint import describe_model
@@ -122,10 +123,9 @@ def train_all(path: Path) -> dict[str, Any]:
             rows = tokens(step)[2 * rank : 2 * rank + 2].split(1)
             engine.step([{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in rows])
         case = f"{model}-{strategy}-{policy}"
-        weights = AdapterWeights(EngineWeights(engine.state_dict(), keep=rank == 0))
+        engine.save(path / "saved" / case)
         described = describe_model(engine.model, config)["adapter"]
-        write_adapter(path / case, weights, described, path / model, writes=rank == 0)
-        results[case] = start, full(engine), held_bytes(engine)
+        results[case] = start, full(engine), held_bytes(engine), described
     return results
 
 
@@ -169,7 +169,7 @@ def test_adapters_are_trained_as_by_peft_under_every_strategy(tmp_path: Path) ->
     results = run_ranks(train_all, 2, tmp_path, timeout=150)[0]
     for model, strategy, policy in CASES:
         case = f"{model}-{strategy}-{policy}"
-        start, weights, held = results[case]
+        start, weights, held, described = results[case]
         expected = plain_training(tmp_path, model, start)
         trained = {name: weights[name] for name in expected}
         assert all(value.dtype == torch.float32 for value in trained.values()), case
@@ -177,7 +177,11 @@ def test_adapters_are_trained_as_by_peft_under_every_strategy(tmp_path: Path) ->
         frozen = start.keys() - trained.keys()
         assert_same_bits({n: weights[n] for n in frozen}, {n: start[n] for n in frozen})
         check_bytes(case, held, trained)
-        # peft loads the directory, and computes with the FP32 adapters.
+        # peft loads the exported directory, and computes with the FP32 adapters.
+        saved = store.resolve(str(tmp_path / "saved" / case), Path(), setting="checkpoint")
+        assert saved is not None
+        exported = AdapterWeights(CheckpointWeights(saved, torch.float32))
+        write_adapter(tmp_path / case, exported, described, tmp_path / model)
         base = AUTO.from_pretrained(tmp_path / model)
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / case)
         state = {k.removeprefix("base_model.model."): v for k, v in loaded.named_parameters()}
@@ -206,23 +210,18 @@ def test_a_run_is_resumed_and_exported(
     corpus(tmp_path / "corpus")
     arguments = settings(tmp_path, "llama", "single", "bf16")
     assert main([*arguments, "--steps=6", "--run-dir=whole"]) == 0
-    output = capsys.readouterr().out
-    assert f"whole/model (tokenizer of {tmp_path / 'llama'})" in output
-    assert "10,480 parameters, 480 of them trained" in output
+    assert "10,480 parameters, 480 of them trained" in capsys.readouterr().out
     early = [*arguments, "--run-dir=parts", "--steps=6"]
     assert main([*early, "--steps=3"]) == 0
     assert main([*early, "--resume=auto"]) == 0
+    for run in ("whole", "parts"):
+        assert cli.main(["export", run, f"--to={run}-adapter"]) == 0
     first, second = (
-        load_file(f"{run}/model/adapter_model.safetensors") for run in ("whole", "parts")
+        load_file(f"{run}-adapter/adapter_model.safetensors") for run in ("whole", "parts")
     )
     assert_same_bits(first, second)
     assert any(bool(value.any()) for name, value in first.items() if "lora_B" in name)
-    assert cli.main(["export", "whole", "--to=adapter"]) == 0
-    assert_same_bits(load_file("adapter/adapter_model.safetensors"), first)
-    for path in ("whole/model", "adapter"):
-        assert transformers.AutoTokenizer.from_pretrained(path).encode("fox dog") == [2, 1]
-    assert cli.main(["export", "whole", "--to=other", "--format=transformers"]) == 2
-    assert "--format = 'transformers': adapters have names of" in capsys.readouterr().err
+    assert transformers.AutoTokenizer.from_pretrained("whole-adapter").encode("fox dog") == [2, 1]
     # A checkpoint does not need the directory of the model, except for the tokenizer.
     (tmp_path / "llama").rename(tmp_path / "gone")
     assert cli.main(["export", "whole", "--to=later"]) == 0

@@ -182,32 +182,33 @@ def test_a_run_saves_what_another_starts_from(
     config = from_mapping(RunConfig, read_yaml(tmp_path / "first" / "config.yaml"))
     assert config.model.name == "hf:tiny"
     records = read_records(tmp_path / "first" / "steps.jsonl")
-    assert main(["--model.name=hf:first/model", "--steps=1", "--run-dir=second", *arguments]) == 0
+    export("first", "exported")
+    assert main(["--model.name=hf:exported", "--steps=1", "--run-dir=second", *arguments]) == 0
     (continued,) = read_records(tmp_path / "second" / "steps.jsonl")
     assert records[0].loss > 5.5
     assert continued.loss < records[0].loss - 1
     assert (source / "config.json").exists()
-    saved = json.loads((tmp_path / "first" / "model" / "config.json").read_text())
+    saved = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert saved["architectures"] == ["LlamaForCausalLM"]
     assert saved["dtype"] == "float32"
     assert saved["use_cache"]
-    # The same from a checkpoint, also if the original directory of the model is removed.
+    # The same if the original directory of the model is removed.
     source.rename(tmp_path / "gone")
-    weights = AUTO.from_pretrained("first/model").state_dict()
+    weights = AUTO.from_pretrained("exported").state_dict()
     for dtype in (torch.float32, torch.bfloat16):
         word = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
         export("first", word, word)
-        exported = AUTO.from_pretrained(word)
-        assert type(exported).__name__ == "LlamaForCausalLM"
-        assert exported.dtype == dtype
-        assert exported.lm_head.weight is exported.model.embed_tokens.weight
-        assert_same_bits(exported.state_dict(), {k: v.to(dtype) for k, v in weights.items()})
+        again = AUTO.from_pretrained(word)
+        assert type(again).__name__ == "LlamaForCausalLM"
+        assert again.dtype == dtype
+        assert again.lm_head.weight is again.model.embed_tokens.weight
+        assert_same_bits(again.state_dict(), {k: v.to(dtype) for k, v in weights.items()})
         assert "lm_head.weight" not in load_file(f"{word}/model.safetensors")
     # And to start a run with the same architecture.
-    options = ["--model.name=hf:first/model/config.json", "--model.weights=bf16"]
+    options = ["--model.name=hf:exported/config.json", "--model.weights=bf16"]
     assert main([*options, "--steps=1", "--run-dir=third", *arguments]) == 0
-    (again,) = read_records(tmp_path / "third" / "steps.jsonl")
-    assert again.loss == pytest.approx(continued.loss, abs=0.1)
+    (third,) = read_records(tmp_path / "third" / "steps.jsonl")
+    assert third.loss == pytest.approx(continued.loss, abs=0.1)
 
 
 def started(

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import cmath
 import math
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from distmp.errors import ConfigError
+from distmp.models.architecture import TRANSFORMER, architecture
+from distmp.models.settings import ModelConfig
 from distmp.models.transformer import (
     RMSNorm,
     Transformer,
@@ -35,8 +41,8 @@ def tokens(batch: int = 2, time: int = 9) -> Tensor:
 # --- reference ---
 
 
-def reference_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+def reference_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.epsilon).sqrt() * norm.weight
 
 
 def reference_rotation(x: Tensor, position: int, base: float) -> Tensor:
@@ -50,16 +56,24 @@ def reference_rotation(x: Tensor, position: int, base: float) -> Tensor:
 
 
 def reference_attention(block: TransformerBlock, x: Tensor, config: TransformerConfig) -> Tensor:
-    width = config.dimension // config.heads
-    query, key, value = (x @ block.attention.query_key_value.weight.T).split(config.dimension, -1)
+    attention, width = block.attention, config.dimension // config.heads
+    queries, keys = config.heads * width, config.groups * width
+    products = x @ attention.query_key_value.weight.T
+    query, key, value = products.split([queries, keys, keys], -1)
     mixed = torch.zeros_like(x)
     for head in range(config.heads):
         part = slice(head * width, (head + 1) * width)
-        q = [reference_rotation(v[part], t, config.rotary_base) for t, v in enumerate(query)]
-        k = [reference_rotation(v[part], t, config.rotary_base) for t, v in enumerate(key)]
+        group = head * config.groups // config.heads
+        of_group = slice(group * width, (group + 1) * width)
+        q_rows, k_rows = query[:, part], key[:, of_group]
+        if attention.query_norm is not None and attention.key_norm is not None:
+            q_rows = reference_norm(q_rows, attention.query_norm)
+            k_rows = reference_norm(k_rows, attention.key_norm)
+        q = [reference_rotation(v, t, config.rotary_base) for t, v in enumerate(q_rows)]
+        k = [reference_rotation(v, t, config.rotary_base) for t, v in enumerate(k_rows)]
         for t in range(len(x)):
             scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(width)
-            mixed[t, part] = torch.softmax(scores, 0) @ value[: t + 1, part]
+            mixed[t, part] = torch.softmax(scores, 0) @ value[: t + 1, of_group]
     return mixed @ block.attention.output.weight.T
 
 
@@ -67,13 +81,13 @@ def reference_logits(model: Transformer, ids: Tensor) -> Tensor:
     x = model.embedding.weight[ids]
     for block in model.blocks:
         assert isinstance(block, TransformerBlock)
-        normed = reference_norm(x, block.attention_norm.weight)
+        normed = reference_norm(x, block.attention_norm)
         x = x + reference_attention(block, normed, model.config)
-        normed = reference_norm(x, block.feed_forward_norm.weight)
+        normed = reference_norm(x, block.feed_forward_norm)
         gate, up = (normed @ block.feed_forward.gate_up.weight.T).chunk(2, -1)
         x = x + (gate * torch.sigmoid(gate) * up) @ block.feed_forward.down.weight.T
     head = model.embedding if model.head is None else model.head
-    return reference_norm(x, model.norm.weight) @ head.weight.T
+    return reference_norm(x, model.norm) @ head.weight.T
 
 
 def spread(model: Transformer) -> Transformer:
@@ -85,10 +99,18 @@ def spread(model: Transformer) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tied_head": False},
+        {"tied_head": True, "rotary_base": 500.0},
+        {"key_value_heads": 2, "norm_epsilon": 1e-2},
+        {"key_value_heads": 1, "qk_norm": True},
+    ],
+)
 @torch.no_grad()
-def test_logits_agree_with_the_reference(tied: bool) -> None:
-    config = TransformerConfig(31, 24, 2, 16, 2, 20, tied_head=tied)
+def test_logits_agree_with_the_reference(options: dict[str, Any]) -> None:
+    config = TransformerConfig(31, 24, 2, 16, 4, 20, **options)
     ours = spread(model(config))
     ids = tokens(batch=3)
     logits = ours(ids)
@@ -138,7 +160,7 @@ def test_norm_is_computed_in_fp32(dtype: torch.dtype, weight_dtype: torch.dtype)
     norm.weight.data = torch.rand(512, generator=generator).to(weight_dtype)
     # In float16 the squares of these would overflow.
     x = (300 * torch.randn(64, 512, generator=generator)).to(dtype)
-    expected = reference_norm(x.double(), norm.weight.double()).to(dtype)
+    expected = reference_norm(x.double(), deepcopy(norm).double()).to(dtype)
     result = norm(x)
     assert result.dtype == dtype
     # At most the last bit may differ, by rounding in another place.
@@ -216,3 +238,19 @@ def test_autocast_changes_logits_by_rounding_only() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = ours(tokens())
     assert (logits - expected).norm() < 0.03 * expected.norm()
+
+
+def test_description_can_be_rebuilt() -> None:
+    for config in (CONFIG, replace(CONFIG, tied_head=False, key_value_heads=1, qk_norm=True)):
+        described = architecture(Transformer(config), ModelConfig())
+        assert described.pop("model_type") == TRANSFORMER
+        assert TransformerConfig(**described) == config
+
+
+def test_settings_that_do_not_fit() -> None:
+    message = r"^model\.options\.key_value_heads = 3: does not divide model\.options\.heads = 5"
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(options={"key_value_heads": 3})
+    other = ModelConfig(size="8b", options={"heads": 64}).transformer(10, 10)
+    assert other.key_value_heads is None
+    assert ModelConfig(size="8b").transformer(10, 10).key_value_heads == 8

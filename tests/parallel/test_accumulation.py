@@ -34,7 +34,7 @@ def choice(requested: Any = "auto", text: str = "bf16", **changes: Any) -> Accum
         ("bf16-pure", {"replicas": 2}, "hybrid", "FP32 sums for 16-bit weights"),
     ],
 )
-def test_the_choice_and_its_reason(
+def test_accumulation_is_chosen_with_a_reason(
     text: str, changes: dict[str, Any], place: str, reason: str
 ) -> None:
     found = choice(text=text, **changes)
@@ -42,7 +42,7 @@ def test_the_choice_and_its_reason(
     assert reason in found.reason
 
 
-def test_what_is_configured_is_taken() -> None:
+def test_configured_accumulation_is_used() -> None:
     assert choice("sharded") == ("sharded", "configured")
     with pytest.raises(ConfigError, match="'sharded': accumulates in the dtype of the weights"):
         choice("sharded", "bf16-pure")

@@ -97,7 +97,7 @@ def test_a_difference_is_raised_on_all_ranks(mine: Any, message: str) -> None:
 
 
 @ranks(2)
-def test_a_rank_that_deviates_alone_is_not_left_hanging() -> None:
+def test_deviating_rank_gets_an_error() -> None:
     order = CollectiveOrder(World.current("cpu"), NAMES, answer_seconds=0.5)
     run_pass(order, [A, B])
     store = dist.distributed_c10d._get_default_store()
@@ -132,7 +132,7 @@ def test_a_comparison_waits_for_a_rank_that_is_busy() -> None:
 
 
 @ranks(2)
-def test_a_rank_that_waits_elsewhere_is_noticed_soon() -> None:
+def test_rank_in_another_collective_is_detected() -> None:
     impatient()
     order = CollectiveOrder(World.current("cpu"), NAMES)
     run_pass(order, [A, B])
@@ -146,7 +146,7 @@ def test_a_rank_that_waits_elsewhere_is_noticed_soon() -> None:
 
 
 @ranks(2)
-def test_a_rank_that_has_ended_is_not_a_difference() -> None:
+def test_ended_rank_is_not_reported_as_difference() -> None:
     impatient()
     order = CollectiveOrder(World.current("cpu"), NAMES)
     run_pass(order, [A, B])
@@ -204,7 +204,7 @@ class Routed(Classifier):
 
 
 @ranks(2, timeout=15)
-def test_ranks_that_run_different_blocks_get_one_error_instead_of_wrong_weights() -> None:
+def test_different_blocks_on_ranks_are_an_error() -> None:
     impatient()
     rank = dist.get_rank()
     for strategy in ("fsdp", "hsdp"):
@@ -225,7 +225,7 @@ def twice(model: nn.Module, batch: Batch) -> Any:
 
 
 @ranks(2)
-def test_a_steady_run_asks_nothing() -> None:
+def test_steady_run_does_not_query_ranks() -> None:
     for options in (sharded("fsdp"), sharded("fsdp", accumulate="sharded")):
         engine = make_engine(**options)
         replace_loss(engine, twice)

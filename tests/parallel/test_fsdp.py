@@ -114,7 +114,7 @@ class Turned(nn.Module):
 
 
 @ranks(2)
-def test_blocks_get_what_they_get_without_sharding() -> None:
+def test_block_inputs_equal_those_without_sharding() -> None:
     for strategy in ("ddp", "fsdp"):
         model = WideAngles()
         output = make_engine(model=model, policy="bf16", strategy=strategy).module(torch.ones(2, 6))
@@ -213,7 +213,7 @@ class FaultyError(Exception):
 @pytest.mark.parametrize("place", ["forward", "loss"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @ranks(2)
-def test_an_abandoned_step_leaves_nothing_behind(precision: str, place: str) -> None:
+def test_abandoned_step_leaves_no_state(precision: str, place: str) -> None:
     def faulty_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         total, weight = loss(model, batch)
         if place == "loss" and batch.factor == 2:

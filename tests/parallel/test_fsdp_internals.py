@@ -100,7 +100,7 @@ def test_another_torch_is_refused_by_name() -> None:
         fsdp_internals.check(engine.module)
 
 
-def test_this_torch_has_the_public_methods() -> None:
+def test_installed_torch_has_the_public_methods() -> None:
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_requires_all_reduce"):
         assert hasattr(FSDPModule, name)
     # Since 2.13; distmp works without it before.

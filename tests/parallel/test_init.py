@@ -32,7 +32,7 @@ def world(size: int) -> World:
         ("fsdp", 2, "fsdp"),
     ],
 )
-def test_resolution(name: str, size: int, expected: str) -> None:
+def test_strategy_auto_is_resolved(name: str, size: int, expected: str) -> None:
     assert resolve_strategy(name, world(size)) == expected
 
 
@@ -50,7 +50,7 @@ def test_resolution(name: str, size: int, expected: str) -> None:
         ("fsdp", 1, r"strategy = 'fsdp': needs several ranks, but only one process was started"),
     ],
 )
-def test_what_does_not_fit_is_refused(name: str, size: int, message: str) -> None:
+def test_incompatible_options_are_refused(name: str, size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_strategy(name, world(size))
 

@@ -296,7 +296,7 @@ class Forgotten(nn.Module):
         self.gain = nn.Parameter(torch.empty(3))
 
 
-def test_a_constructor_without_initial_values_is_told_to_set_them() -> None:
+def test_constructor_without_initial_values_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"values of gain; set them in the constructor, for ex"):
         Engine(lambda: Forgotten(), next_token, sgd, policy="fp32")
 

@@ -221,7 +221,7 @@ def test_training_continues_at_another_number_of_ranks(
 
 
 @ranks(2)
-def test_no_collective_per_matrix_and_nothing_whole_is_kept() -> None:
+def test_matrices_are_batched_and_no_full_copy_is_kept() -> None:
     engine = build("fsdp")
     calls: list[int] = []
     exchange: Callable[..., dist.Work] = collectives.all_to_all

@@ -74,7 +74,7 @@ def test_batch_statistics_are_those_of_ddp() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_skipped_step_leaves_no_trace(value: float) -> None:
+def test_skipped_step_changes_no_state(value: float) -> None:
     model = Normalised()
     engine = Engine(model, loss, fused_adamw, policy="fp32", device="cpu")
     engine.step([batch(0, 0)])
@@ -87,7 +87,7 @@ def test_a_skipped_step_leaves_no_trace(value: float) -> None:
     assert statistics(model)["layers.1.num_batches_tracked"] == 2
 
 
-def test_a_step_that_raised_leaves_no_trace() -> None:
+def test_failed_step_does_not_change_buffers() -> None:
     model = Normalised()
     engine = Engine(model, loss, fused_adamw, policy="fp32", device="cpu")
     twin_model = Normalised()

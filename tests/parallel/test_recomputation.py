@@ -145,7 +145,7 @@ def test_a_graph_that_is_kept_can_be_recomputed_twice() -> None:
     assert_same_bits(dict(block.named_buffers()), dict(plain.named_buffers()))
 
 
-def test_a_recomputation_that_fails_gives_the_buffers_back() -> None:
+def test_failed_recomputation_restores_the_buffers() -> None:
     block = Model().blocks[0]
     before = dict(block.named_buffers())
     failing = False
@@ -188,7 +188,7 @@ def test_only_what_forward_writes_is_held_until_backward() -> None:
     total.backward()
 
 
-def test_blocks_without_gradients_are_left_to_run() -> None:
+def test_blocks_without_gradients_are_not_recomputed() -> None:
     model = Model()
     prepare_blocks(model, ParallelConfig(activation_checkpointing="blocks"))
     plain = Model()

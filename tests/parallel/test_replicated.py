@@ -81,7 +81,7 @@ def test_mixed_precision_does_not_depend_on_the_number_of_ranks(precision: str) 
 
 
 @ranks(2)
-def test_ranks_start_as_rank_0_has_it() -> None:
+def test_ranks_start_with_the_weights_of_rank_0() -> None:
     import torch.distributed as dist
 
     model = nn.Sequential(make_model(seed=dist.get_rank()), nn.BatchNorm1d(5))
@@ -97,7 +97,7 @@ def test_ranks_start_as_rank_0_has_it() -> None:
 # Parameters
 
 
-def test_frozen_parameters_are_cast_and_never_touched() -> None:
+def test_frozen_parameters_are_cast_and_not_updated() -> None:
     model = make_model()
     model.first.requires_grad_(False)
     before = [parameter.clone() for parameter in model.first.parameters()]
@@ -114,7 +114,7 @@ def test_frozen_parameters_are_cast_and_never_touched() -> None:
     assert "model/first.weight" in engine.state_dict()
 
 
-def test_low_precision_parameters_are_widened_without_loss() -> None:
+def test_low_precision_parameters_are_converted_to_fp32_exactly() -> None:
     model = make_model().bfloat16()
     before = {name: value.float() for name, value in model.named_parameters()}
     engine = make_engine(model=model, policy="fp32")
@@ -151,7 +151,7 @@ def test_integer_parameters_stay_where_nothing_is_cast(precision: str) -> None:
     assert torch.equal(engine.module.table, torch.arange(300))
 
 
-def test_policy_decides_what_the_optimizer_steps() -> None:
+def test_policy_determines_which_tensors_the_optimizer_updates() -> None:
     for name in ("fp32", "bf16-autocast"):
         model = make_model()
         strategy = Replicated(model, policy(name), ALONE)

@@ -155,7 +155,7 @@ def test_the_same_bits_after_continuing_on_other_numbers_of_ranks(tmp_path: Path
     assert_same_bits(found[0], expected)
 
 
-def test_the_ordinary_mode_does_not_have_them() -> None:
+def test_default_mode_is_not_reproducible() -> None:
     found = {world_size: on_ranks(world_size, ["fp32"], {}, 5)["fp32"] for world_size in (1, 2, 4)}
     assert len(set(found.values())) == 3
 

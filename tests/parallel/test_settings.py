@@ -8,7 +8,7 @@ import torch
 from distmp.config import load
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.fsdp import shard_size
+from distmp.parallel.fsdp_setup import shard_size
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 
 
@@ -35,13 +35,13 @@ def world(size: int) -> World:
         ("--activation-checkpointing all", "activation_checkpointing = 'all': must be one of"),
     ],
 )
-def test_what_would_be_ignored_or_wrong_is_refused(arguments: str, message: str) -> None:
+def test_unsupported_settings_are_refused(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(arguments.split())
     assert message in str(caught.value)
 
 
-def test_settings_reach_the_strategy_whole() -> None:
+def test_all_settings_reach_the_strategy() -> None:
     arguments = (
         "--strategy hsdp --sharding.shard-size 2 --sharding.wrap Block norm --compile blocks"
     )

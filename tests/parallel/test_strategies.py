@@ -84,7 +84,7 @@ def test_gradients_whose_squares_are_beyond_fp32_are_clipped() -> None:
 REDUCED_IN_BF16 = PrecisionPolicy("16 on the wire", compute_dtype=BF16, reduce_dtype=BF16)
 
 
-def test_sixteen_bits_stay_close_and_cost_nothing_on_the_wire() -> None:
+def test_16_bit_training_is_close_and_sends_no_more() -> None:
     options = [
         {"policy": precision, **each}
         for each in (
@@ -132,7 +132,7 @@ GATHERED = {preset.name: preset.module_dtype for preset in MIXED}
 
 
 @ranks(4)
-def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() -> None:
+def test_dtypes_of_products_communication_and_accumulation() -> None:
     strategies = (
         {"strategy": "ddp"},
         sharded("fsdp", accumulate="unsharded"),
@@ -162,7 +162,7 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
         assert observed.collectives["alltoall_base_"] == {BF16}
 
 
-def test_a_single_rank_computes_in_the_promised_types() -> None:
+def test_dtypes_on_a_single_rank() -> None:
     for precision, computed in PROMISED.items():
         engine = make_engine(policy=precision)
         with Observed() as observed:
@@ -285,7 +285,7 @@ class FaultyError(Exception):
 
 
 @ranks(2)
-def test_nothing_of_an_abandoned_accumulation_reaches_the_next_step() -> None:
+def test_abandoned_accumulation_does_not_change_the_next_step() -> None:
     for options in (
         sharded("fsdp", accumulate="unsharded"),
         sharded("hsdp", shard_size=1, accumulate="hybrid"),

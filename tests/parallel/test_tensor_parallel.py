@@ -76,7 +76,7 @@ def test_tensor_parallel_ranks_reduce_in_the_reduce_dtype() -> None:
 
 
 @ranks(1)
-def test_what_apply_reduce_dtype_refuses() -> None:
+def test_apply_reduce_dtype_refuses_unsupported_models() -> None:
     with pytest.raises(ConfigError, match="has no reduce dtype to apply"):
         apply_reduce_dtype(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="has no reduce dtype to apply"):

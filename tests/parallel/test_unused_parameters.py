@@ -185,7 +185,7 @@ def _leave_algorithms_as_they_were() -> Any:
     "optimizer", [fused_adamw, nightly(adamw), nightly(fused_sgd), nightly(sgd)]
 )
 @ranks(2, timeout=300)
-def test_every_strategy_follows_the_rule(optimizer: Any) -> None:
+def test_unused_parameters_are_not_updated_under_every_strategy(optimizer: Any) -> None:
     expected = reference(optimizer)
     for options in WAYS:
         engine = make_engine(optimizer, options)
@@ -197,7 +197,9 @@ def test_every_strategy_follows_the_rule(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", [fused_adamw, sgd])
 @pytest.mark.parametrize("options", [{}, {"on_nonfinite": "drop_microbatch"}])
-def test_a_single_rank_follows_the_rule(optimizer: Any, options: dict[str, Any]) -> None:
+def test_unused_parameters_are_not_updated_on_a_single_rank(
+    optimizer: Any, options: dict[str, Any]
+) -> None:
     engine = make_engine(optimizer, options)
     for step in range(STEPS):
         engine.step([at for rank in range(2) for at in samples(step, rank)])
@@ -207,7 +209,7 @@ def test_a_single_rank_follows_the_rule(optimizer: Any, options: dict[str, Any])
 @pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", [fused_adamw, nightly(adamw), nightly(fused_sgd)])
 @ranks(2, timeout=300)
-def test_a_step_that_is_skipped_uses_nothing(optimizer: Any) -> None:
+def test_skipped_step_marks_no_parameter_as_used(optimizer: Any) -> None:
     expected = reference(optimizer, lambda at: at.step == 2)
     for options in WAYS:
         engine = make_engine(optimizer, options)
@@ -221,7 +223,7 @@ def test_a_step_that_is_skipped_uses_nothing(optimizer: Any) -> None:
 
 
 @ranks(2)
-def test_a_microbatch_that_is_dropped_uses_nothing() -> None:
+def test_dropped_microbatch_marks_no_parameter_as_used() -> None:
     def spoilt(at: Sample) -> bool:
         return (at.step, at.rank, at.index) == (2, 1, 1)
 
@@ -247,7 +249,7 @@ def test_a_microbatch_that_is_dropped_uses_nothing() -> None:
 )
 @pytest.mark.parametrize("saved_after", [1, nightly(3)])
 @ranks(2, timeout=300)
-def test_the_rule_goes_on_with_a_state_of_any_strategy(optimizer: Any, saved_after: int) -> None:
+def test_used_parameters_are_restored(optimizer: Any, saved_after: int) -> None:
     ways = (WAYS[0], WAYS[2], WAYS[5], WAYS[8])
     expected = reference(optimizer)
     for index, options in enumerate(ways):
@@ -297,7 +299,7 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
         tensor.copy_(whole)
 
 
-def test_a_state_of_an_older_version_tells_by_the_state_of_the_optimizer() -> None:
+def test_state_without_record_follows_the_optimizer() -> None:
     engine, resumed = (make_engine(adamw, {}) for _ in range(2))
     batches = [[at for rank in range(2) for at in samples(step, rank)] for step in range(STEPS)]
     for step in range(3):

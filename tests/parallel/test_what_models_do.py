@@ -194,7 +194,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 @ranks(2)
-def test_every_model_with_every_way_equals_the_plain_loop() -> None:
+def test_every_model_equals_plain_torch() -> None:
     for kind in MODELS:
         for optimizer in (sgd, adamw):
             expected = plain(kind, optimizer)
@@ -205,7 +205,7 @@ def test_every_model_with_every_way_equals_the_plain_loop() -> None:
 
 @pytest.mark.nightly
 @ranks(2)
-def test_16_bit_parameters_stay_close_to_the_plain_loop() -> None:
+def test_16_bit_parameters_are_close_to_plain_torch() -> None:
     for kind in MODELS:
         expected = plain(kind, sgd)
         for options in WAYS:
@@ -214,7 +214,7 @@ def test_16_bit_parameters_stay_close_to_the_plain_loop() -> None:
 
 
 @ranks(2)
-def test_a_16_bit_wire_stays_close_too() -> None:
+def test_16_bit_communication_is_close_to_plain_torch() -> None:
     from dataclasses import replace
 
     from distmp.precision import policy
@@ -257,7 +257,7 @@ def raise_in_backward(gradient: Tensor) -> None:
 
 
 @ranks(2)
-def test_a_step_that_raised_everywhere_leaves_nothing_behind() -> None:
+def test_failed_step_leaves_no_state() -> None:
     for options in (*WAYS, {"strategy": "ddp", "reproducible": True}):
         engines = [
             Engine(Base(), loss, sgd, **options, policy="fp32", device="cpu") for _ in range(2)
@@ -289,7 +289,7 @@ engine.step(samples(0, dist.get_rank()))
 
 
 @pytest.mark.nightly
-def test_a_rank_that_raises_in_backward_ends_the_job_with_its_error(tmp_path: Path) -> None:
+def test_error_in_backward_of_one_rank_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -26,7 +26,7 @@ def compared(*decisions: Decision, world_size: int | None = None) -> str | None:
     return difference(decisions[0], world_size or len(decisions), lambda value: answers)
 
 
-def test_words() -> None:
+def test_words_of_calls() -> None:
     log, (first, second) = CallLog(), (optimizer(), optimizer(1.0))
     assert log.decide("step", [first], [first]).call == "step(optimizer 0) in iteration 1"
     log.steps(first)
@@ -70,7 +70,7 @@ def test_numbers_differ_from_the_first_difference_on() -> None:
         assert first.fingerprint != second.fingerprint
 
 
-def test_order_of_steps_after_a_common_decision_is_of_no_matter() -> None:
+def test_order_of_steps_after_a_common_decision_may_differ() -> None:
     decisions = []
     for order in ((0, 1), (1, 0)):
         log, members = CallLog(), [optimizer(), optimizer()]
@@ -96,7 +96,7 @@ def test_other_parameters_are_allowed_unless_ranks_have_them_in_another_order() 
     assert compared(first, second) is None
 
 
-def test_ranks_that_are_not_heard_from_are_no_agreement() -> None:
+def test_missing_answers_of_ranks_are_not_agreement() -> None:
     member = optimizer()
     decision = CallLog().decide("step", [member], [member])
     message = compared(decision, world_size=2)
@@ -105,7 +105,7 @@ def test_ranks_that_are_not_heard_from_are_no_agreement() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))])
-def test_copies_begin_anew(copied: object) -> None:
+def test_copied_call_log_is_empty(copied: object) -> None:
     log, member = CallLog(), optimizer()
     log.decide("step", [member], [member])
     log.updates(sets_scale=False)

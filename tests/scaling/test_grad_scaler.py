@@ -194,13 +194,13 @@ def test_constructor_refuses_what_torch_refuses(options: dict[str, float]) -> No
         ({"max_consecutive_skips": 0}, "max_consecutive_skips"),
     ],
 )
-def test_numbers_that_cannot_work_are_refused(options: dict[str, Any], setting: str) -> None:
+def test_invalid_numbers_are_refused(options: dict[str, Any], setting: str) -> None:
     with pytest.raises(ConfigError, match=f"^{setting} = "):
         DistributedGradScaler("cpu", **options)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_no_bad_scale_gets_in(value: float) -> None:
+def test_invalid_scales_are_refused(value: float) -> None:
     scaler = DistributedGradScaler("cpu")
     scaler.scale(torch.ones(()))
     for new_scale in (value, torch.tensor(value)):
@@ -213,7 +213,7 @@ def test_no_bad_scale_gets_in(value: float) -> None:
         scaler.set_backoff_factor(value if value <= 0 else math.nan)
 
 
-def test_setters_work() -> None:
+def test_setters_change_the_rules() -> None:
     scaler = DistributedGradScaler("cpu", init_scale=16.0)
     optimizer = one_parameter(1.0)
     for _ in range(2):  # before and after the scale is created
@@ -253,7 +253,7 @@ def test_disabled_scaler_does_nothing() -> None:
     assert (scaler.step_skipped, scaler.total_skips, scaler.state_dict()) == (False, 0, {})
 
 
-def test_state_goes_to_torch_and_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_can_be_exchanged_with_torch(caplog: pytest.LogCaptureFixture) -> None:
     ours = DistributedGradScaler("cpu", init_scale=64.0, growth_interval=5)
     optimizer = one_parameter(math.nan)
     ours.scale(torch.ones(()))
@@ -272,7 +272,7 @@ def test_state_goes_to_torch_and_back(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("copied", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy])
-def test_copies_continue(copied: Callable[[Any], Any]) -> None:
+def test_copied_scaler_continues(copied: Callable[[Any], Any]) -> None:
     scaler = DistributedGradScaler("cpu", init_scale=64.0, hysteresis=2)
     optimizer = one_parameter(math.nan)
     scaler.scale(torch.ones(()))
@@ -286,7 +286,7 @@ def test_copies_continue(copied: Callable[[Any], Any]) -> None:
     assert (scaler.consecutive_skips, scaler.total_skips) == (2, 2)
 
 
-def test_scheduler_rests_with_the_optimizer() -> None:
+def test_scheduler_is_not_stepped_after_a_skip() -> None:
     optimizer, scaler = one_parameter(1.0, fused=True), DistributedGradScaler("cpu")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     (parameter,) = optimizer.param_groups[0]["params"]
@@ -484,7 +484,7 @@ def test_clipping_replaces_unscaling() -> None:
         scaler.clip_grad_norm_(optimizer, 1.0)
 
 
-def test_late_gradients_of_a_registered_optimizer_are_refused() -> None:
+def test_late_gradients_of_registered_optimizer_are_refused() -> None:
     optimizers = [one_parameter(1.0), one_parameter(1.0)]
     scaler = DistributedGradScaler("cpu", optimizers=optimizers)
     scaler.scale(torch.ones(()))
@@ -587,7 +587,7 @@ def test_one_reduction_decides_for_all_registered_optimizers() -> None:
     assert reduce.call_args.args[0].numel() == 8  # docs/scaler.md: "eight numbers"
 
 
-def test_alone_nothing_is_reduced() -> None:
+def test_single_process_reduces_nothing() -> None:
     with mock.patch.object(dist, "all_reduce") as reduce:
         scaler, optimizer = DistributedGradScaler("cpu"), one_parameter(1.0)
         scaler.scale(torch.ones(()))
@@ -609,7 +609,7 @@ def test_host_reads_the_flag_once_without_and_never_with_a_fused_optimizer(fused
 
 
 @ranks(2)
-def test_ranks_that_disagree_on_the_scale_all_raise() -> None:
+def test_different_scales_raise_on_all_ranks() -> None:
     optimizer = one_parameter(1.0)
     scaler = DistributedGradScaler("cpu", init_scale=2.0 ** (10 + dist.get_rank()))
     scaler.step(optimizer)

@@ -210,7 +210,7 @@ def test_all_ranks_raise_what_each_has_called(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_another_order_from_the_first_step_on(fused: bool) -> None:
+def test_different_order_from_the_first_step(fused: bool) -> None:
     ((errors, weights),) = outcomes([([Work.step_both], [Work.step_reversed])], fused=fused)
     optimizer = r"SGD with 1 parameter, the first of shape \(2,\), checksum \w{8}"
     message = (
@@ -359,7 +359,7 @@ def test_copies_continue_on_several_ranks() -> None:
 
 
 @ranks(2)
-def test_a_new_process_group_begins_anew(tmp_path: Path) -> None:
+def test_new_process_group_resets_the_call_log(tmp_path: Path) -> None:
     """A restarted rank joins others that keep their scaler."""
     work = Work()
     work.backward()

@@ -293,7 +293,7 @@ CASES: list[tuple[Case, int, str, list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize("scaler", ["peer", "distmp"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__)
-def test_case(case: tuple[Case, int, str, Any, list[Any]], scaler: str) -> None:
+def test_result_of_each_case(case: tuple[Case, int, str, Any, list[Any]], scaler: str) -> None:
     function, world_size, peer, seen_by_peer, seen_by_ours = case
     name = peer if scaler == "peer" else scaler
     seen = run_ranks(function, world_size, name)

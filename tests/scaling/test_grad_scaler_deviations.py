@@ -243,7 +243,7 @@ def decide(sequence: Sequence, iteration: int, members: set[int], skips: dict[in
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(st.lists(sequences(), min_size=40, max_size=40))
-def test_right_numbers_or_one_error(played: list[Sequence]) -> None:
+def test_result_is_correct_or_one_error(played: list[Sequence]) -> None:
     by_rank = run_ranks(play_all, 2, played)
     for sequence, seen in zip(played, zip(*by_rank, strict=True), strict=True):
         check(sequence, *seen)

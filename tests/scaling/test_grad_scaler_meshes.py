@@ -143,7 +143,7 @@ def test_the_norm_over_mixed_meshes_counts_each_value_once() -> None:
 
 
 @ranks(2)
-def test_a_norm_that_tensors_of_one_rank_do_not_tell_is_refused() -> None:
+def test_norm_of_partial_tensors_is_refused() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(2, 8)
     plain = nn.Linear(8, 4, bias=False)

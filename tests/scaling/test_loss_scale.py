@@ -113,7 +113,7 @@ def test_an_overflow_that_is_tolerated_starts_the_growth_interval_anew() -> None
     assert follow(scale, [CLEAN, OVERFLOW, CLEAN, CLEAN]) == [16, 16, 16, 32]
 
 
-def test_a_static_scale_never_moves_and_is_never_exhausted() -> None:
+def test_static_scale_never_changes() -> None:
     config = LossScaleConfig(dynamic=False, init=0.25, growth_interval=1)
     scale = LossScale(config, CPU)
     assert follow(scale, [OVERFLOW] * 3 + [CLEAN] * 3) == [0.25] * 6
@@ -171,7 +171,7 @@ def test_the_scale_is_always_a_normal_number(limit: float) -> None:
         ("hysteresis", 0, "1 or more"),
     ],
 )
-def test_rules_that_cannot_be_followed_are_refused(name: str, value: Any, problem: str) -> None:
+def test_contradictory_rules_are_refused(name: str, value: Any, problem: str) -> None:
     setting = "init" if problem.startswith("between min_scale") else name
     with pytest.raises(ConfigError, match=rf"precision\.loss_scale\.{setting} = .*{problem}"):
         LossScaleConfig(**{name: value})
@@ -186,7 +186,7 @@ def test_rules_that_cannot_be_followed_are_refused(name: str, value: Any, proble
         (LossScaleConfig(init=0.1, min_scale=0.1, max_scale=0.1), 0.5, 0.1),
     ],
 )
-def test_the_configuration_wins_over_a_loaded_state_and_says_so(
+def test_configuration_overrides_a_loaded_state(
     config: LossScaleConfig,
     stored: float,
     expected: float,
@@ -205,7 +205,7 @@ def test_the_configuration_wins_over_a_loaded_state_and_says_so(
 
 
 @pytest.mark.parametrize("stored", [0.0, math.nan, math.inf])
-def test_a_state_without_a_scale_starts_anew(stored: float) -> None:
+def test_state_without_scale_uses_the_initial_scale(stored: float) -> None:
     scale = LossScale(LossScaleConfig(init=16), CPU)
     count = torch.tensor(3)
     scale.load_state_dict(

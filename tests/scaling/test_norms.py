@@ -29,7 +29,7 @@ CUDA = pytest.param(
         *((dtype, value) for dtype in FLOATS[1:] for value in (0.0, 1e-43, 1e-25, 1e20, 3e38)),
     ],
 )
-def test_chunks_make_up_the_whole(dtype: torch.dtype, largest: float, device: str) -> None:
+def test_chunks_cover_the_tensor(dtype: torch.dtype, largest: float, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(size, generator=generator) for size in SIZES]
     tensors.append(torch.randn(CHUNK, 2, generator=generator).t())
@@ -43,7 +43,7 @@ def test_chunks_make_up_the_whole(dtype: torch.dtype, largest: float, device: st
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, 2 * CHUNK])
-def test_what_is_not_finite_shows(place: int, value: float) -> None:
+def test_nonfinite_elements_are_detected(place: int, value: float) -> None:
     tensor = torch.zeros(2 * CHUNK + 1)
     tensor[place] = value
     norms = chunk_norms([torch.ones(3), tensor])

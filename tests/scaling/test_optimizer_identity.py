@@ -23,7 +23,7 @@ def adamw(beta2: float = 0.999) -> torch.optim.Optimizer:
     return torch.optim.AdamW([nn.Parameter(torch.ones(3))], betas=(0.9, beta2))
 
 
-def test_replicas_are_the_same() -> None:
+def test_replicas_have_the_same_identity() -> None:
     assert identify(built()) == identify(built())
     text = "SGD with 2 parameters, the first of shape (4, 3), checksum "
     assert identify(built()).startswith(text)
@@ -38,7 +38,9 @@ def test_replicas_are_the_same() -> None:
         lambda: built(kind=torch.optim.AdamW),
     ],
 )
-def test_others_are_not(other: Callable[[], torch.optim.Optimizer]) -> None:
+def test_other_optimizers_have_another_identity(
+    other: Callable[[], torch.optim.Optimizer],
+) -> None:
     assert identify(built()) != identify(other())
 
 
@@ -64,7 +66,7 @@ def test_every_kind_of_parameter(parameter: torch.Tensor) -> None:
     assert first == second
 
 
-def test_all_of_this_process() -> None:
+def test_group_of_this_process() -> None:
     optimizer = built(seed=12345)
     identity = identify(optimizer)
     assert identity in all_identities()

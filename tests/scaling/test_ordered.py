@@ -170,7 +170,7 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
         assert alone[seed] == pytest.approx(expected.tolist(), rel=1e-6)
 
 
-def test_an_overflow_shows() -> None:
+def test_overflow_is_detected() -> None:
     assert total_on_this_rank(0, overflow=True)[1] > 0
 
 

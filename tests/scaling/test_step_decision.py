@@ -99,21 +99,21 @@ def test_clipping_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_zero_gradient_is_a_step_like_any_other(max_norm: float | None) -> None:
+def test_zero_gradient_is_applied(max_norm: float | None) -> None:
     found = decision([torch.zeros(5)], max_norm=max_norm)
     assert found.found_inf == 0
     assert found.grad_norm == 0
     assert found.grad_scale == 4
 
 
-def test_no_gradient_at_all() -> None:
+def test_step_without_gradients() -> None:
     assert decision([]).grad_norm == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_one_element_that_is_not_finite(value: float, place: int, max_norm: float | None) -> None:
+def test_one_nonfinite_element(value: float, place: int, max_norm: float | None) -> None:
     gradients = random_gradients(1)
     gradients[place][-1] = value
     found = decision(gradients, max_norm=max_norm)
@@ -124,13 +124,13 @@ def test_one_element_that_is_not_finite(value: float, place: int, max_norm: floa
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
-def test_a_weight_that_is_not_finite_or_negative(weight: float) -> None:
+def test_nonfinite_or_negative_loss_weight(weight: float) -> None:
     found = decision(random_gradients(1), weight=weight)
     # Not empty: an empty step would not change the loss scale.
     assert (found.empty, found.overflow, found.found_inf) == (False, True, 1)
 
 
-def test_nothing_to_learn_from() -> None:
+def test_loss_weight_of_zero() -> None:
     found = decision([torch.zeros(5)], weight=0.0, loss_sum=0.0, max_norm=1.0)
     assert (found.empty, found.overflow, found.found_inf) == (True, False, 1)
 
@@ -182,7 +182,7 @@ SPOILERS: list[Callable[[Tensor], object]] = [
 
 
 @ranks(2)
-def test_every_rank_sees_what_is_not_finite_on_any() -> None:
+def test_nonfinite_values_are_detected_on_every_rank() -> None:
     for spoiled in range(2):
         for spoil in SPOILERS:
             gradients = random_gradients(dist.get_rank())
@@ -202,7 +202,7 @@ def test_every_rank_sees_what_is_not_finite_on_any() -> None:
             assert found.overflow
 
 
-def test_alone_nothing_is_added() -> None:
+def test_single_process_adds_no_collective() -> None:
     measured = torch.arange(5.0)
     assert all_reduce_stats(measured, None) is measured
     assert measured.tolist() == [0, 1, 2, 3, 4]

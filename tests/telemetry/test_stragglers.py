@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.distributed import waiting
-from distmp.distributed.waiting import OwnTime, StepClock, collective_waits
+from distmp.distributed.waiting import ComputeTime, StepClock, collective_waits
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.telemetry.stragglers import SlowRankDetector, Stragglers, own_seconds
+from distmp.telemetry.stragglers import SlowRankDetector, Stragglers, compute_seconds
 from tests.marks import nightly
 from tests.ranks import ranks, run_ranks
 from tests.recording import no_waiting
@@ -100,10 +100,10 @@ def test_a_slow_rank_is_named(strategy: str, where: str, options: dict[str, Any]
 
 def test_hidden_transfers_are_not_waiting() -> None:
     """If transfers overlap with computation, only the excess waiting time of fast ranks counts."""
-    times = [OwnTime(1.0, 0.7), OwnTime(1.0, 0.3), OwnTime(1.0, 0.7)]
-    assert own_seconds(times, hidden=True) == pytest.approx([0.6, 1.0, 0.6])
-    assert own_seconds(times, hidden=False) == pytest.approx([0.3, 0.7, 0.3])
-    unknown = own_seconds([OwnTime(math.nan, math.nan), *times[1:]], hidden=True)
+    times = [ComputeTime(1.0, 0.7), ComputeTime(1.0, 0.3), ComputeTime(1.0, 0.7)]
+    assert compute_seconds(times, hidden=True) == pytest.approx([0.6, 1.0, 0.6])
+    assert compute_seconds(times, hidden=False) == pytest.approx([0.3, 0.7, 0.3])
+    unknown = compute_seconds([ComputeTime(math.nan, math.nan), *times[1:]], hidden=True)
     assert math.isnan(unknown[0])
     assert unknown[1:] == pytest.approx([1.0, 0.6])
 
@@ -130,7 +130,7 @@ class Moment:
         ([(-1.0, 11.0), (0.0, 10.0)], 10.0),
     ],
 )
-def test_own_time_is_never_negative(
+def test_compute_time_is_never_negative(
     waits: list[tuple[float, float]], waited: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter([0.0, 10.0])
@@ -141,7 +141,7 @@ def test_own_time_is_never_negative(
     collective_waits._spans += [(Moment(begin), Moment(end)) for begin, end in waits]  # type: ignore[misc]
     clock.end()
     collective_waits.active = False
-    assert clock.take() == OwnTime(10.0, waited)
+    assert clock.take() == ComputeTime(10.0, waited)
 
 
 def test_an_interval_is_past_after_all_of_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_two_gpus_exchange_their_times_without_waiting() -> None:
     clock = StepClock(world.device)
     stragglers = Stragglers(world, clock, "ddp", every=1, log=[].append)
     for step in range(1, 4):
-        own = OwnTime(step + world.rank, 0.5)
+        own = ComputeTime(step + world.rank, 0.5)
         clock.take = lambda own=own: own  # type: ignore[method-assign,misc]
         with no_waiting():
             stragglers.after(step, 0.0)

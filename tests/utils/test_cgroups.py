@@ -32,7 +32,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
             },
             2.5,
             5000,
-            id="version 2, the lowest limit counts",
+            id="the lowest limit counts",
         ),
         pytest.param(
             {
@@ -42,32 +42,17 @@ def write(root: Path, files: dict[str, str]) -> Path:
             },
             None,
             None,
-            id="version 2 without limits",
+            id="without limits",
         ),
         pytest.param(
             {
-                "proc/self/cgroup": "4:memory:/a\n3:cpuset:/x\n2:cpu,cpuacct:/a\n0::/",
-                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "150000",
-                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "7000",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-            },
-            1.5,
-            7000,
-            id="version 1",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "2:cpu:/docker/0123\n4:memory:/docker/0123",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "6000",
+                "proc/self/cgroup": "1:name=systemd:/x\n0::/docker/0123",
+                "sys/fs/cgroup/cpu.max": "50000 100000",
+                "sys/fs/cgroup/memory.max": "6000",
             },
             0.5,
             6000,
-            id="version 1 in a container, which sees only its own subtree",
+            id="in a container, which sees only its subtree",
         ),
     ],
 )

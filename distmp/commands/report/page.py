@@ -145,15 +145,15 @@ def _metric(record: StepRecord, name: str) -> float | None:
 
 
 def _rank_times(run: Run) -> Iterator[Curve]:
-    """Yield the own time of every rank, if ranks were compared."""
+    """Yield the compute time of every rank, if ranks were compared."""
     compared = [record for record in run.records if record.rank_seconds]
     ranks = min((len(record.rank_seconds or ()) for record in compared), default=0)
     for rank in range(min(ranks, MAX_RANKS)):
-        times = partial(_own_seconds, rank=rank)
+        times = partial(_compute_seconds, rank=rank)
         yield from _curve("Time of each rank without waiting, s", compared, f"rank {rank}", times)
 
 
-def _own_seconds(record: StepRecord, rank: int) -> float | None:
+def _compute_seconds(record: StepRecord, rank: int) -> float | None:
     return record.rank_seconds[rank] if record.rank_seconds else None
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.settings import DivergenceConfig
 
@@ -75,35 +74,23 @@ class PendingStep:
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class StepResult:
+@dataclass(kw_only=True)
+class StepResult(PendingStep):
     """A step whose numbers have been read; the same on every rank, except for `seconds`.
 
+    It also has the attributes of `PendingStep`.
+
     Attributes:
-        step: Number of the step, counted from 1.
-        samples: Samples consumed by all ranks together, this step included.
         numbers: Loss, gradient norm, learning rate and the rest of the step, as plain numbers.
-        seconds: Time that this rank took for the step, without pauses.
         overflow: Why the step was skipped, if a gradient was not finite and attribution is on.
         spike: The action for a loss or norm that is out of bounds; None without one.
-        validation_loss: Mean loss on held-out data after this step; None if it was not validated.
-        validation_metrics: Metrics on held-out data after this step, by name.
         rank_seconds: Compute seconds per step of each rank; None in steps without a comparison.
-        formats: The policy of `precision.phases` in this step; None without phases.
-        matmul_statistics: Statistics of low-precision matmuls; None under policies without any.
     """
 
-    step: int
-    samples: int
     numbers: StepNumbers
-    seconds: float
     overflow: OverflowReport | None = None
     spike: SpikeAction | None = None
-    validation_loss: float | None = None
-    validation_metrics: Mapping[str, float] = field(default_factory=dict)
     rank_seconds: list[float] | None = None
-    formats: str | None = None
-    matmul_statistics: MatmulStatistics | None = None
 
     @property
     def rolls_back(self) -> bool:

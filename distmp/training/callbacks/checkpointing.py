@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from distmp.checkpoint import store
@@ -19,7 +17,7 @@ from distmp.distributed.progress import SAVING, current_phase
 from distmp.distributed.ranks import describe
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.saving import StateToSave, described_optimizer, skipped_in_a_row
-from distmp.errors import CheckpointError, TrainingError
+from distmp.errors import TrainingError
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.run import Run
 
@@ -184,7 +182,7 @@ def _saves_later(trainer: TrainingLoop, step: int) -> bool:
     return every > 0 and (step // every + 1) * every < trainer.config.steps
 
 
-def _last_healthy(directory: store.Location) -> str:
+def _last_healthy(directory: Path) -> str:
     try:
         healthy = store.newest_healthy(directory)
     except OSError as error:
@@ -209,46 +207,3 @@ def _skips_message(step: int, applied: int, skipped_total: int, skipped: int) ->
         f"{step - skipped}; under FP16 one such step is usual, otherwise lower optim.lr or "
         "optim.max_norm, or inspect the data"
     )
-
-
-class HuggingFaceExport(Callback):
-    """Saves the FP32 weights, so that `from_pretrained` of transformers or peft loads them.
-
-    Args:
-        known: The properties of the run that describe the model, see `describe_model`.
-    """
-
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self._known = known
-
-    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
-        """Write the directory on rank 0. Every rank contributes its shards."""
-        settings, known = trainer.config.model, self._known
-        if not finished or not (settings.is_hugging_face or settings.peft is not None):
-            return
-        current_phase.enter("saving the model", transfers=True)
-        tokenizer = Path(known["tokenizer"]) if "tokenizer" in known else None
-        try:
-            _write(trainer, known, tokenizer)
-        except CheckpointError as error:
-            trainer.console.message(f"{error}; distmp export writes it from the checkpoint")
-            return
-        what = "model in the Hugging Face format" if settings.peft is None else "adapters for peft"
-        source = "no tokenizer was found" if tokenizer is None else f"tokenizer of {tokenizer}"
-        trainer.console.message(f"{what}: {trainer.directory.model} ({source})")
-
-
-def _write(trainer: TrainingLoop, known: Mapping[str, Any], tokenizer: Path | None) -> None:
-    # Imported here: most runs do not need it.
-    from distmp.export.export import AdapterWeights, write_adapter
-    from distmp.export.files import write
-    from distmp.export.sources import EngineWeights
-
-    directory, writes = trainer.directory.model, trainer.world.rank == 0
-    weights = EngineWeights(trainer.engine.state_dict(), keep=writes)
-    if "adapter" in known:
-        own = AdapterWeights(weights)
-        write_adapter(directory, own, known["adapter"], tokenizer, writes=writes)
-    else:
-        described = known["model"]
-        write(directory, weights, described, torch.float32, tokenizer=tokenizer, writes=writes)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from distmp.callback_settings import find_callback
 from distmp.errors import ConfigError, nearest
 from distmp.training.callbacks.callback import Callback
-from distmp.training.callbacks.checkpointing import Checkpointing, HuggingFaceExport
+from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.checks import (
     AdapterCheck,
     LeaseCheck,
@@ -50,7 +50,6 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         *([EarlyStopping(config, checkpointing)] if config.early_stopping.patience else []),
         *users,
         checkpointing,
-        HuggingFaceExport(run.fingerprint),
         TextSample(run),
     ]
 

@@ -147,7 +147,7 @@ class StepLogger(Callback):
 
     def _operands(self, result: StepResult, trainer: TrainingLoop) -> dict[str, Any] | None:
         """Return the statistics of low-precision operands, in steps that print a line."""
-        statistics, self._started = result.matmul_statistics, self._started or result.step
+        statistics, self._started = result.outcome.matmul_statistics, self._started or result.step
         if statistics is None or trainer.world.rank != 0:
             return None
         config = trainer.config
@@ -185,7 +185,7 @@ class StepLogger(Callback):
             divergence=self._divergence(result),
             unit=weight_unit(trainer.config, numbers.weight),
             rank_seconds=result.rank_seconds,
-            formats=result.formats,
+            formats=result.outcome.formats,
             low_precision_operands=self._operands(result, trainer),
         )
 

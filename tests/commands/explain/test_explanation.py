@@ -24,7 +24,7 @@ from distmp.commands.explain.trace_steps import trace_steps
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
-from distmp.parallel import fsdp
+from distmp.parallel import fsdp_collectives
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
 from distmp.precision import resolve
 from distmp.training.setup import prepare
@@ -95,7 +95,7 @@ def sums_of_gradients(name: str, wire: str, device: torch.device) -> set[str]:
 
 def collectives_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the ranks of this machine use the collectives of ranks with GPUs."""
-    for module in (gradients, fsdp):
+    for module in (gradients, fsdp_collectives):
         monkeypatch.setattr(module, "has_native_reduce_scatter", lambda device: True)
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import AwaitedRanks, RankStatus
+from distmp.distributed.rank_status import RankStatus
+from distmp.parallel import collective_order
+from distmp.parallel.collective_order import AwaitedRanks
 from distmp.utils.processes import child_seconds
 
 LIMIT = 100.0
@@ -24,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(rank_monitor, "time", clock)
+    monkeypatch.setattr(collective_order, "time", clock)
     return clock
 
 
@@ -42,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ({"waits_in": "barrier", "busy_seconds": 140.0, "line": "train.py:3"}, True),
     ],
 )
-def test_what_counts_as_progress(
+def test_progress_of_awaited_ranks(
     clock: Clock, change: dict[str, object], is_progress: bool
 ) -> None:
     ranks = AwaitedRanks(LIMIT)
@@ -62,7 +63,7 @@ def test_a_rank_that_waits_in_a_collective_is_not_busy(clock: Clock) -> None:
     assert ranks.why_stuck({1: replace(status, busy_seconds=500.0)})
 
 
-def test_ranks_wait_for_the_one_that_makes_progress(clock: Clock) -> None:
+def test_wait_continues_while_one_rank_progresses(clock: Clock) -> None:
     ranks = AwaitedRanks(LIMIT)
     for busy in (0.0, 100.0, 200.0, 300.0):
         clock.now += LIMIT
@@ -71,7 +72,7 @@ def test_ranks_wait_for_the_one_that_makes_progress(clock: Clock) -> None:
     assert ranks.why_stuck({0: None, 1: STATUS, 2: replace(STATUS, busy_seconds=300.0)})
 
 
-def test_ranks_that_never_answer(clock: Clock) -> None:
+def test_ranks_without_answers_are_stuck(clock: Clock) -> None:
     ranks = AwaitedRanks(LIMIT)
     assert not ranks.why_stuck({1: None})
     clock.now += 1.1 * LIMIT
@@ -79,7 +80,7 @@ def test_ranks_that_never_answer(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("lines", [1, 2])
-def test_an_endless_loop_does_not_postpone_the_limit_forever(clock: Clock, lines: int) -> None:
+def test_endless_loop_reaches_the_long_limit(clock: Clock, lines: int) -> None:
     ranks = AwaitedRanks(LIMIT)
     began = clock.now
     stuck = ""

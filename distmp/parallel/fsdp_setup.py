@@ -1,0 +1,171 @@
+"""Divides a module into the groups that FSDP2 shards, and refuses what it cannot shard."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from distmp.distributed.rank_environment import local_world_size
+from distmp.distributed.world import World
+from distmp.errors import ConfigError
+from distmp.parallel.blocks import find_blocks
+from distmp.parallel.settings import ShardingConfig
+from distmp.parallel.strategy import parameter_name, refuse_shared_memory
+from distmp.precision.builders import fsdp2_policy
+from distmp.precision.policy import PrecisionPolicy
+
+HOOK = (
+    "has a hook (Tensor.register_hook), which FSDP would not run, because it computes gradients of "
+    "gathered copies; change engine.gradients() in a step pre-hook of the optimizer, or use 'ddp'"
+)
+
+
+def shard_size(sharding: ShardingConfig, world: World) -> int:
+    """Return how many ranks share one copy of the model with `hsdp`.
+
+    Raises:
+        ConfigError: If it does not divide the number of ranks.
+    """
+    local = local_world_size(world.world_size)
+    size = local if sharding.shard_size is None else sharding.shard_size
+    if world.world_size % size:
+        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+        raise ConfigError(
+            "sharding.shard_size",
+            size,
+            f"does not divide the {world.world_size} ranks; use one of "
+            f"{', '.join(map(str, divisors))}",
+        )
+    return size
+
+
+def check_shapes(module: nn.Module, strategy: str) -> None:
+    """Refuse parameters that a sharded strategy cannot divide.
+
+    Raises:
+        ConfigError: For a scalar, a trainable parameter without elements, and two parameters that
+            share memory, or a hook that would not run.
+    """
+    refuse_shared_memory(module, "strategy", strategy)
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError("model", name, HOOK)
+        if parameter.dim() == 0:
+            raise ConfigError(
+                "strategy",
+                strategy,
+                f"shards parameters by rows, but {name!r} has the shape (); give it the shape "
+                "(1,), or use 'ddp'",
+            )
+        if parameter.numel() == 0 and parameter.requires_grad:
+            raise ConfigError(
+                "strategy",
+                strategy,
+                f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
+                "freeze or remove it, or use 'ddp'",
+            )
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(parameter_name(name))
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def check_ties(module: nn.Module, ties: list[list[str]], strategy: str) -> None:
+    """Refuse a module whose blocks shared a parameter, which sharding has separated.
+
+    Args:
+        module: The module after it was sharded.
+        ties: What `tied_names` returned before.
+        strategy: The name of the strategy.
+
+    Raises:
+        ConfigError: If two names of a parameter are two parameters now.
+    """
+    named = module.named_parameters(remove_duplicate=False)
+    sharded = {parameter_name(name): parameter for name, parameter in named}
+    for first, *others in ties:
+        for name in others:
+            if sharded[name] is not sharded[first]:
+                raise ConfigError(
+                    "strategy",
+                    strategy,
+                    f"shards each block by itself, but {first!r} and {name!r} are one parameter; "
+                    "use 'ddp', with shard_optimizer to save memory, or name a module that "
+                    "contains and calls both in sharding.wrap",
+                )
+
+
+def device_mesh(world: World, shards: int, strategy: str) -> DeviceMesh:
+    """Return the mesh of a strategy: `shards` ranks, with `hsdp` in each copy of the model."""
+    kind = world.device.type
+    if strategy == "fsdp":
+        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
+    shape = (world.world_size // shards, shards)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(
+    module: nn.Module,
+    policy: PrecisionPolicy,
+    kept: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    sharding: ShardingConfig,
+) -> None:
+    """Shard the blocks, the modules kept in FP32 within each block, and the rest as groups.
+
+    Args:
+        module: The model, sharded in place.
+        policy: The precision policy.
+        kept: Modules that the policy keeps in FP32.
+        mesh: Result of `device_mesh`.
+        sharding: The settings.
+    """
+    # FP32, because `ReduceScatter` converts to the communication dtype.
+    computed = replace(
+        fsdp2_policy(policy.high_precision, own_accumulator=True), reduce_dtype=torch.float32
+    )
+    fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    in_fp32 = with_submodules(kept)
+    done: set[int] = set()
+
+    def group(parts: list[nn.Module], reshard: bool | None) -> None:
+        done.update(map(id, parts))
+        fully_shard(
+            parts[0] if len(parts) == 1 else parts,
+            mesh=mesh,
+            mp_policy=fp32 if id(parts[0]) in in_fp32 else computed,
+            reshard_after_forward=reshard,
+        )
+
+    def group_kept(holder: nn.Module, reshard: bool) -> None:
+        inside = with_submodules([holder])
+        parts = [
+            part
+            for part in kept
+            if id(part) in inside and id(part) not in done and any(True for _ in part.parameters())
+        ]
+        if parts and holder is not parts[0]:
+            group(parts, reshard)
+
+    # Inner modules first, as FSDP requires.
+    for block in reversed(find_blocks(module, sharding.wrap).values()):
+        group_kept(block, sharding.reshard_after_forward)
+        group([block], sharding.reshard_after_forward)
+    # Not resharded, like the root: other modules may use these parameters (a tied head).
+    group_kept(module, reshard=False)
+    group([module], None)
+
+
+def with_submodules(modules: Sequence[nn.Module]) -> set[int]:
+    """Return the `id` of each module and of the modules inside of it."""
+    return {id(part) for module in modules for part in module.modules()}
