@@ -108,7 +108,7 @@ def _check_parts(name: str, tensor: TensorStorageMetadata, stored: Mapping[Any, 
         raise CheckpointError(f"{name!r} is stored incompletely")
 
 
-def _check_bytes(path: Location, stored: Mapping[Any, Any], files: dict[str, FileSum]) -> None:
+def _check_bytes(path: Path, stored: Mapping[Any, Any], files: dict[str, FileSum]) -> None:
     """Check that parts are stored in different bytes of files of the checkpoint."""
     ends: dict[str, int] = {}
     for entry in sorted(stored.values(), key=lambda entry: (entry.relative_path, entry.offset)):
