@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.telemetry.console import Console
+from distmp.training.callbacks.validation import loss_unit, weight_unit
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.training.test_resume import configuration
@@ -32,3 +36,28 @@ def test_the_final_validation_is_announced_and_others_are_not(tmp_path: Path) ->
         "validating on the held-out samples",
         "held-out",
     ]
+
+
+# The unit of the weight that losses and throughputs are reported with.
+
+
+OWN = "--model.loss=my_model:loss"
+TOKENS = ["--data.source=tokens", "--data.path=tokens.bin"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "weight", "unit", "of_loss"),
+    [
+        ([], 4096, "token", " nats per byte"),
+        (TOKENS, 4096, "token", " nats per token"),
+        ([OWN], 32, "sample", ""),
+        ([OWN], 30, "sample", ""),  # two samples are masked
+        ([OWN], 4096, "unit", ""),
+    ],
+)
+def test_the_unit_follows_the_loss(
+    arguments: list[str], weight: int, unit: str, of_loss: str
+) -> None:
+    config = load(["--batch.global-batch-size=32", *arguments])
+    assert weight_unit(config, weight) == unit
+    assert loss_unit(config) == of_loss
