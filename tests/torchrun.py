@@ -35,6 +35,11 @@ def corpus(directory: Path) -> Path:
     return directory
 
 
+def tiny(directory: Path, *more: str) -> list[str]:
+    """Return arguments of a tiny run in `run`, on text that is written to `directory`/corpus."""
+    return [*TINY, f"--data.path={corpus(directory / 'corpus')}", "--run-dir=run", *more]
+
+
 def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 

@@ -15,7 +15,7 @@ import pytest
 
 import distmp
 from tests.ranks import ranks
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(distmp.__file__).parent
@@ -104,10 +104,9 @@ def test_a_setting_and_a_checkpoint_take_their_paths(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.yaml").write_text("optim:\n  max_norm: 0.5\n")
-    arguments = ["--config=x.yaml", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
-    arguments += ["--run-dir=run", "--checkpoint.every=1", "--log.console=plain"]
+    arguments = ["--config=x.yaml", *tiny(tmp_path, "--checkpoint.every=1", "--steps=2")]
     with called(SETTING) as order:
-        assert main([*arguments, "--steps=2"]) == 0
+        assert main([*arguments, "--log.console=plain"]) == 0
     assert order == SETTING
     there, back = CHECKPOINT[:6], CHECKPOINT[6:]
     with called(CHECKPOINT) as order:

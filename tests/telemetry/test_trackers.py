@@ -16,7 +16,7 @@ from distmp.telemetry.records import read_records
 from distmp.telemetry.settings import LogConfig
 from tests.elastic import Job, run_jobs
 from tests.telemetry.samples import record
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 HERE = "tests.telemetry.test_trackers"
 
@@ -147,9 +147,8 @@ def test_unknown_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_logs_on_its_first_rank(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    data = corpus(tmp_path / "corpus")
-    arguments = [*TINY, f"--data.path={data}", "--steps=2", "--run-dir=run"]
-    (done,) = run_jobs([Job([*arguments, "--log.trackers", "tensorboard", NAME])], tmp_path)
+    arguments = tiny(tmp_path, "--steps=2", "--log.trackers", "tensorboard", NAME)
+    (done,) = run_jobs([Job(arguments)], tmp_path)
     assert done.exit_codes == {}, done
     directory = tmp_path / "0" / "run"
     written = calls(directory)

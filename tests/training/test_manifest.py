@@ -29,7 +29,7 @@ from distmp.training.train import main
 from distmp.utils.settings.convert import digest
 from tests.ranks import run_ranks
 from tests.telemetry.test_trackers import Recorder
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 
 def on_each_rank(path: Path) -> int:
@@ -167,9 +167,8 @@ def test_no_file_of_a_run_contains_a_secret(
     def train(secret: str, *more: str) -> int:
         address = f"https://me:{secret}@host"
         tracker = {"name": TRACKER, "options": {"api_key": secret, "address": address}}
-        arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", f"--run-dir={directory}"]
-        arguments += ["--log.trackers", json.dumps(tracker)]
-        arguments += more
+        arguments = tiny(tmp_path, f"--run-dir={directory}")
+        arguments += ["--log.trackers", json.dumps(tracker), *more]
         monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "distmp.train", *arguments])
         return main(arguments)
 

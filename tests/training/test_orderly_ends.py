@@ -20,7 +20,6 @@ from distmp.checkpoint import store
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
 from distmp.training.callbacks.time_limit import TimeBudget, TimeLimit
 from distmp.training.train import main
@@ -32,6 +31,7 @@ from tests.progress import of_children
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.torchrun import TINY, corpus, environment, python, run
+from tests.toys import trainer_of
 
 STEPS = 8
 
@@ -46,8 +46,7 @@ def trainer(directory: Path, *arguments: str) -> Trainer:
             *arguments,
         ]
     )
-    world = World.current("cpu")
-    return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+    return trainer_of(config)
 
 
 def time_limit(trainer: Trainer) -> TimeLimit:

@@ -32,7 +32,7 @@ from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.progress import of_children
 from tests.telemetry.samples import record
-from tests.torchrun import TINY, corpus, environment, torchrun
+from tests.torchrun import environment, tiny, torchrun
 
 KILLS = 50
 STEPS = 450
@@ -152,9 +152,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.nightly
 def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=60"]
-    arguments += ["--checkpoint.every=5", "--run-dir=run"]
-    command = torchrun(*arguments)
+    command = torchrun(*tiny(tmp_path, "--steps=60", "--checkpoint.every=5"))
     command.insert(command.index("-m", 3), "--max-restarts=3")
     with (tmp_path / "log").open("w+") as log:
         job = subprocess.Popen(

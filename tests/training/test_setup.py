@@ -16,7 +16,7 @@ from distmp.training.callbacks import Callback, TrainingLoop
 from distmp.training.setup import prepare
 from tests.elastic import Job, run_jobs
 from tests.reference import gathered
-from tests.torchrun import TINY, corpus
+from tests.torchrun import corpus, tiny
 from tests.utils.test_deferred import ReadsMemory
 
 MODEL = f"{ReadsMemory.__module__}:{ReadsMemory.__qualname__}"
@@ -71,15 +71,8 @@ class InitialWeights(Callback):
 
 @pytest.mark.nightly
 def test_initial_weights_and_losses_are_the_same_bits(tmp_path: Path) -> None:
-    arguments = [
-        *TINY,
-        f"--data.path={corpus(tmp_path / 'corpus')}",
-        "--run-dir=run",
-        "--log.every=1",
-        "--schedule.warmup-steps=2",
-        "--callbacks=tests.training.test_setup:InitialWeights",
-        f"--steps={STEPS}",
-    ]
+    arguments = tiny(tmp_path, "--log.every=1", "--schedule.warmup-steps=2", f"--steps={STEPS}")
+    arguments.append("--callbacks=tests.training.test_setup:InitialWeights")
     jobs = [Job([*arguments, *options], ranks=ranks) for ranks, options in RUNS]
     done = run_jobs(jobs, tmp_path)
     assert [job.exit_codes for job in done] == [{}] * len(RUNS), done

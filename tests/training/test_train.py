@@ -25,7 +25,7 @@ from distmp.utils.settings import from_mapping, read_yaml
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.progress import of_children
-from tests.torchrun import TINY, corpus, environment, python, run, torchrun
+from tests.torchrun import TINY, corpus, environment, python, run, tiny, torchrun
 
 ON_A_GPU = (
     pytest.mark.gpu,
@@ -39,17 +39,13 @@ def losses(records: list[StepRecord]) -> list[float]:
 
 def trained(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[StepRecord]:
     """Train through torchrun in `tmp_path`; return the records of `--run-dir` run."""
-    data = corpus(tmp_path / "corpus")
-    command = torchrun(*TINY, f"--data.path={data}", "--run-dir=run", *arguments, ranks=ranks)
-    done = run(command, tmp_path)
+    done = run(torchrun(*tiny(tmp_path, *arguments), ranks=ranks), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_records(tmp_path / "run" / "steps.jsonl")
 
 
 def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
-    data = corpus(tmp_path / "corpus")
-    arguments = [*TINY, f"--data.path={data}", "--run-dir=run", "--steps=30"]
-    arguments += ["--optim.lr=1e-2", "--schedule.warmup-steps=5"]
+    arguments = tiny(tmp_path, "--steps=30", "--optim.lr=1e-2", "--schedule.warmup-steps=5")
     ranks = {"ddp": 2, "fsdp": 2, "single": 1}
     jobs = [
         Job([*arguments, f"--strategy={strategy}"], ranks=number)
@@ -77,10 +73,9 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None:
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--run-dir=run", "--steps=10"]
     # A deferred model draws its weights on the device, whose generator has other numbers.
     start = f"--model.weights={_weights(tmp_path)}"
-    arguments += ["--optim.lr=1e-2", "--checkpoint.every=4", start]
+    arguments = tiny(tmp_path, start, "--steps=10", "--optim.lr=1e-2", "--checkpoint.every=4")
     cases = (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
     jobs = [Job([*arguments, f"--strategy={name}"], ranks=ranks) for name, ranks in cases]
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
@@ -102,8 +97,8 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ranks: int) -> None:
     directory = tmp_path / "run"
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", f"--run-dir={directory}"]
-    arguments += ["--strategy=fsdp", "--precision.policy=bf16", "--steps=10"]
+    arguments = tiny(tmp_path, f"--run-dir={directory}", "--steps=10")
+    arguments += ["--strategy=fsdp", "--precision.policy=bf16"]
 
     def trained(name: str, option: str) -> list[StepRecord]:
         (tmp_path / name).mkdir()
@@ -127,9 +122,7 @@ def test_a_run_leaves_everything_in_its_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = corpus(tmp_path / "corpus")
-    arguments = [*TINY, f"--data.path={data}", "--steps=3", "--run-dir=runs/here"]
-    arguments += ["--log.every=1"]
+    arguments = tiny(tmp_path, "--steps=3", "--run-dir=runs/here", "--log.every=1")
     threads = torch.get_num_threads()
     assert main(arguments) == 0
     assert torch.get_num_threads() == threads
@@ -144,7 +137,7 @@ def test_a_run_leaves_everything_in_its_directory(
         "steps.jsonl",
     }
     config = from_mapping(RunConfig, read_yaml(directory / "config.yaml"))
-    assert (config.steps, config.data.path) == (3, str(data))
+    assert (config.steps, config.data.path) == (3, str(tmp_path / "corpus"))
     assert [record.step for record in read_records(directory / "steps.jsonl")] == [1, 2, 3]
     assert listing.latest(directory / "checkpoints") == directory / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
@@ -203,11 +196,8 @@ def test_a_run_that_only_skips_gives_up(
     assert output.startswith("distmp: ")
     assert "max_consecutive_skips" in output
     assert "Traceback" not in output
-    assert [record.skipped for record in read_records(tmp_path / "run" / "steps.jsonl")] == [
-        True,
-        True,
-        True,
-    ]
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    assert [record.skipped for record in records] == [True] * 3
 
 
 INTEGERS = "integer parameters in fp16"
@@ -221,10 +211,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "steps = 'soon': must be an integer",
     ),
     "negative steps": (lambda tmp: ["--steps=-1"], "steps = -1: use 1 to"),
-    "missing data directory": (
-        lambda tmp: [f"--data.path={tmp / 'nowhere'}"],
-        "data.path = ",
-    ),
+    "missing data directory": (lambda tmp: [f"--data.path={tmp / 'nowhere'}"], "data.path = "),
     "empty data directory": (
         lambda tmp: [f"--data.path={_directory(tmp / 'empty')}"],
         "data.path = ",
@@ -233,10 +220,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda tmp: ["--config", _file(tmp / "c.yaml", "steps: [1\nseed: 2\n")],
         "line 2, column",
     ),
-    "missing file": (
-        lambda tmp: ["--config", str(tmp / "no.yaml")],
-        "cannot be read (No such file",
-    ),
+    "missing file": (lambda tmp: [f"--config={tmp / 'no.yaml'}"], "cannot be read (No such file"),
     "unknown model path": (
         lambda tmp: ["--model.name=no_such_module:Model"],
         "model.name = 'no_such_module:Model': there is no module 'no_such_module'",
@@ -248,20 +232,13 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     INTEGERS: (
         lambda tmp: [
-            *TINY,
-            "--precision.policy=fp16",
-            f"--data.path={corpus(tmp / 'corpus')}",
+            *tiny(tmp, "--precision.policy=fp16", "--model.options={}"),
             f"--model.name={_module(tmp)}:quantized",
-            "--model.options={}",
         ],
         "parameter 'codes' is int8",
     ),
     "resuming from nothing": (
-        lambda tmp: [
-            *TINY,
-            f"--data.path={corpus(tmp / 'corpus')}",
-            f"--resume={tmp / 'nowhere'}",
-        ],
+        lambda tmp: tiny(tmp, f"--resume={tmp / 'nowhere'}"),
         "resume = ",
     ),
     "null for a number": (
@@ -269,11 +246,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "sample.every = None: must be an integer; leave it out for its default",
     ),
     "no optimizer": (
-        lambda tmp: [
-            *TINY,
-            f"--data.path={corpus(tmp / 'corpus')}",
-            f"--optim.name={_module(tmp)}:no_optimizer",
-        ],
+        lambda tmp: tiny(tmp, f"--optim.name={_module(tmp)}:no_optimizer"),
         "optim.name = 'users_models:no_optimizer': returned a NoneType; name a class or a function",
     ),
     "fewer samples than a step": (
@@ -291,7 +264,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "data.source = 'users_models:floats': sample 0 has inputs of torch.float32",
     ),
     "sharding one process": (
-        lambda tmp: [*TINY, f"--data.path={corpus(tmp / 'corpus')}", "--strategy=fsdp"],
+        lambda tmp: tiny(tmp, "--strategy=fsdp"),
         "strategy = 'fsdp': needs several ranks, but only one process was started",
     ),
 }
@@ -441,6 +414,12 @@ def test_help_is_printed_once(tmp_path: Path) -> None:
     assert done.stdout.count("--optim.lr") == 1
 
 
+def _command(launcher: str, arguments: list[str]) -> list[str]:
+    if launcher == "torchrun":
+        return torchrun(*arguments)
+    return python("-m", "distmp", "launch", "--", *arguments)
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
 def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path) -> None:
     arguments = [
@@ -450,12 +429,7 @@ def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path)
         "--precision.policy=fp32",
         "--steps=50",
     ]
-    command = (
-        torchrun(*arguments)
-        if launcher == "torchrun"
-        else python("-m", "distmp", "launch", "--", *arguments)
-    )
-    done = run(command, tmp_path, timeout=60)
+    done = run(_command(launcher, arguments), tmp_path, timeout=60)
     assert done.returncode == 1
     reports = [line for line in done.stderr.splitlines() if line.startswith("distmp: rank")]
     assert reports == ["distmp: rank 1 of 2 failed:"]
@@ -465,13 +439,7 @@ def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path)
 
 @pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
 def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) -> None:
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=20000"]
-    arguments += ["--run-dir=run"]
-    command = (
-        torchrun(*arguments)
-        if launcher == "torchrun"
-        else python("-m", "distmp", "launch", "--", *arguments)
-    )
+    command = _command(launcher, tiny(tmp_path, "--steps=20000"))
     with (tmp_path / "log").open("w+") as log:
         job = subprocess.Popen(
             command,

@@ -18,7 +18,7 @@ from distmp.training.train import main
 from distmp.utils.settings import to_mapping
 from distmp.utils.settings.convert import digest
 from tests.elastic import Job, run_jobs
-from tests.torchrun import TINY, corpus, environment, torchrun
+from tests.torchrun import corpus, environment, tiny, torchrun
 
 # Its second rank is slow, writes to the file descriptor as C++ does, and is killed in step 4.
 KILLED = """
@@ -91,14 +91,7 @@ def test_a_resumed_run_appends_to_logs_and_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = corpus(tmp_path / "corpus")
-    arguments = [
-        *TINY,
-        f"--data.path={data}",
-        "--run-dir=run",
-        "--resume=auto",
-        "--preflight=always",
-    ]
+    arguments = tiny(tmp_path, "--resume=auto", "--preflight=always")
     directories: list[Path] = []
     monkeypatch.setattr(failures, "write_traces_to", directories.append)
     for steps in (2, 3):
@@ -120,12 +113,9 @@ def test_machines_that_differ_do_not_start(tmp_path: Path) -> None:
     listener.bind(("127.0.0.1", 0))
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
-    data = corpus(tmp_path / "corpus")
     jobs = []
     for steps in (20, 30):
-        command = torchrun(
-            *TINY, f"--data.path={data}", "--run-dir=run", f"--steps={steps}", ranks=1
-        )
+        command = torchrun(*tiny(tmp_path, f"--steps={steps}"), ranks=1)
         command.remove("--standalone")
         where = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         where += [f"--rdzv-conf=is_host={int(steps == 20)}", "--local-addr=127.0.0.1"]

@@ -20,7 +20,7 @@ from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.disks import disk, fill, mount, unmount
 from tests.elastic import Job, run_jobs
-from tests.torchrun import TINY, corpus
+from tests.torchrun import TINY, tiny
 
 Batch = dict[str, Tensor]
 # What happens to the disk, by the number of the training step whose loss is computed.
@@ -51,18 +51,9 @@ def trained(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(f"{__name__}.events", what_happens)
     monkeypatch.setattr(f"{__name__}.calls", 0)
-    return main(
-        [
-            *TINY,
-            f"--data.path={corpus(tmp_path / 'corpus')}",
-            f"--model.loss={__name__}:eventful_loss",
-            "--batch.global-batch-size=2",
-            "--steps=10",
-            "--checkpoint.every=2",
-            "--run-dir=disk/run",
-            *arguments,
-        ]
-    )
+    loss = f"--model.loss={__name__}:eventful_loss"
+    fixed = [loss, "--batch.global-batch-size=2", "--steps=10", "--checkpoint.every=2"]
+    return main(tiny(tmp_path, *fixed, "--run-dir=disk/run", *arguments))
 
 
 def saved_steps(run_directory: Path) -> list[int]:
@@ -160,14 +151,14 @@ def test_a_disk_that_is_full_from_the_start(
 # What a training run prints and records about steps that overflow.
 
 
-FP16 = [*TINY, "--precision.policy=fp16", "--precision.loss-scale.init=16777216", "--run-dir=run"]
+FP16 = ["--precision.policy=fp16", "--precision.loss-scale.init=16777216"]
 
 
 def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*FP16, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=12"]) == 0
+    assert main(tiny(tmp_path, *FP16, "--steps=12")) == 0
     records = read_records(tmp_path / "run" / "steps.jsonl")
     skipped = [record for record in records if record.skipped]
     assert 0 < len(skipped) < len(records)
@@ -186,8 +177,7 @@ def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
 
 def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_path: Path) -> None:
     fixed = "--precision.policy=fp16,loss_scale=16777216"
-    data = f"--data.path={corpus(tmp_path / 'corpus')}"
-    (done,) = run_jobs([Job([*FP16, fixed, data, "--steps=60"])], tmp_path)
+    (done,) = run_jobs([Job(tiny(tmp_path, *FP16, fixed, "--steps=60"))], tmp_path)
     assert 1 in done.exit_codes.values(), done
     messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
     assert len(messages) == 1, done.stderr
@@ -238,9 +228,7 @@ def test_a_run_without_targets_says_that_it_trains_nothing(
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[int]:
     """Train 6 steps; return the steps of the checkpoints."""
     monkeypatch.chdir(tmp_path)
-    data = f"--data.path={corpus(tmp_path / 'corpus')}"
-    fixed = [*TINY, data, "--steps=6", "--run-dir=run", "--checkpoint.keep=99"]
-    assert main([*fixed, *arguments]) == 0
+    assert main(tiny(tmp_path, "--steps=6", "--checkpoint.keep=99", *arguments)) == 0
     paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
     return [store.StoredCheckpoint(path).numbers["step"] for path in paths]
 

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from distmp.callback_settings import EarlyStoppingConfig
 from distmp.checkpoint.settings import Retention
 from distmp.config import load
-from distmp.distributed.stopping import StopSignals
-from distmp.distributed.world import World
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
-from distmp.telemetry.console import Console
 from distmp.training.callbacks.callback import SpikeAction
 from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
+from tests.toys import printed, trainer_of
 from tests.training.test_resume import Samples, configuration
 
 # Losses of the validations after steps 2, 4, 6, ...
@@ -38,9 +36,7 @@ VALUES: dict[str, Any] = {
 
 def trainer(directory: Path, losses: Sequence[float] = LOSSES, **values: Any) -> Trainer:
     """Return a trainer whose validations have these losses."""
-    config = configuration(directory, **{**VALUES, **values})
-    world = World.current("cpu")
-    run = Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+    run = trainer_of(configuration(directory, **{**VALUES, **values}))
 
     def evaluate(batches: Any, metrics: Mapping[str, Any]) -> Evaluation:
         assert [*batches]
@@ -52,10 +48,7 @@ def trainer(directory: Path, losses: Sequence[float] = LOSSES, **values: Any) ->
 
 def messages(run: Trainer) -> list[str]:
     """Train to the end, and return what is printed at it."""
-    lines: list[str] = []
-    run.console.message = lines.append  # type: ignore[method-assign]
-    assert run.run(StopSignals())
-    return [line for line in lines if line.startswith(("best", "finished"))]
+    return printed(run, "best", "finished")
 
 
 def checkpoints(run: Trainer) -> list[str]:

@@ -12,20 +12,16 @@ from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.elastic import Job, run_jobs
 from tests.faulty_runs import ARGUMENTS
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 
 @pytest.mark.nightly
 def test_two_ranks(tmp_path: Path) -> None:
     """Two layers are large enough for several buckets, the first of which is reduced early."""
     arguments = [
-        *TINY,
+        *tiny(tmp_path, f"--run-dir={tmp_path / 'run'}", "--steps=3", "--sample.length=0"),
         "--model.options={layers: 2, dimension: 512, heads: 2, hidden: 2048}",
-        f"--data.path={corpus(tmp_path / 'text')}",
-        f"--run-dir={tmp_path / 'run'}",
-        "--steps=3",
         "--profile.steps=2:3",
-        "--sample.length=0",
         "--batch.global-batch-size=4",
         "--batch.microbatch-size=1",
     ]
@@ -57,8 +53,7 @@ def test_pauses_and_numbers(
 ) -> None:
     """Validations and checkpoints between the steps are not part of them; losses stay the same."""
     monkeypatch.chdir(tmp_path)
-    data = f"--data.path={corpus(tmp_path / 'corpus')}"
-    fixed = [*TINY, data, "--steps=6", "--validation.every=1"]
+    fixed = tiny(tmp_path, "--steps=6", "--validation.every=1")
     plain = [*fixed, "--run-dir=plain"]
     profiled = [*fixed, "--run-dir=run", "--checkpoint.every=3"]
     assert main(plain) == 0

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from distmp import cli
 from distmp.config import load
-from distmp.distributed.stopping import StopSignals
-from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
-from distmp.telemetry.console import Console
 from distmp.training.callbacks.sample import generate
 from distmp.training.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.torchrun import TINY, corpus
+from tests.toys import printed, trainer_of
 
 END = "<|endoftext|>"
 
@@ -64,17 +62,13 @@ def trainer(directory: Path, run_dir: str, *arguments: str) -> Trainer:
             *arguments,
         ]
     )
-    world = World.current("cpu")
-    return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+    return trainer_of(config)
 
 
 def samples(directory: Path, run_dir: str, *arguments: str) -> tuple[list[str], dict[str, Any]]:
     """Train, and return the samples and the state at the end."""
     run = trainer(directory, run_dir, *arguments)
-    lines: list[str] = []
-    run.console.message = lines.append  # type: ignore[method-assign]
-    assert run.run(StopSignals())
-    return [line for line in lines if "sample of" in line.split("\n")[0]], snapshot(run.engine)
+    return printed(run, "sample of", "no sample of"), snapshot(run.engine)
 
 
 @pytest.mark.nightly
