@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from distmp import __version__, cli
 from distmp.errors import CheckpointError, ConfigError
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.torchrun import environment, python
 
 REPOSITORY = Path(__file__).parent.parent
@@ -133,11 +132,9 @@ def test_a_signal_during_the_imports(
         python("-m", "distmp", name), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE
     )
     with process:
-        progress = of_children()
-        while not (tmp_path / "importing").exists():
-            assert process.poll() is None, process.communicate()
-            assert progress.problem() is None
-            time.sleep(0.01)
+        importing = tmp_path / "importing"
+        wait_until(lambda: process.poll() is not None or importing.exists())
+        assert process.poll() is None, process.communicate()
         process.send_signal(number)
         _, err = process.communicate()
     assert process.returncode == code

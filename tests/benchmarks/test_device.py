@@ -51,7 +51,6 @@ def test_time_is_that_of_the_work() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_time_on_a_gpu_is_that_of_the_device() -> None:
     device = torch.device("cuda", 0)
     matrix = torch.ones(4096, 4096, device=device)

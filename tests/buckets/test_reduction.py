@@ -161,7 +161,6 @@ def test_waits_of_the_side_stream_are_not_waits_of_the_rank(sharded: bool) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_every_kind_on_two_ranks_with_gpus() -> None:
     for sharded in (False, True):

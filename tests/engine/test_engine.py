@@ -19,7 +19,7 @@ from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import CheckpointError, ConfigError
 from distmp.precision import PrecisionPolicy
 from distmp.scaling import LossScaleConfig
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 from tests.recording import Collectives, HostReads
 from tests.reference import (
     CLASSES,
@@ -443,12 +443,6 @@ class Spoilable(nn.Module):
         return self.classifier(x) + bias
 
 
-def same_on_all_ranks(value: Any) -> bool:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, repr(value))
-    return len(set(found)) == 1
-
-
 @pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
@@ -809,7 +803,6 @@ def test_reading_on_the_host_is_noticed() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestCuda:
     @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd])

@@ -23,7 +23,7 @@ from distmp.engine import Engine
 from distmp.engine.setup import Setup
 from distmp.errors import TrainingError
 from distmp.scaling import LossScaleConfig
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 from tests.reference import (
     INPUTS,
     ONE_RANK,
@@ -285,9 +285,7 @@ def test_each_cause_on_two_ranks(strategy: str, policy: str) -> None:
         numels = {name: value.numel() for name, value in make_model().named_parameters()}
         # Counted on the full gradient of each rank, also with sharded parameters.
         assert all(0 < e.inf + e.nan <= numels[e.name] for e in report.parameters)
-        reports: list[Any] = [None, None]
-        dist.all_gather_object(reports, report)
-        assert reports[0] == reports[1]
+        assert same_on_all_ranks(report)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -333,9 +331,7 @@ def test_every_rank_raises_in_the_same_step_with_the_cause(strategy: str) -> Non
     with pytest.raises(TrainingError) as caught:
         engine.check(engine.step(step_batches(engine, steep, rank=1)))
     message = str(caught.value)
-    messages: list[Any] = [None, None]
-    dist.all_gather_object(messages, message)
-    assert messages[0] == messages[1]
+    assert same_on_all_ranks(message)
     assert message.startswith("min_scale = 2: overflow at the lowest loss")
     assert "'head.weight'" in message
     assert "on rank 1 of 2 only" in message
@@ -742,7 +738,6 @@ def test_microbatches_are_kept_for_two_steps_and_not_without_attribution() -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("change", [beyond_fp16, diverging, made_non_finite, steep])
 def test_on_cuda_a_step_is_explained_when_the_next_one_has_been_started(
     change: Callable[[Batch], Batch],

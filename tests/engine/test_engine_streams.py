@@ -29,10 +29,7 @@ from tests.reference import (
     weights,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 REDUCED_IN_BF16 = "fp32,reduce=bf16"
 KINDS: dict[str, dict[str, Any]] = {

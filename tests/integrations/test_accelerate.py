@@ -33,7 +33,7 @@ from distmp.integrations.accelerate import Accelerator
 from distmp.precision import policy
 from distmp.precision.builders import fsdp1_policy
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 from tests.reference import gathered
 from tests.torchrun import python, run
 
@@ -49,12 +49,6 @@ def batch(step: int, rank: int) -> Tensor:
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 1))
-
-
-def same_on_all_ranks(value: Any) -> bool:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return all(other == value for other in values)
 
 
 @ranks(2)

@@ -38,7 +38,7 @@ from distmp.launcher.rendezvous import (
 from tests.launcher.test_local import launched
 from tests.marks import nightly
 from tests.ports import reserved_port
-from tests.progress import of_children
+from tests.progress import wait_until
 
 
 def endpoint(port: int, is_host: bool = True, **changes: object) -> Endpoint:
@@ -183,10 +183,7 @@ def test_a_silent_first_host_is_detected(
     assert lost == []
     monkeypatch.setattr(rendezvous, "responds", lambda address, port: False)
     with second.watched(lost.append, lambda: True, quiet):
-        progress = of_children()
-        while not lost:
-            assert progress.problem() is None
-            time.sleep(0.05)
+        wait_until(lambda: bool(lost))
     assert lost[0].startswith("the first machine (n1, 127.0.0.1) has been silent for ")
     with first.watched(lost.append, lambda: True, quiet):
         pass

@@ -14,7 +14,7 @@ import pytest
 
 from distmp.distributed.limits import LINK_SECONDS
 from tests.launcher.two_hosts import NAMES, Agent, TwoHosts, two_hosts
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.soak.cluster import CHECKPOINT_EVERY, Cluster, check_result, cluster, undisturbed
 from tests.torchrun import TINY, corpus
 
@@ -51,11 +51,11 @@ def steps(directory: Path) -> list[int]:
 
 
 def wait_for_steps(directory: Path, number: int, agent: Agent) -> None:
-    progress = of_children()
-    while max(steps(directory), default=0) < number:
-        assert agent.process.poll() is None, agent.text()
-        assert progress.problem() is None, agent.text()
-        time.sleep(0.1)
+    def is_over() -> bool:
+        return agent.process.poll() is not None
+
+    wait_until(lambda: is_over() or max(steps(directory), default=0) >= number, agent.text)
+    assert not is_over(), agent.text()
 
 
 def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path) -> None:

@@ -134,7 +134,6 @@ def test_the_kernel_of_torch_agrees_on_a_cpu(scaling: str, names: tuple[str, str
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("names", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
 def test_the_kernel_of_torch_agrees_on_a_gpu(scaling: str, names: tuple[str, str]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from distmp import ConfigError, DistributedGradScaler, TrainingError
-from tests.ranks import ranks, run_ranks
+from tests.ranks import from_all_ranks, ranks, run_ranks
 from tests.recording import no_waiting
 
 Scaler = torch.amp.GradScaler
@@ -684,7 +684,6 @@ def test_600_steps_with_overflows_equal_a_run_that_leaves_these_steps_out() -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_ranks_with_gpus_skip_together() -> None:
     overflowing = {3: 1, 4: 0, 20: 1}
     first, second = run_ranks(train, 2, 80, overflowing, "cuda", timeout=100, cuda=True)
@@ -694,7 +693,6 @@ def test_two_ranks_with_gpus_skip_together() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("clips", [False, True])
 def test_on_a_gpu_the_bits_of_torch_without_its_waiting(clips: bool) -> None:
     (their_scale, *theirs), (our_scale, *ours) = (own_loop(kind, clips=clips) for kind in BOTH)
@@ -754,17 +752,14 @@ def test_accelerate() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_two_gpus_skip_together() -> None:
-    found: list[Any] = [None, None]
-    dist.all_gather_object(found, train(8, {3: 1, 5: 0}, "cuda"))
+    found = from_all_ranks(train(8, {3: 1, 5: 0}, "cuda"))
     assert found[0] == found[1]
     assert found[0][1] == 2
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_scale_on_the_host_waits_for_gradients_of_a_gpu() -> None:
     weights = [nn.Parameter(torch.zeros(4, device=device)) for device in ("cpu", "cuda")]
     optimizer = torch.optim.SGD(weights, lr=1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from distmp.checkpoint import store
 from tests.checkpoint import listing
 from tests.launcher.two_hosts import NAMES, Agent, TwoHosts, two_hosts
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.torchrun import TINY, corpus, run, torchrun
 
 CHECKPOINT_EVERY = 10
@@ -117,10 +116,7 @@ class Cluster:
         return sorted(self.directory.glob("run*"))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        progress = of_children()
-        while not condition():
-            assert progress.problem() is None, self.report()
-            time.sleep(0.1)
+        wait_until(condition, self.report)
 
     def _launch(self, host: int) -> Agent:
         agent = self._hosts.launch(host, *self._words)

@@ -200,7 +200,6 @@ def test_a_disk_error_does_not_end_the_run(
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
     lines: list[str] = []
     engine = Engine(make_model(), reference.loss, fused_adamw, policy="fp32", device="cuda")

@@ -234,7 +234,6 @@ def test_a_single_rank_is_not_measured() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_times_of_a_device_are_read_without_waiting() -> None:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cuda")
     batches = [
@@ -264,7 +263,6 @@ def test_times_of_a_device_are_read_without_waiting() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_two_gpus_exchange_their_times_without_waiting() -> None:
     world = World.current("cuda")

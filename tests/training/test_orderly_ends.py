@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from distmp.training.trainer import Trainer
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.ports import reserved_port
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.torchrun import TINY, corpus, environment, python, run
@@ -245,11 +244,8 @@ def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         variables = {**environment(), **place, **where}
         with subprocess.Popen(command, cwd=tmp_path, env=variables) as rank:
-            progress = of_children()
-            while not _listens(port):
-                assert progress.problem() is None
-                assert rank.poll() is None
-                time.sleep(0.05)
+            wait_until(lambda: rank.poll() is not None or _listens(port))
+            assert rank.poll() is None
             rank.send_signal(signal.SIGTERM)
             try:
                 assert rank.wait(30) == -signal.SIGTERM

@@ -34,7 +34,7 @@ from distmp.training.trainer import Trainer
 from distmp.utils.processes import ProcessIdentity
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
-from tests.progress import wait_until
+from tests.progress import kill_all, wait_until
 from tests.torchrun import environment, python, run, tiny
 
 ELSEWHERE = ProcessIdentity("another machine", 7, "1")
@@ -68,9 +68,7 @@ def job(directory: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         with process:
-            if process.poll() is None:
-                for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                    each.kill()
+            kill_all(process)
 
 
 def records(directory: Path) -> list[int]:

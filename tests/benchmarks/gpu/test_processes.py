@@ -6,14 +6,13 @@ import os
 import resource
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.gpu import processes
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.torchrun import environment, python
 
 # Like a rank of torchrun: in a new session; it ignores SIGTERM.
@@ -93,10 +92,7 @@ def test_ranks_end_when_the_command_is_terminated(directory: Path) -> None:
     with subprocess.Popen(
         python("driver.py", "pid", "wait", "600"), cwd=directory, env=environment()
     ) as driver:
-        progress = of_children()
-        while not (directory / "pid").exists():
-            assert progress.problem() is None
-            time.sleep(0.01)
+        wait_until((directory / "pid").exists)
         driver.send_signal(signal.SIGTERM)
         assert driver.wait() == 7
     check_rank_ended(directory)

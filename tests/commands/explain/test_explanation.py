@@ -125,7 +125,6 @@ def test_the_table_names_the_collectives_of_the_device(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("name", "wire"), WIRES)
 def test_the_table_names_the_collectives_of_a_gpu(name: str, wire: str) -> None:
     found = sums_of_gradients(name, wire, torch.device("cuda", 0))
@@ -133,7 +132,6 @@ def test_the_table_names_the_collectives_of_a_gpu(name: str, wire: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [*ONE_RANK, *TWO_RANKS])
 def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
     """Activations and temporary memory depend on kernels, and collectives on the backend."""
