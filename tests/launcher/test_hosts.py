@@ -1,4 +1,4 @@
-"""Test `distmp launch --hosts` on two hosts with an ssh server each."""
+"""`distmp launch --hosts`: its commands, with a replacement for ssh, and on two hosts."""
 
 from __future__ import annotations
 

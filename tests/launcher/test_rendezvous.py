@@ -1,4 +1,4 @@
-"""Where the stores of a run listen, and what torchrun may unpickle; see docs/security.md."""
+"""How hosts find each other, and what torchrun may unpickle; see docs/security.md."""
 
 from __future__ import annotations
 
@@ -195,8 +195,7 @@ class Silent:
         raise RuntimeError("no response")
 
 
-# Where the stores of a run listen, and what torchrun may unpickle; see docs/security.md.
-
+# Where the stores of a run listen, and what torchrun may unpickle
 
 RUN = "run"
 

@@ -1,4 +1,4 @@
-"""Secrets of a configuration or the environment reach their users, and no file of the run."""
+"""What a run records about its starts; secrets reach their users, and no file of the run."""
 
 from __future__ import annotations
 
@@ -135,8 +135,7 @@ def test_a_failure_while_writing_leaves_the_old_one(
     assert list(tmp_path.iterdir()) == [path]
 
 
-# Secrets of a configuration or the environment reach their users, and no file of the run.
-
+# Secrets
 
 SECRET = "hush-hush"
 TRACKER = f"{__name__}:Account"

@@ -1,4 +1,4 @@
-"""Runs whose disk fills up, becomes read-only or vanishes while they train."""
+"""Runs of the trainer whose disk fails, whose steps overflow, and when they save."""
 
 from __future__ import annotations
 

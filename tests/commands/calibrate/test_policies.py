@@ -1,4 +1,4 @@
-"""Policies are compared over seeds, with the spread of the reference."""
+"""Comparisons of policies, on the same steps and over seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration that is no small, regular file is one message."""
+"""Settings in YAML, mappings and command lines."""
 
 from __future__ import annotations
 
@@ -568,7 +568,7 @@ def test_a_hash_tells_settings_apart_and_not_their_order() -> None:
     assert digest({"a": "1"}) != digest({"a": 1})
 
 
-# A configuration that is no small, regular file is one message.
+# --- odd files ---------------------------------------------------------------------------------
 
 
 def text(content: str) -> Callable[[Path], object]:
