@@ -123,10 +123,10 @@ def test_the_output_does_not_depend_on_the_number_of_workers(jsonl: str) -> None
     assert sorted(path.name for path in Path("1").iterdir()) == ["tokens.bin", "tokens.json"]
 
 
-def test_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cwd")
+def test_every_format() -> None:
     from datasets import Dataset
 
-    monkeypatch.chdir(tmp_path)
     rows = Dataset.from_dict({"body": ["b0", "b1"], "other": [0, 1]})
     rows.to_parquet("in/b.parquet")
     rows.to_json("in/c.jsonl")

@@ -219,14 +219,10 @@ def test_a_tokenized_directory_needs_no_other_setting(tmp_path: Path) -> None:
         ({"path": "later"}, "data.path", r"has format 2; this version of distmp reads 1"),
     ],
 )
+@pytest.mark.usefixtures("cwd")
 def test_settings_that_contradict_the_metadata_are_refused(
-    values: dict[str, Any],
-    setting: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any], setting: str, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name in ("data", "damaged", "later"):
         tokenized(Path(name), PARTS)
     tokenized(Path("other"), PARTS, tokenizer="theirs", tokenizer_sha256="b2")

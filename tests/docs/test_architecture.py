@@ -97,14 +97,11 @@ def test_a_gradient_takes_its_path() -> None:
     assert order == GRADIENT
 
 
-def test_a_setting_and_a_checkpoint_take_their_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_and_a_checkpoint_take_their_paths(cwd: Path) -> None:
     from distmp.training.train import main
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.yaml").write_text("optim:\n  max_norm: 0.5\n")
-    arguments = ["--config=x.yaml", *tiny(tmp_path, "--checkpoint.every=1", "--steps=2")]
+    (cwd / "x.yaml").write_text("optim:\n  max_norm: 0.5\n")
+    arguments = ["--config=x.yaml", *tiny(cwd, "--checkpoint.every=1", "--steps=2")]
     with called(SETTING) as order:
         assert main([*arguments, "--log.console=plain"]) == 0
     assert order == SETTING

@@ -67,12 +67,9 @@ def test_the_api_reference_has_every_public_name() -> None:
         assert re.search(rf"\bdistmp\.{name}$|members: .*\b{name}\b", page, re.MULTILINE), name
 
 
-def test_the_commands_of_the_page_on_policies_are_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_the_page_on_policies_are_accepted(cwd: Path) -> None:
     page = (ROOT / "docs" / "calibrate.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (cwd / "configs").symlink_to(ROOT / "configs")
     found = re.findall(r"^\.venv/bin/distmp calibrate (.*)$", page, re.MULTILINE)
     assert found
     for options in found:

@@ -226,8 +226,9 @@ def test_a_rank_that_lost_another_without_a_message_reports_it(
     )
 
 
+@pytest.mark.usefixtures("cwd")
 def test_the_launcher_cannot_end_a_rank_between_its_error_and_the_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A SIGTERM that arrives after the training loop, before the error is reported."""
     received = []
@@ -241,7 +242,6 @@ def test_the_launcher_cannot_end_a_rank_between_its_error_and_the_message(
     def ended(number: int, _frame: Any) -> None:
         received.append(number)
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", "0 forward raise")
     monkeypatch.setattr(failures, "report", report)
     before = signal.signal(signal.SIGTERM, ended)

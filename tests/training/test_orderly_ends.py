@@ -264,14 +264,13 @@ def _listens(port: int) -> bool:
 def test_exit_codes_of_a_single_process(
     number: int,
     expected: int,
-    tmp_path: Path,
+    cwd: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(signalling(tmp_path, 0, number)) == expected
+    monkeypatch.syspath_prepend(cwd)
+    assert main(signalling(cwd, 0, number)) == expected
     assert (
         f"({signal.Signals(number).name}); continue with --resume auto" in capsys.readouterr().out
     )
-    assert listing.latest(tmp_path / "run" / "checkpoints") is not None
+    assert listing.latest(cwd / "run" / "checkpoints") is not None

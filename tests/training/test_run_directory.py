@@ -35,8 +35,8 @@ def test_every_run_gets_its_own_directory(tmp_path: Path, name: str) -> None:
         assert newest.path == expected
 
 
-def test_a_relative_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("cwd")
+def test_a_relative_directory() -> None:
     assert [create_run("runs/a").path for _ in range(2)] == [Path("runs/a"), Path("runs/a-2")]
     newest = latest_run("runs/a")
     assert newest is not None

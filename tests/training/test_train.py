@@ -112,15 +112,14 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ra
 
 
 def test_a_run_leaves_everything_in_its_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = tiny(tmp_path, "--steps=3", "--run-dir=runs/here", "--log.every=1")
+    arguments = tiny(cwd, "--steps=3", "--run-dir=runs/here", "--log.every=1")
     threads = torch.get_num_threads()
     assert main(arguments) == 0
     assert torch.get_num_threads() == threads
     output = capsys.readouterr().out
-    directory = tmp_path / "runs" / "here"
+    directory = cwd / "runs" / "here"
     assert {path.name for path in directory.iterdir()} == {
         "checkpoints",
         "config.yaml",
@@ -130,7 +129,7 @@ def test_a_run_leaves_everything_in_its_directory(
         "steps.jsonl",
     }
     config = from_mapping(RunConfig, read_yaml(directory / "config.yaml"))
-    assert (config.steps, config.data.path) == (3, str(tmp_path / "corpus"))
+    assert (config.steps, config.data.path) == (3, str(cwd / "corpus"))
     assert [record.step for record in read_records(directory / "steps.jsonl")] == [1, 2, 3]
     assert listing.latest(directory / "checkpoints") == directory / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
@@ -138,14 +137,11 @@ def test_a_run_leaves_everything_in_its_directory(
     assert "sample of generated text:\ndef " in output
     # A second run of the same name gets its own directory.
     assert main(arguments) == 0
-    assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
+    assert (cwd / "runs" / "here-2" / "steps.jsonl").exists()
 
 
-def test_data_model_and_loss_by_import_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    module = _module(tmp_path)
+def test_data_model_and_loss_by_import_path(cwd: Path) -> None:
+    module = _module(cwd)
     arguments = [
         f"--data.source={module}:line",
         "--data.options={slope: 3.0}",
@@ -163,7 +159,7 @@ def test_data_model_and_loss_by_import_path(
         "--run-dir=run",
     ]
     assert main(arguments) == 0
-    records = read_records(tmp_path / "run" / "steps.jsonl")
+    records = read_records(cwd / "run" / "steps.jsonl")
     assert records[0].loss > 0.1
     assert records[-1].loss < 1e-6
     assert records[-1].validation_loss is not None
@@ -172,12 +168,11 @@ def test_data_model_and_loss_by_import_path(
 
 
 def test_a_run_that_only_skips_gives_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 3)
     arguments = [
-        f"--data.source={_module(tmp_path)}:line",
+        f"--data.source={_module(cwd)}:line",
         "--data.options={slope: .nan}",
         "--model.name=users_models:affine",
         "--model.loss=users_models:squared",
@@ -189,7 +184,7 @@ def test_a_run_that_only_skips_gives_up(
     assert output.startswith("distmp: ")
     assert "max_consecutive_skips" in output
     assert "Traceback" not in output
-    records = read_records(tmp_path / "run" / "steps.jsonl")
+    records = read_records(cwd / "run" / "steps.jsonl")
     assert [record.skipped for record in records] == [True] * 3
 
 
@@ -332,29 +327,24 @@ def _module(directory: Path) -> str:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_configuration_is_one_message_and_exit_code_2(
-    case: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     arguments, message = WRONG[case]
-    assert main(arguments(tmp_path)) == 2
+    assert main(arguments(cwd)) == 2
     output = capsys.readouterr()
     assert output.err.startswith("distmp: ")
     assert output.err.count("\n") == 1
     assert message in output.err
     assert output.out == ""
-    assert not (tmp_path / "runs").exists()
+    assert not (cwd / "runs").exists()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_that_fails_is_one_message(
-    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workers: int, cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     arguments = [
-        f"--data.source={_module(tmp_path)}:keyed",
+        f"--data.source={_module(cwd)}:keyed",
         f"--data.workers={workers}",
         "--model.name=users_models:affine",
         "--model.loss=users_models:squared",

@@ -88,21 +88,20 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_appends_to_logs_and_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = tiny(tmp_path, "--resume=auto", "--preflight=always")
+    arguments = tiny(cwd, "--resume=auto", "--preflight=always")
     directories: list[Path] = []
     monkeypatch.setattr(failures, "write_traces_to", directories.append)
     for steps in (2, 3):
         assert main([*arguments, f"--steps={steps}", "--log.console=off"]) == 0
     # For the flight recorders, if ranks hang.
-    assert [directory.resolve() for directory in directories] == [tmp_path / "run" / "hang"] * 2
-    first, second = manifest.read(tmp_path / "run" / "manifest.json")
+    assert [directory.resolve() for directory in directories] == [cwd / "run" / "hang"] * 2
+    first, second = manifest.read(cwd / "run" / "manifest.json")
     assert first["configuration"]["steps"] == 2
     configuration = to_mapping(load([*arguments, "--steps=3", "--log.console=off"]))
     assert second["configuration_hash"] == digest(configuration)
-    headers = (tmp_path / "run" / "logs" / "rank-0.log").read_text().splitlines()
+    headers = (cwd / "run" / "logs" / "rank-0.log").read_text().splitlines()
     assert len([line for line in headers if ": rank 0 of 1 on " in line]) == 2
 
 

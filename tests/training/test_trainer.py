@@ -155,11 +155,10 @@ FP16 = ["--precision.policy=fp16", "--precision.loss-scale.init=16777216"]
 
 
 def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(tiny(tmp_path, *FP16, "--steps=12")) == 0
-    records = read_records(tmp_path / "run" / "steps.jsonl")
+    assert main(tiny(cwd, *FP16, "--steps=12")) == 0
+    records = read_records(cwd / "run" / "steps.jsonl")
     skipped = [record for record in records if record.skipped]
     assert 0 < len(skipped) < len(records)
     output = capsys.readouterr().out.splitlines()
@@ -205,13 +204,10 @@ def all_ignored(split: str, sequence_length: int) -> AllIgnored:
     return AllIgnored()
 
 
+@pytest.mark.usefixtures("cwd")
 def test_a_run_without_targets_says_that_it_trains_nothing(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     data = [f"--data.source={__name__}:all_ignored", "--sample.length=0"]
     assert main([*TINY, *data, "--steps=2", "--run-dir=run"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if " skipped: " in line]

@@ -254,12 +254,11 @@ def test_a_path_that_leads_to_no_callback_is_one_message(path: str, problem: str
 
 
 def test_a_wrong_path_ends_a_run_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert main(["--callbacks", f"{__name__}:recorder", "no_such_module:Callback"]) == 2
     assert capsys.readouterr().err == (
         "distmp: callbacks = 'no_such_module:Callback': there is no module 'no_such_module' on "
         "the Python path\n"
     )
-    assert not (tmp_path / "runs").exists()
+    assert not (cwd / "runs").exists()
