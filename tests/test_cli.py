@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from distmp.errors import CheckpointError, ConfigError
 from tests.progress import wait_until
 from tests.torchrun import environment, python
 
-REPOSITORY = Path(__file__).parent.parent
 # A replacement for torch whose import does not end.
 # Sleeps repeatedly: a signal just before a sleep is handled after it.
 TORCH = """\
@@ -31,6 +31,13 @@ def subcommand(monkeypatch: pytest.MonkeyPatch, main: object) -> None:
     module = types.ModuleType("distmp.train")
     module.main = main  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "distmp.train", module)
+
+
+def raising(error: BaseException) -> Callable[[list[str]], int]:
+    def main(argv: list[str]) -> int:
+        raise error
+
+    return main
 
 
 def test_runs_the_subcommand_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,28 +65,19 @@ def test_errors_of_the_user_are_one_message(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def main(argv: list[str]) -> int:
-        raise error
-
-    subcommand(monkeypatch, main)
+    subcommand(monkeypatch, raising(error))
     assert cli.main(["train"]) == code
     assert capsys.readouterr().err == f"distmp train: {error}\n"
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def main(argv: list[str]) -> int:
-        raise ZeroDivisionError
-
-    subcommand(monkeypatch, main)
+    subcommand(monkeypatch, raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
 
 
 def test_interrupt_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def main(argv: list[str]) -> int:
-        raise KeyboardInterrupt
-
-    subcommand(monkeypatch, main)
+    subcommand(monkeypatch, raising(KeyboardInterrupt()))
     assert cli.main(["train"]) == 130
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from distmp.config import RunConfig, load
+from distmp.config import RunConfig
 from distmp.data.order import sample_indices
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -42,27 +41,25 @@ def regression() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
 
 
-def regression_config(directory: Path, module: str, *arguments: str) -> RunConfig:
-    """Return the settings of a run on `dataset` and `squared` of a module, in `directory`/run."""
-    return load(
-        [
-            f"--data.source={module}:dataset",
-            f"--model.name={__name__}:regression",
-            f"--model.loss={module}:squared",
-            f"--batch.global-batch-size={BATCH}",
-            "--batch.microbatch-size=2",
-            "--precision.policy=fp32",
-            f"--seed={SEED}",
-            f"--steps={STEPS}",
-            "--schedule.warmup-steps=2",
-            "--checkpoint.every=3",
-            # A few noisy steps make a rough statistic; a spike is a million times as large.
-            "--divergence.warmup-steps=6",
-            "--divergence.threshold=100",
-            f"--run-dir={directory / 'run'}",
-            *arguments,
-        ]
-    )
+def regression_run(module: str, *more: str) -> list[str]:
+    """Return arguments of a run in `run` on `dataset` and `squared` of a module."""
+    return [
+        f"--data.source={module}:dataset",
+        f"--model.name={__name__}:regression",
+        f"--model.loss={module}:squared",
+        f"--batch.global-batch-size={BATCH}",
+        "--batch.microbatch-size=2",
+        "--precision.policy=fp32",
+        f"--seed={SEED}",
+        f"--steps={STEPS}",
+        "--schedule.warmup-steps=2",
+        "--checkpoint.every=3",
+        # A few noisy steps make a rough statistic; a spike is a million times as large.
+        "--divergence.warmup-steps=6",
+        "--divergence.threshold=100",
+        "--run-dir=run",
+        *more,
+    ]
 
 
 def trainer_of(config: RunConfig, *callbacks: Callback) -> Trainer:

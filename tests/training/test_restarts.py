@@ -214,6 +214,13 @@ def attempt(memory: HashStore, count: int) -> Restarts:
     return Restarts(memory, count, 9, world_size=2)
 
 
+def begun(directory: Path) -> tuple[RunDirectory, HashStore]:
+    """Begin the first attempt of a new run."""
+    run, memory = create_run(str(directory / "run")), HashStore()
+    attempt(memory, 0).begin(run, None)
+    return run, memory
+
+
 def test_without_restarts_there_is_no_message(tmp_path: Path) -> None:
     alone = Restarts.of_this_job(world_size=1)
     assert alone.checkpoint(lambda: tmp_path) == tmp_path
@@ -270,9 +277,7 @@ def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
 
 def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
     """Attempts that reach these steps, one after the other; the last one exceeds the limit."""
-    run = create_run(str(tmp_path / "run"))
-    memory = HashStore()
-    attempt(memory, 0).begin(run, None)
+    run, memory = begun(tmp_path)
     reached = [5, 5, 3, 6, 6, 2, 6]
     for count, step in enumerate(reached, 1):
         run.records.unlink(missing_ok=True)
@@ -288,18 +293,14 @@ def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
 
 
 def test_machines_that_join_and_leave_are_no_failures(tmp_path: Path) -> None:
-    run = create_run(str(tmp_path / "run"))
-    memory = HashStore()
-    attempt(memory, 0).begin(run, None)
+    run, memory = begun(tmp_path)
     for count in range(1, 2 * RESTARTS_WITHOUT_GAIN):
         Restarts(memory, count, 9, world_size=1 + count % 2).begin(run, None)
         assert attempt(memory, count).given_up() is None
 
 
 def test_a_damaged_record_ends_the_restarts_with_its_line(tmp_path: Path) -> None:
-    run = create_run(str(tmp_path / "run"))
-    memory = HashStore()
-    attempt(memory, 0).begin(run, None)
+    run, memory = begun(tmp_path)
     run.records.write_text("damaged\n")
     with pytest.raises(RecordError, match=r"steps.jsonl, line 1: .* fix or delete that line"):
         attempt(memory, 1).begin(run, None)

@@ -12,6 +12,7 @@ import yaml
 from torch import Tensor, nn
 
 from distmp.checkpoint import store
+from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
@@ -20,7 +21,7 @@ from distmp.training import trainer as trainer_module
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.reference import assert_same_bits, gathered, snapshot, trained
-from tests.toys import BATCH, Points, finished, regression_config, trainer_of
+from tests.toys import BATCH, Points, finished, regression_run, trainer_of
 
 
 def dataset(
@@ -36,8 +37,8 @@ def squared(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 def trainer(directory: Path, *arguments: str, poisoned: list[int], poison: float = 1e4) -> Trainer:
     options = f"--data.options={{poisoned: {poisoned}, poison: {yaml.dump(poison)[:-5]}}}"
-    printing = ("--log.console=plain", "--log.every=1")
-    return trainer_of(regression_config(directory, __name__, options, *printing, *arguments))
+    more = (f"--run-dir={directory / 'run'}", "--log.console=plain", "--log.every=1", *arguments)
+    return trainer_of(load(regression_run(__name__, options, *more)))
 
 
 def run(directory: Path, *arguments: str, **data: Any) -> Trainer:

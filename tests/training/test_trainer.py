@@ -221,9 +221,8 @@ def test_a_run_without_targets_says_that_it_trains_nothing(
 # When a run saves.
 
 
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[int]:
+def saved(tmp_path: Path, *arguments: str) -> list[int]:
     """Train 6 steps; return the steps of the checkpoints."""
-    monkeypatch.chdir(tmp_path)
     assert main(tiny(tmp_path, "--steps=6", "--checkpoint.keep=99", *arguments)) == 0
     paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
     return [store.StoredCheckpoint(path).numbers["step"] for path in paths]
@@ -237,10 +236,8 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> l
         (["--checkpoint.every=3", "--checkpoint.no-asynchronous"], [3, 6]),
     ],
 )
-def test_steps_between_checkpoints(
-    arguments: list[str], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert saved(tmp_path, monkeypatch, *arguments) == expected
+def test_steps_between_checkpoints(arguments: list[str], expected: list[int], cwd: Path) -> None:
+    assert saved(cwd, *arguments) == expected
 
 
 @pytest.mark.parametrize(
@@ -253,7 +250,7 @@ def test_steps_between_checkpoints(
     ],
 )
 def test_memory_is_prepared_once_if_saves_follow(
-    arguments: list[str], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], expected: list[int], cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = []
 
@@ -262,5 +259,5 @@ def test_memory_is_prepared_once_if_saves_follow(
         updates.append(int(tensors["engine/counts"][0]))
 
     monkeypatch.setattr(writer, "allocate", expecting)
-    saved(tmp_path, monkeypatch, *arguments)
+    saved(cwd, *arguments)
     assert updates == expected

@@ -103,30 +103,33 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
     assert messages(resumed)[1].startswith("finished after step 12: ")
 
 
+def spiking(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, spikes: list[int], **values: Any
+) -> Trainer:
+    """Train; go back at each of these steps. After the last one, step 6 is not the best."""
+    losses = [3.0, 2.0, 1.0, *[2.5] * 8]
+    values |= {"divergence": {"on_spike": "rollback"}, "early_stopping": {"patience": 9}}
+    run = trainer(directory / "run", losses, **values)
+
+    def action(numbers: Any, _: Any) -> SpikeAction | None:
+        if numbers.applied_total not in spikes:
+            return None
+        spikes.pop()
+        losses[2] = 1.0 if spikes else 2.5
+        return SpikeAction("a spike", "rollback")
+
+    monkeypatch.setattr("distmp.training.trainer.action_for", action)
+    best = run.directory.checkpoints / "step-000004"
+    assert messages(run) == [f"best held-out loss 2 at step 4: {best}"]
+    return run
+
+
 @ranks(1)
 def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = [3.0, 2.0, 1.0, *[2.5] * 4]
-    run = trainer(
-        tmp_path / "run",
-        losses,
-        steps=14,
-        divergence={"on_spike": "rollback"},
-        early_stopping={"patience": 9},
-    )
-
-    def action(numbers: Any, _: Any) -> SpikeAction | None:
-        """Take back step 6, whose validation is the best, once."""
-        if numbers.applied_total != 6 or losses[2] == 2.5:
-            return None
-        losses[2] = 2.5
-        return SpikeAction("a spike", "rollback")
-
-    monkeypatch.setattr("distmp.training.trainer.action_for", action)
-    assert messages(run) == [
-        f"best held-out loss 2 at step 4: {run.directory.checkpoints / 'step-000004'}"
-    ]
+    # Take back step 6, whose validation is the best.
+    run = spiking(tmp_path, monkeypatch, [6], steps=14)
     assert checkpoints(run) == ["step-000004", "step-000014"]
 
 
@@ -135,29 +138,8 @@ def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
 def test_two_rollbacks_past_the_best_checkpoint_keep_the_one_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = [3.0, 2.0, 1.0, *[2.5] * 8]
-    run = trainer(
-        tmp_path / "run",
-        losses,
-        steps=16,
-        checkpoint={"every": 5, "keep": 2},
-        divergence={"on_spike": "rollback"},
-        early_stopping={"patience": 9},
-    )
-    spikes = [8, 8]
-
-    def action(numbers: Any, _: Any) -> SpikeAction | None:
-        """Take back step 8 twice: to step 6, whose validation is the best, and to step 5."""
-        if numbers.applied_total not in spikes:
-            return None
-        spikes.pop()
-        losses[2] = 1.0 if spikes else 2.5
-        return SpikeAction("a spike", "rollback")
-
-    monkeypatch.setattr("distmp.training.trainer.action_for", action)
-    assert messages(run) == [
-        f"best held-out loss 2 at step 4: {run.directory.checkpoints / 'step-000004'}"
-    ]
+    # Take back step 8 twice: to step 6, whose validation is the best, and to step 5.
+    run = spiking(tmp_path, monkeypatch, [8, 8], steps=16, checkpoint={"every": 5, "keep": 2})
     assert run.progress.rollbacks == 2
     assert checkpoints(run)[0] == "step-000004"
 

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from distmp.callback_settings import parse_callbacks
+from distmp.config import load
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
 from distmp.engine.setup import Setup
@@ -25,7 +26,7 @@ from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs
 from tests.ranks import ranks
-from tests.toys import BATCH, STEPS, Points, regression_config, trainer_of
+from tests.toys import BATCH, STEPS, Points, regression_run, trainer_of
 
 # A step whose gradients are not finite, which is skipped, and one that is out of bounds.
 SKIPPED, SPIKE, CHECKPOINT = 4, 8, 6
@@ -97,8 +98,9 @@ def recorder() -> Recorder:
 
 
 def trainer(directory: Path, *arguments: str, callbacks: tuple[Callback, ...] = ()) -> Trainer:
-    options = ("--divergence.on-spike=rollback", "--log.console=off", *arguments)
-    return trainer_of(regression_config(directory, __name__, *options), *callbacks)
+    fixed = (f"--run-dir={directory / 'run'}", "--divergence.on-spike=rollback")
+    options = regression_run(__name__, *fixed, "--log.console=off", *arguments)
+    return trainer_of(load(options), *callbacks)
 
 
 def launched_steps(run: Trainer) -> list[tuple[int, str]]:
@@ -213,16 +215,7 @@ def test_after_an_error_every_callback_exits(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_an_error_on_one_rank_ends_all_of_them_with_its_cause(tmp_path: Path) -> None:
-    options = [
-        f"--data.source={__name__}:dataset",
-        "--model.name=tests.toys:regression",
-        f"--model.loss={__name__}:squared",
-        f"--batch.global-batch-size={BATCH}",
-        "--batch.microbatch-size=2",
-        "--precision.policy=fp32",
-        "--steps=20000",
-        f"--callbacks={__name__}:Failing",
-    ]
+    options = regression_run(__name__, "--steps=20000", f"--callbacks={__name__}:Failing")
     (done,) = run_jobs([Job(options)], tmp_path)
     assert done.exit_codes[1] == 1
     assert done.stderr.count("rank 1 of 2 failed:\n") == 1, done.stderr
