@@ -138,6 +138,13 @@ def one_parameter(*gradient: float, fused: bool = False) -> torch.optim.Optimize
     return torch.optim.Adam([parameter], fused=fused)
 
 
+def apply(scaler: Scaler, optimizer: torch.optim.Optimizer) -> None:
+    """Apply the gradients of a loss."""
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def misuse(scaler: Scaler, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], Any]]:
     """Yield calls that torch refuses."""
     yield lambda: scaler.step(optimizer)
@@ -219,9 +226,7 @@ def test_setters_work() -> None:
     for _ in range(2):  # before and after the scale is created
         scaler.set_growth_factor(4.0)
         scaler.set_growth_interval(1)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
+        apply(scaler, optimizer)
     assert scaler.get_scale() == 16.0 * 4 * 4
 
 
@@ -293,9 +298,7 @@ def test_scheduler_rests_with_the_optimizer() -> None:
     rates = []
     for value in (1.0, math.inf, math.inf, 1.0):
         parameter.grad = torch.tensor([value])
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
+        apply(scaler, optimizer)
         scaler.step_scheduler(scheduler)
         rates.append((scheduler.get_last_lr()[0] / 1e-3, scaler.consecutive_skips))
     assert rates == [(0.5, 0), (0.5, 1), (0.5, 2), (0.25, 0)]
@@ -470,9 +473,7 @@ def test_one_process_needs_no_process_group(
     if named is not None:
         monkeypatch.setenv("WORLD_SIZE", named)
     optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
+    apply(scaler, optimizer)
     assert not scaler.step_skipped
 
 
@@ -513,9 +514,7 @@ def test_error_at_the_floor_names_parameters() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     model[1].bias.grad.fill_(math.nan)  # type: ignore[union-attr, operator]
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
+    apply(scaler, optimizer)
     scaler.step(optimizer)
     with pytest.raises(TrainingError, match=r"min_scale\); not finite on this rank: 1\.bias\. "):
         scaler.update()
@@ -590,9 +589,7 @@ def test_one_reduction_decides_for_all_registered_optimizers() -> None:
 def test_alone_nothing_is_reduced() -> None:
     with mock.patch.object(dist, "all_reduce") as reduce:
         scaler, optimizer = DistributedGradScaler("cpu"), one_parameter(1.0)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
+        apply(scaler, optimizer)
     reduce.assert_not_called()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from distmp.checkpoint import store
 from tests.checkpoint import listing
 from tests.launcher.two_hosts import NAMES, Agent, TwoHosts, two_hosts
 from tests.progress import wait_until
@@ -151,24 +150,14 @@ def undisturbed(directory: Path, ranks: int, settings: list[str]) -> dict[str, t
     directory.mkdir(parents=True)
     done = run(torchrun(*settings_of(directory), *settings, ranks=ranks), directory, timeout=300)
     assert done.returncode == 0, done.stderr
-    return final_state(directory / "run")
-
-
-def final_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of the last checkpoint of a run."""
-    checkpoint = listing.latest(directory / "checkpoints")
-    assert checkpoint is not None, f"{directory} has no checkpoint"
-    stored = store.StoredCheckpoint(checkpoint).tensors
-    found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
-    store.load(checkpoint, found)
-    return found
+    return listing.final_state(directory / "run")
 
 
 def check_result(cluster: Cluster, expected: dict[str, torch.Tensor], last_step: int) -> None:
     """Check that a finished run has lost nothing and has the weights of an undisturbed one."""
     (directory,) = [path for path in cluster.runs() if last_step in steps(path)]
     assert steps(directory) == list(range(1, last_step + 1)), f"steps are missing in {directory}"
-    state = final_state(directory)
+    state = listing.final_state(directory)
     assert state.keys() == expected.keys()
     differing = [name for name in state if not torch.equal(state[name], expected[name])]
     assert not differing, f"other weights than those of an undisturbed run: {differing}"

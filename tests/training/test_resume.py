@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -284,17 +283,6 @@ def test_allowed_changes_are_reported_once_each(
         "changed: optim.lr: 0.01 -> 0.02",
         "changed: resolved precision: fp32 -> fp16",
     ]
-
-
-def snapshot_at(directory: Path, step: int) -> dict[str, Tensor]:
-    """Return all tensors in a checkpoint."""
-    path = directory / "checkpoints" / f"step-{step:06d}"
-    found = {
-        name: torch.empty(shape, dtype=dtype)
-        for name, (shape, dtype) in store.StoredCheckpoint(path).tensors.items()
-    }
-    store.load(path, found)
-    return found
 
 
 # At other numbers of ranks and with other strategies: the same samples in the same order.
