@@ -60,10 +60,7 @@ def test_runs_the_subcommand_with_its_arguments(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_errors_of_the_user_are_one_message(
-    error: Exception,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     subcommand(monkeypatch, raising(error))
     assert cli.main(["train"]) == code
@@ -163,9 +160,6 @@ def test_every_subcommand_exists(name: str) -> None:
 
 def test_module_is_the_command() -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "distmp", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-m", "distmp", "--version"], capture_output=True, text=True, check=True
     )
     assert finished.stdout.startswith(f"distmp {__version__}, torch ")

@@ -20,10 +20,7 @@ from distmp.cli import _SUBCOMMANDS
 from distmp.distributed.world import leave
 from tests.torchrun import environment, python
 
-PACKAGES = (
-    "distmp",
-    *(f"distmp.{name}" for name in ("engine", "optim", "parallel", "scaling")),
-)
+PACKAGES = ("distmp", *(f"distmp.{name}" for name in ("engine", "optim", "parallel", "scaling")))
 WITHOUT_TORCH = (
     *([name, "--help"] for name in _SUBCOMMANDS),
     ["--help"],

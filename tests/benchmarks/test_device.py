@@ -33,10 +33,7 @@ def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     [("cuda", "torch sees no CUDA device"), ("tpu", "'tpu' is neither cpu nor cuda")],
 )
 def test_a_missing_device_is_refused(
-    device: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    device: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:

@@ -337,10 +337,7 @@ def test_numbers_that_disagree_are_refused(
 
 @pytest.mark.parametrize(
     ("numbers", "problem"),
-    [
-        ({}, "they lack the step"),
-        ({"step": 1}, "they lack the step or the position in the data"),
-    ],
+    [({}, "they lack the step"), ({"step": 1}, "they lack the step or the position in the data")],
 )
 def test_a_run_does_not_continue_without_its_position(
     numbers: dict[str, Any], problem: str, tmp_path: Path

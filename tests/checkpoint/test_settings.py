@@ -12,13 +12,7 @@ from distmp.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [
-        ("every", -1),
-        ("keep", 0),
-        ("keep", -2),
-        ("keep_every", -1),
-        ("path", ""),
-    ],
+    [("every", -1), ("keep", 0), ("keep", -2), ("keep_every", -1), ("path", "")],
 )
 def test_unusable_values_name_the_setting(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:

@@ -127,9 +127,7 @@ def test_errors_of_the_validation_directory_name_its_setting(
     (tmp_path / "short").mkdir()
     text(tmp_path / "short", {"v.py": 5})
     config = DataConfig(
-        path=text(tmp_path, {"a.py": 100}),
-        validation_path=str(tmp_path / name),
-        sequence_length=50,
+        path=text(tmp_path, {"a.py": 100}), validation_path=str(tmp_path / name), sequence_length=50
     )
     with pytest.raises(ConfigError, match=message) as caught:
         build_datasets(config)
@@ -370,10 +368,7 @@ def test_tokens_are_known_by_number_and_type(tmp_path: Path) -> None:
         (path / "ids").write_bytes(bytes(size * np.dtype(dtype).itemsize))
         TokenMetadata(dtype, 9, {"ids": size}).write(path)
         config = DataConfig(
-            source="tokens",
-            path=str(path),
-            sequence_length=LENGTH,
-            **{"held_out": 0.0, **settings},
+            source="tokens", path=str(path), sequence_length=LENGTH, **{"held_out": 0.0, **settings}
         )
         return identity(build_datasets(config))
 

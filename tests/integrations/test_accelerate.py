@@ -361,10 +361,7 @@ def test_another_accelerator_of_the_process_has_the_policy_of_the_first() -> Non
 
 @ranks(1)
 def test_words_that_are_no_policy_are_refused() -> None:
-    for word, message in (
-        ("fp8", "choose one of"),
-        ("bf61", "did you mean 'bf16'"),
-    ):
+    for word, message in (("fp8", "choose one of"), ("bf61", "did you mean 'bf16'")):
         os.environ["ACCELERATE_MIXED_PRECISION"] = word
         for arguments, setting in (
             ({}, "ACCELERATE_MIXED_PRECISION"),

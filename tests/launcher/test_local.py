@@ -382,8 +382,7 @@ def test_wrong_torchrun_options_are_one_message(
 
 
 @pytest.mark.parametrize(
-    ("devices", "cores", "expected"),
-    [(8, 64, 8), (1, 64, 1), (0, 64, 2), (0, 1, 1)],
+    ("devices", "cores", "expected"), [(8, 64, 8), (1, 64, 1), (0, 64, 2), (0, 1, 1)]
 )
 def test_default_ranks(
     devices: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -296,8 +296,7 @@ def test_a_store_does_not_take_a_port_in_use() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [("--max-restarts", "1"), nightly(("--standalone",)), nightly(("--nnodes", "1"))],
+    "options", [("--max-restarts", "1"), nightly(("--standalone",)), nightly(("--nnodes", "1"))]
 )
 def test_a_run_on_one_machine_listens_on_loopback_only(
     options: tuple[str, ...], tmp_path: Path

@@ -125,10 +125,7 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
         ),
         "a pod of Kubeflow Trainer is missing": (
             (0, ["--rdzv-conf", "join_timeout=25"], {**FIRST_POD, "PET_NPROC_PER_NODE": "1"}),
-            (
-                1,
-                r"only 1 of 2 hosts joined .*:29403 within 25 s: .*; missing: node rank 1\. Check",
-            ),
+            (1, r"only 1 of 2 hosts joined .*:29403 within 25 s: .*; missing: node rank 1\. Check"),
         ),
         "port in use": (
             (0, rendezvous_at("one:29500", *patience), {}),
@@ -144,10 +141,7 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
         ),
         "wrong address": (
             (1, rendezvous_at("10.99.7.77:29400", *patience), {}),
-            (
-                1,
-                r"first machine \(10\.99\.7\.77\) was not .*does not respond to 10\.99\.7\.2",
-            ),
+            (1, r"first machine \(10\.99\.7\.77\) was not .*does not respond to 10\.99\.7\.2"),
         ),
         "wrong name": (
             (1, rendezvous_at("three:29400"), {}),

@@ -14,13 +14,7 @@ from distmp.optim.build import optimizer_factory
 from distmp.optim.optimizer_tensors import ELEMENTWISE, build_on, build_on_shards
 from distmp.optim.settings import OptimizerConfig
 from tests.ranks import ranks
-from tests.reference import (
-    TWO_RANKS,
-    make_engine,
-    make_model,
-    microbatches,
-    weights,
-)
+from tests.reference import TWO_RANKS, make_engine, make_model, microbatches, weights
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 

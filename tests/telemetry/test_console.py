@@ -130,8 +130,7 @@ def test_no_color() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "environment"),
-    [(LogConfig(console="plain"), {}), (LogConfig(), {"TERM": "dumb"})],
+    ("settings", "environment"), [(LogConfig(console="plain"), {}), (LogConfig(), {"TERM": "dumb"})]
 )
 def test_plain_on_a_terminal(settings: LogConfig, environment: dict[str, str]) -> None:
     def run() -> None:

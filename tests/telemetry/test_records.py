@@ -202,18 +202,7 @@ def test_creates_missing_directories(tmp_path: Path) -> None:
     assert _steps(path) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"7",
-        b"\xff\xfe",
-        b"\0\0\0",
-        b'{"step":2}',
-    ],
-)
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"7", b"\xff\xfe", b"\0\0\0", b'{"step":2}'])
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "records.jsonl"
     _written(path, range(1, 4))

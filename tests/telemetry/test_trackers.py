@@ -88,10 +88,7 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     loggers = start([NAME], tmp_path, warnings)
     loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
     weight = {"saturated": 0.0, "underflowed": 0.25, "largest": 8.0, "most_saturated": None}
-    more = {
-        "validation_metrics": {"accuracy": 0.75},
-        "low_precision_operands": {"weight": weight},
-    }
+    more = {"validation_metrics": {"accuracy": 0.75}, "low_precision_operands": {"weight": weight}}
     loggers.write(record(step=2, validation_loss=1.5, unit="sample", **more))
     loggers.close()
     project, _, configuration, first, second, finished = calls(tmp_path)

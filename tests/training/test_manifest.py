@@ -19,11 +19,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.masking import HIDDEN, masked
 from distmp.telemetry.records import read_records
 from distmp.training import manifest
-from distmp.training.manifest import (
-    read,
-    record,
-    revision,
-)
+from distmp.training.manifest import read, record, revision
 from distmp.training.run_fingerprint import changes_since
 from distmp.training.train import main
 from distmp.utils.settings.convert import digest

@@ -121,10 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
         "validation": {"every": 3},
     },
     "fp16, the loss scale grows and backs off": {
-        "precision": {
-            "policy": "fp16",
-            "loss_scale": {"init": 2.0**14, "growth_interval": 1},
-        },
+        "precision": {"policy": "fp16", "loss_scale": {"init": 2.0**14, "growth_interval": 1}},
         "model": {"options": {"dropout": 0.3}},
         "schedule": STRADDLED,
     },

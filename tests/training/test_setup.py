@@ -29,8 +29,7 @@ def build(directory: Path, *options: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "messages"),
-    [("--strategy=auto", 1), ("--strategy=fsdp", 1), ("--strategy=ddp", 0)],
+    ("option", "messages"), [("--strategy=auto", 1), ("--strategy=fsdp", 1), ("--strategy=ddp", 0)]
 )
 def test_a_model_that_cannot_be_deferred_is_built_whole(
     tmp_path: Path, option: str, messages: int, caplog: pytest.LogCaptureFixture

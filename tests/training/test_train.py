@@ -225,10 +225,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         ],
         "parameter 'codes' is int8",
     ),
-    "resuming from nothing": (
-        lambda tmp: tiny(tmp, f"--resume={tmp / 'nowhere'}"),
-        "resume = ",
-    ),
+    "resuming from nothing": (lambda tmp: tiny(tmp, f"--resume={tmp / 'nowhere'}"), "resume = "),
     "null for a number": (
         lambda tmp: ["--config", _file(tmp / "c.yaml", "sample:\n  every: null\n")],
         "sample.every = None: must be an integer; leave it out for its default",

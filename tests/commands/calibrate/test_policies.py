@@ -49,9 +49,7 @@ def test_the_recommendation(
 
 def test_the_table_has_a_line_for_each_policy_and_the_advice() -> None:
     compared = comparison(
-        fp32=measured(2.0, 10, 3 * 2**20),
-        fp16=measured(2.2, 5, 2**20, 2),
-        tf32="why not",
+        fp32=measured(2.0, 10, 3 * 2**20), fp16=measured(2.2, 5, 2**20, 2), tf32="why not"
     )
     first, head, fp32, fp16, tf32, advice = report(compared)
     assert first == "4 steps on 2 ranks"
