@@ -42,18 +42,20 @@ def test_jobs_are_listed_and_chosen(
     assert [line.split()[0] for line in lines] == ["slice", "engine", "slice", "loss"]
 
 
-def test_unknown_slices_jobs_and_outputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_arguments(monkeypatch, "--slice", "6")
-    with pytest.raises(SystemExit, match="--slice 6: choose one of 1 to 5"):
-        main()
-    with_arguments(monkeypatch, "--only", "motor")
-    with pytest.raises(SystemExit, match="unknown jobs motor; --list lists the jobs"):
-        main()
-    with_arguments(monkeypatch, "--only", "engine", "--slice", "2")
-    with pytest.raises(SystemExit, match="--slice, --only and --skip leave no job"):
-        main()
-    with_arguments(monkeypatch, "--output", "/proc/x")
-    with pytest.raises(SystemExit, match=r"--output /proc/x: cannot be created \(No such file"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--slice 6", "--slice 6: choose one of 1 to 5"),
+        ("--only motor", "unknown jobs motor; --list lists the jobs"),
+        ("--only engine --slice 2", "--slice, --only and --skip leave no job"),
+        ("--output /proc/x", r"--output /proc/x: cannot be created \(No such file"),
+    ],
+)
+def test_unknown_slices_jobs_and_outputs_are_refused(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_arguments(monkeypatch, *arguments.split())
+    with pytest.raises(SystemExit, match=message):
         main()
 
 

@@ -15,35 +15,20 @@ from distmp.config import load
 from distmp.errors import ConfigError, SetupError
 from distmp.training.callbacks.sample import generate
 from distmp.training.trainer import Trainer
+from tests.commands.test_tokenize import save_tokenizer
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.torchrun import TINY, corpus
 from tests.toys import printed, trainer_of
 
-END = "<|endoftext|>"
-
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a tokenizer, and tokens of it and of bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from tokenizers.decoders import ByteLevel
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
     directory = tmp_path_factory.mktemp("tokens")
     text = corpus(directory / "text")
     for name, words in (("tokenizer", "the quick brown fox"), ("other", "jumps over the lazy dog")):
-        backend.train_from_iterator([words] * 50, trainer)
-        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(
-            directory / name
-        )
+        save_tokenizer(directory / name, words)
     for target, tokenizer in (("ids", str(directory / "tokenizer")), ("bytes", "bytes")):
         arguments = ["--to", str(directory / target), "--tokenizer", tokenizer, "--workers", "1"]
         assert cli.main(["data", "tokenize", str(text), *arguments]) == 0
