@@ -14,7 +14,7 @@ import pytest
 from distmp import __version__, cli
 from distmp.errors import CheckpointError, ConfigError
 from tests.progress import wait_until
-from tests.torchrun import environment, python
+from tests.torchrun import environment, python, run
 
 # A replacement for torch whose import does not end.
 # Sleeps repeatedly: a signal just before a sleep is handled after it.
@@ -159,7 +159,6 @@ def test_every_subcommand_exists(name: str) -> None:
 
 
 def test_module_is_the_command() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "distmp", "--version"], capture_output=True, text=True, check=True
-    )
+    finished = run(python("-m", "distmp", "--version"), Path.cwd())
+    assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith(f"distmp {__version__}, torch ")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from tests.reference import (
     train,
     weights,
 )
-from tests.torchrun import SIZES, TINY, corpus, environment, python
+from tests.torchrun import SIZES, TINY, corpus, python, run
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp, fp32": {"strategy": "ddp"},
@@ -265,14 +264,9 @@ def test_the_memory_of_an_export_is_that_of_one_tensor(tmp_path: Path) -> None:
         "e.export(sys.argv[1], f'{sys.argv[2]}/weights', 'fp32')\n"
         "print(peak() - before)\n"
     )
-    done = subprocess.run(
-        python("-c", program, str(path), str(tmp_path)),
-        # Freed memory is returned to the kernel, so that resident memory is memory in use.
-        env={**environment(), **EXACT_MALLOC},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    # Freed memory is returned to the kernel, so that resident memory is memory in use.
+    done = run(python("-c", program, str(path), str(tmp_path)), tmp_path, variables=EXACT_MALLOC)
+    assert done.returncode == 0, done.stderr
     # Tensors of 4 MiB, all of them in a file.
     assert 4 <= float(done.stdout) < 16
 

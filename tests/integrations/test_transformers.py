@@ -6,8 +6,6 @@ import functools
 import logging
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from tests.integrations.tiny import (
     sum_over_items,
 )
 from tests.ranks import ranks, same_on_all_ranks
+from tests.torchrun import python, run
 
 RULES = LossScaleConfig(init=2.0**8)
 
@@ -364,7 +363,7 @@ def _check_labels(path: Path) -> None:
 
 def test_without_transformers_the_message_says_what_to_install() -> None:
     code = "import sys; sys.modules['transformers'] = None; import distmp.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run(python("-c", code), Path.cwd())
     assert "run pip install 'distmp[trainers]'" in done.stderr
 
 

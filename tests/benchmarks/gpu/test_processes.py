@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import processes
 from tests.progress import wait_until
-from tests.torchrun import environment, python
+from tests.torchrun import environment, python, run
 
 # Like a rank of torchrun: in a new session; it ignores SIGTERM.
 RANK = """
@@ -65,13 +65,7 @@ def check_rank_ended(directory: Path) -> None:
 
 
 def run_driver(directory: Path, how: str, limit: int) -> str:
-    done = subprocess.run(
-        python("driver.py", "pid", how, str(limit)),
-        cwd=directory,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run(python("driver.py", "pid", how, str(limit)), directory)
     check_rank_ended(directory)
     return done.stdout + done.stderr
 
