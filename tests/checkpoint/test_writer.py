@@ -23,6 +23,7 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import CheckpointError
+from tests import reference
 from tests.checkpoint import listing
 from tests.parallel.sharding import sharded
 from tests.progress import wait_until
@@ -159,13 +160,9 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
 @pytest.mark.gpu
 def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Path) -> None:
     wide = torch.nn.Linear(2048, 2048)  # its copy takes longer than a step
-    engine = Engine(
-        torch.nn.Sequential(wide, torch.nn.Linear(2048, 2)),
-        lambda model, batch: (model(batch).square().sum(), len(batch)),
-        fused_adamw,
-        policy="fp32",
-        strategy="single",
-        device="cuda",
+    model = torch.nn.Sequential(wide, torch.nn.Linear(2048, 2))
+    engine = reference.make_engine(
+        model=model, loss=reference.sum_of_squares, strategy="single", device="cuda"
     )
     batch = torch.ones(4, 2048)
     engine.step([batch])

@@ -85,11 +85,9 @@ def test_the_paths_are_read() -> None:
 
 @ranks(2)
 def test_a_gradient_takes_its_path() -> None:
-    from tests.reference import fused_adamw, loss, make_model, microbatches
+    from tests.reference import make_engine, microbatches
 
-    engine = distmp.Engine(
-        make_model(), loss, fused_adamw, policy="bf16", strategy="ddp", device="cpu"
-    )
+    engine = make_engine(policy="bf16", strategy="ddp")
     batches = microbatches(0, ((3, 5), (1, 7)), engine.world.rank)
     engine.step(batches)  # the first step does more than others
     with called(GRADIENT) as order:

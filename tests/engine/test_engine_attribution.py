@@ -143,14 +143,8 @@ def test_range_too_wide_because_most_gradients_would_be_zero() -> None:
     def total(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         return model(batch.inputs), len(batch.labels)
 
-    engine = Engine(
-        TwoHeads(),
-        total,
-        fused_adamw,
-        policy="fp16",
-        loss_scale=LossScaleConfig(init=2.0**14),
-        device="cpu",
-    )
+    scale = LossScaleConfig(init=2.0**14)
+    engine = make_engine(model=TwoHeads(), loss=total, policy="fp16", loss_scale=scale)
     report = explained(engine, [Batch(torch.ones(1, INPUTS), torch.zeros(1))])
     assert (report.cause, report.parameters_total) == ("range_too_wide", 1)
     assert report.lost_share is not None
@@ -186,9 +180,7 @@ def test_a_mask_of_negative_infinities_is_no_bad_input() -> None:
     def masked(model: nn.Module, batch: tuple[Batch, Tensor]) -> tuple[Tensor, float]:
         return loss(model, batch[0])
 
-    engine = Engine(
-        make_model(), masked, fused_adamw, policy="fp16", loss_scale=TOO_HIGH, device="cpu"
-    )
+    engine = make_engine(loss=masked, policy="fp16", loss_scale=TOO_HIGH)
     outcome = engine.step(
         [(batch, torch.tensor([-math.inf])) for batch in microbatches(0, ((4,),))]
     )
@@ -214,13 +206,8 @@ def test_bad_parameter_and_bad_weight() -> None:
         engine.module.blocks[0].linear.bias[2] = math.nan
     report = explained(engine, step_batches(engine, clean))
     assert (report.cause, report.module) == ("bad_parameter", "blocks.0.linear")
-    engine = Engine(
-        make_model(),
-        lambda model, batch: (loss(model, batch)[0], math.nan),
-        fused_adamw,
-        policy="fp32",
-        device="cpu",
-        nominal_weight=1,
+    engine = make_engine(
+        loss=lambda model, batch: (loss(model, batch)[0], math.nan), nominal_weight=1
     )
     assert explained(engine, step_batches(engine, clean)).cause == "bad_weight"
 

@@ -19,7 +19,7 @@ from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel.materialize import materialize, materialize_shards, not_a_number
 from distmp.utils.deferred import build_whole
 from tests.ranks import ranks, run_ranks
-from tests.reference import assert_same_bits, gathered
+from tests.reference import assert_same_bits, gathered, sum_of_squares
 
 SMALL = TransformerConfig(
     vocabulary_size=67, sequence_length=8, layers=2, dimension=16, heads=2, hidden=20
@@ -42,10 +42,6 @@ def next_token(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
     )
     return loss, batch[:, 1:].numel()
-
-
-def sum_of_squares(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
-    return module(batch).square().sum(), len(batch)
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:

@@ -48,9 +48,7 @@ def train(
     """Train with one slow rank; return losses and norms, and the logged lines."""
     lines: list[str] = []
     slow = Slow(place)
-    engine = Engine(
-        make_model(), slow.loss, fused_adamw, policy="fp32", strategy=strategy, device="cpu"
-    )
+    engine = reference.make_engine(loss=slow.loss, strategy=strategy)
     outcomes = []
     with StepProfiler(ProfileConfig(steps), directory, engine.world, lines.append) as profiler:
         for step in range(1, STEPS + 1):
