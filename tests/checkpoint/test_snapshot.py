@@ -19,6 +19,8 @@ from distmp.utils.flat_shard import FlatShard
 from tests.checkpoint.test_store import assert_all_equal, plain_tensors
 from tests.ranks import from_all_ranks, ranks
 
+NO_MEMORY = r"could not be copied to host memory \(MemoryError: not"
+
 
 def uneven(rank: int, whole: Tensor) -> FlatShard:
     """Return the shard of a tensor on rank 0 (a few elements) or rank 1 (the others)."""
@@ -186,9 +188,7 @@ def test_a_copy_that_fails_neither_blocks_training_nor_is_written(
     monkeypatch.setattr(_Copy, "start", _no_memory)
     training = threading.Thread(target=snapshot.release, args=(5.0,))
     training.start()
-    with pytest.raises(
-        CheckpointError, match=r"could not be copied to host memory \(MemoryError: not"
-    ):
+    with pytest.raises(CheckpointError, match=NO_MEMORY):
         snapshot.complete()
     training.join()
 
@@ -197,9 +197,7 @@ def test_no_memory_fails_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = HostBuffers()
     monkeypatch.setattr(buffers, "like", _no_memory)
     snapshot = Snapshot({"weight": torch.zeros(10)}, (), buffers)
-    with pytest.raises(
-        CheckpointError, match=r"could not be copied to host memory \(MemoryError: not"
-    ):
+    with pytest.raises(CheckpointError, match=NO_MEMORY):
         complete(snapshot)
 
 
