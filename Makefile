@@ -45,13 +45,13 @@ test-fake-gpu: $(INSTALLED)
 
 # The parts and the engine, without the tests marked slow; the trainer and the launcher start
 # processes that take seconds each.
-FAST := adversary/test_mutants.py buckets checkpoint/test_index.py checkpoint/test_layout.py \
+FAST := adversary/test_mutants.py buckets checkpoint/test_layout.py checkpoint/test_stored.py \
 	checkpoint/test_store.py data diagnosis distributed/test_compare_ranks.py \
 	distributed/test_world.py docs/test_checks.py docs/test_troubleshooting.py \
 	engine/test_engine.py engine/test_outcome.py engine/test_spike_check.py \
 	engine/test_step_checks.py optim parallel/test_init.py parallel/test_replicated.py \
 	parallel/test_settings.py precision scaling test_config.py test_errors.py \
-	training/test_resume_compat.py utils
+	training/test_run_fingerprint.py utils
 
 test-fast: $(INSTALLED)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m "not slow" \

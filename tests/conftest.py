@@ -33,6 +33,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 GRACE_SECONDS = 1.0
 
 
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a temporary directory, which is the working directory of the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True)
 def _progress() -> Iterator[None]:
     """Fail a test that hangs; one on a busy machine may take as long as it needs."""

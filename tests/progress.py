@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 import pytest
@@ -119,8 +120,7 @@ def finished(process: subprocess.Popen[str], idle_seconds: float) -> tuple[str, 
         except subprocess.TimeoutExpired:
             if progress.problem() is None:
                 continue
-            for each in (*psutil.Process(process.pid).children(recursive=True), process):
-                each.kill()
+            kill_all(process)
             raise
 
 
@@ -128,14 +128,22 @@ def wait_until(condition: Callable[[], bool], state: Callable[[], str] = str) ->
     """Wait for a condition as long as the children of this process make progress.
 
     Args:
-        condition: Checked ten times a second.
+        condition: Checked fifty times a second.
         state: Describes what there is instead, for the failure.
     """
     progress = of_children()
     while not condition():
         if problem := progress.problem():
             pytest.fail(f"{problem}: {state()}", pytrace=False)
-        time.sleep(0.1)
+        time.sleep(0.02)
+
+
+def kill_all(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and what it has started, unless it has ended."""
+    if process.poll() is None:
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                each.kill()
 
 
 @contextlib.contextmanager

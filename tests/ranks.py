@@ -151,6 +151,20 @@ def run_ranks(
     return _fail(job, reports)
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """Return the values that the ranks pass, in the order of ranks. Collective."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def same_on_all_ranks(value: Any) -> bool:
+    """Return whether the ranks pass the same value, where NaN equals NaN. Collective."""
+    return len(set(map(repr, from_all_ranks(value)))) == 1
+
+
 @dataclass(frozen=True)
 class _Job:
     """The description of one run, sent to every rank."""

@@ -81,6 +81,10 @@ def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
     return total * batch.factor, len(batch.labels)
 
 
+def sum_of_squares(model: nn.Module, batch: Tensor) -> tuple[Tensor, float]:
+    return model(batch).square().sum(), len(batch)
+
+
 def samples(step: int, count: int) -> Batch:
     """Return the samples of a step, independent of their distribution over ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -105,6 +109,10 @@ def sgd(parameters: Any, fused: bool | None = None) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused)
 
 
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def adagrad(parameters: Any, fused: bool | None = None) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.05, fused=fused)
 
@@ -126,11 +134,12 @@ def fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make_engine(**options: Any) -> Engine:
-    """Build an engine on the CPU; by default with `make_model`, fused AdamW and FP32."""
+    """Build an engine on the CPU; by default with `make_model`, `loss`, fused AdamW and FP32."""
     options = {"optimizer": fused_adamw, "policy": "fp32", "device": "cpu", **options}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Engine(options.pop("model", None) or make_model(), loss, **options)
+        model = options.pop("model", None) or make_model()
+        return Engine(model, options.pop("loss", loss), **options)
 
 
 def replace_loss(engine: Engine, function: LossFunction) -> None:

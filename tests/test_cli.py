@@ -5,18 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distmp import __version__, cli
 from distmp.errors import CheckpointError, ConfigError
-from tests.progress import of_children
-from tests.torchrun import environment, python
+from tests.progress import wait_until
+from tests.torchrun import environment, python, run
 
-REPOSITORY = Path(__file__).parent.parent
 # A replacement for torch whose import does not end.
 # Sleeps repeatedly: a signal just before a sleep is handled after it.
 TORCH = """\
@@ -32,6 +31,13 @@ def subcommand(monkeypatch: pytest.MonkeyPatch, main: object) -> None:
     module = types.ModuleType("distmp.train")
     module.main = main  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "distmp.train", module)
+
+
+def raising(error: BaseException) -> Callable[[list[str]], int]:
+    def main(argv: list[str]) -> int:
+        raise error
+
+    return main
 
 
 def test_runs_the_subcommand_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,33 +60,21 @@ def test_runs_the_subcommand_with_its_arguments(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_errors_of_the_user_are_one_message(
-    error: Exception,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def main(argv: list[str]) -> int:
-        raise error
-
-    subcommand(monkeypatch, main)
+    subcommand(monkeypatch, raising(error))
     assert cli.main(["train"]) == code
     assert capsys.readouterr().err == f"distmp train: {error}\n"
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def main(argv: list[str]) -> int:
-        raise ZeroDivisionError
-
-    subcommand(monkeypatch, main)
+    subcommand(monkeypatch, raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
 
 
 def test_interrupt_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def main(argv: list[str]) -> int:
-        raise KeyboardInterrupt
-
-    subcommand(monkeypatch, main)
+    subcommand(monkeypatch, raising(KeyboardInterrupt()))
     assert cli.main(["train"]) == 130
 
 
@@ -133,11 +127,9 @@ def test_a_signal_during_the_imports(
         python("-m", "distmp", name), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE
     )
     with process:
-        progress = of_children()
-        while not (tmp_path / "importing").exists():
-            assert process.poll() is None, process.communicate()
-            assert progress.problem() is None
-            time.sleep(0.01)
+        importing = tmp_path / "importing"
+        wait_until(lambda: process.poll() is not None or importing.exists())
+        assert process.poll() is None, process.communicate()
         process.send_signal(number)
         _, err = process.communicate()
     assert process.returncode == code
@@ -167,10 +159,6 @@ def test_every_subcommand_exists(name: str) -> None:
 
 
 def test_module_is_the_command() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "distmp", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    finished = run(python("-m", "distmp", "--version"), Path.cwd())
+    assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith(f"distmp {__version__}, torch ")

@@ -81,10 +81,7 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--checkpoint.path", "s3://***@bucket"], "is hidden in files that distmp writes"),
         (["--resume", ""], "resume"),
         (["--batch-size", "4"], "batch_size = 4: unknown setting; set batch.global_batch_size"),
-        (
-            ["--micro-batch-size", "4"],
-            "micro_batch_size = 4: unknown setting; set batch.global_b",
-        ),
+        (["--micro-batch-size", "4"], "micro_batch_size = 4: unknown setting; set batch.global_b"),
         (["--batch", "4"], "batch = 4: is a section; set batch.global_batch_size"),
         (["--epochs", "3"], "epochs = 3: unknown setting; a run is as long as its number of st"),
         (["--bf16"], "bf16 = True: unknown setting; set precision.policy"),

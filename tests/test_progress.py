@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests import progress
+from tests.ports import reserved_port
 from tests.progress import Progress, wait_until
 
 SLEEPS = "import time; time.sleep(100)"
@@ -90,3 +93,24 @@ def test_a_hanging_test_fails_and_the_next_one_runs(tmp_path: Path) -> None:
     assert "limit of tests/progress.py: no progress for 1 s" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
     assert "in test_hangs" in done.stdout
+
+
+# A reserved port is free for the server that a test starts, and for nobody else.
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_torchs_store_listens_on_a_reserved_port(libuv: bool) -> None:
+    with reserved_port() as port:
+        server = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=libuv
+        )
+        assert server.port == port
+        server.set("key", "value")
+        assert server.get("key") == b"value"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_reserved_port_is_in_use(address: str) -> None:
+    in_use = pytest.raises(OSError, match="Address already in use")
+    with reserved_port() as port, socket.socket() as other, in_use:
+        other.bind((address, port))

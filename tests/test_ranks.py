@@ -165,11 +165,10 @@ def _print_and_environment() -> tuple[str | None, str]:
 
 
 def test_environment_directory_and_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cwd: Path
 ) -> None:
     monkeypatch.setenv("DISTMP_TEST_VALUE", "seen")
-    monkeypatch.chdir(tmp_path)
-    assert run_ranks(_print_and_environment, 1, initialize=False) == [("seen", str(tmp_path))]
+    assert run_ranks(_print_and_environment, 1, initialize=False) == [("seen", str(cwd))]
     assert "--- output of rank 0 of 1 ---\nspoken by a rank\n" in capsys.readouterr().out
     assert "WORLD_SIZE" not in os.environ
 

@@ -35,6 +35,11 @@ def corpus(directory: Path) -> Path:
     return directory
 
 
+def tiny(directory: Path, *more: str) -> list[str]:
+    """Return arguments of a tiny run in `run`, on text that is written to `directory`/corpus."""
+    return [*TINY, f"--data.path={corpus(directory / 'corpus')}", "--run-dir=run", *more]
+
+
 def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
@@ -52,13 +57,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
 
 
-def run(command: list[str], cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], cwd: Path, timeout: float = 100, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end.
 
     Args:
         command: What to run.
         cwd: Where.
         timeout: Seconds without progress, see `tests.progress`, after which it is killed.
+        variables: Environment variables beside those of `environment`.
 
     Raises:
         subprocess.TimeoutExpired: Without progress.
@@ -66,7 +74,7 @@ def run(command: list[str], cwd: Path, timeout: float = 100) -> subprocess.Compl
     with subprocess.Popen(
         command,
         cwd=cwd,
-        env=environment(),
+        env={**environment(), **(variables or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

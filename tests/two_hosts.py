@@ -82,12 +82,7 @@ class TwoHosts:
         self.second = others[0]
 
     def run(
-        self,
-        host: int,
-        *command: str,
-        cwd: Path | None = None,
-        timeout: float = 60,
-        **options: Any,
+        self, host: int, *command: str, cwd: Path | None = None, timeout: float = 60, **options: Any
     ) -> str:
         """Run a command on a host and return what it printed.
 

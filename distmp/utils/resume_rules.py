@@ -3,7 +3,7 @@
     lr: float = field(default=1e-3, metadata=consequential("learning rates change from here on"))
 
 A rule on a section applies to all of its settings that declare none. Every setting has a rule;
-tests/training/test_resume_compat.py checks it.
+tests/training/test_run_fingerprint.py checks it.
 """
 
 from __future__ import annotations

@@ -33,10 +33,7 @@ def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     [("cuda", "torch sees no CUDA device"), ("tpu", "'tpu' is neither cpu nor cuda")],
 )
 def test_a_missing_device_is_refused(
-    device: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    device: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
@@ -51,7 +48,6 @@ def test_time_is_that_of_the_work() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_time_on_a_gpu_is_that_of_the_device() -> None:
     device = torch.device("cuda", 0)
     matrix = torch.ones(4096, 4096, device=device)

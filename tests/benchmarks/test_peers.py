@@ -15,14 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from benchmarks import figures, races
-from benchmarks.loops import (
-    MAX_NORM,
-    RATE,
-    Alone,
-    Loop,
-    TorchDDP,
-    Work,
-)
+from benchmarks.loops import MAX_NORM, RATE, Alone, Loop, TorchDDP, Work
 from benchmarks.peers import RACES, STEPS, computing_dtype
 from benchmarks.tables import steps
 from distmp.distributed.collectives import all_gather, all_reduce, reduce_scatter

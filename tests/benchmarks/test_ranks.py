@@ -23,7 +23,6 @@ def test_a_rank_that_fails_is_skipped(capfd: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "world_size",
     [1, pytest.param(torch.cuda.device_count() + 1, marks=pytest.mark.real_gpu)],

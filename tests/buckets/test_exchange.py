@@ -177,7 +177,6 @@ def test_six_ranks(local: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(4, cuda=True)
 def test_two_machines_with_gpus() -> None:
     on_machines(2, torch.device("cuda"))

@@ -116,13 +116,7 @@ def sum_of_squares(output: Tensor) -> Tensor:
     "device",
     [
         "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
+        pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
 def test_the_16_bit_gradient_of_one_use_is_added_without_an_fp32_copy(
@@ -782,7 +776,6 @@ class SometimesUsed(nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @ranks(2, cuda=True)
 def test_gradients_of_two_gpus_are_summed_while_backward_continues(dtype: torch.dtype) -> None:

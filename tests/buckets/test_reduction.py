@@ -13,15 +13,11 @@ from torch import Tensor
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
 from distmp.distributed import waiting
 from distmp.distributed.waiting import collective_waits
+from tests.buckets.test_gradients import group, relative_error
 from tests.ranks import ranks
 
 SIZES = (64, 4096, 1024)
 COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def values_of(rank: int, size: int) -> Tensor:
@@ -41,10 +37,6 @@ def exact(size: int, *, sharded: bool) -> Tensor:
     total = sum(values_of(rank, size).double() for rank in range(dist.get_world_size()))
     assert isinstance(total, Tensor)
     return total.chunk(dist.get_world_size())[dist.get_rank()] if sharded else total
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 def all_kinds(*, sharded: bool) -> list[tuple[Reduction, float]]:
@@ -161,7 +153,6 @@ def test_waits_of_the_side_stream_are_not_counted(sharded: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_every_kind_on_two_ranks_with_gpus() -> None:
     for sharded in (False, True):

@@ -1,9 +1,13 @@
-"""Lists the checkpoints in a directory."""
+"""Lists the checkpoints in a directory, and reads them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from distmp.checkpoint import store
 from distmp.checkpoint.storage import LocalStorage, is_checkpoint
 
 
@@ -20,3 +24,13 @@ def checkpoints(directory: Path) -> dict[int, Path]:
         if entry.finished and entry.step not in by_step and is_checkpoint(entry.path):
             by_step[entry.step] = entry.path
     return dict(sorted(by_step.items()))
+
+
+def final_state(run: Path) -> dict[str, Tensor]:
+    """Return all tensors of the last checkpoint of a run."""
+    checkpoint = latest(run / "checkpoints")
+    assert checkpoint is not None, f"{run} has no checkpoint"
+    tensors = store.StoredCheckpoint(checkpoint).tensors.items()
+    found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensors}
+    store.load(checkpoint, found)
+    return found

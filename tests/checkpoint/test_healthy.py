@@ -26,6 +26,7 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, TrainingError
 from distmp.training.trainer import checkpoint_before
+from tests.checkpoint.test_recovery import messages_in
 from tests.ranks import ranks
 
 MARK = "NaN or infinite values in weight"
@@ -75,10 +76,6 @@ def marks(directory: Path) -> dict[int, str | None]:
         step: manifest.read(directory / f"step-{step:06d}").health.problem
         for step in left(directory)
     }
-
-
-def messages_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "distmp"]
 
 
 def test_non_finite_values_are_marked_in_the_manifest_and_reported(

@@ -205,7 +205,6 @@ def test_memory_to_be_pinned_is_page_aligned(driver: Driver, dtype: torch.dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_for_copies_from_a_gpu_is_pinned_while_it_lives() -> None:
     for elements in (100, 3 << 18):
         source = {"x": torch.arange(elements, device="cuda")}
@@ -218,7 +217,6 @@ def test_memory_for_copies_from_a_gpu_is_pinned_while_it_lives() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_snapshot_of_a_gpu_is_that_of_its_step() -> None:
     """Tensors are written right before and after it, and the host does not wait for them."""
     held, other = torch.zeros(300, device="cuda"), torch.zeros(20, device="cuda")
@@ -240,7 +238,6 @@ def test_a_snapshot_of_a_gpu_is_that_of_its_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_to_memory_that_is_not_pinned_waits_for_the_stream_that_trains() -> None:
     weight, buffers = torch.zeros(300, device="cuda"), HostBuffers()
     buffers._has_failed = True

@@ -64,13 +64,17 @@ def lease(directory: Path, job: str, clock: Clock, **changes: Any) -> Lease:
     return Lease(directory, owner(job, **changes), clock=clock, sleep=clock.sleep)
 
 
+def pair(directory: Path) -> tuple[Clock, Lease, Lease]:
+    clock = Clock()
+    return clock, lease(directory, "a", clock), lease(directory, "b", clock)
+
+
 def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
 def test_a_released_directory_is_taken_at_once(directory: Path) -> None:
-    clock = Clock()
-    first, second = (lease(directory, job, clock) for job in "ab")
+    clock, first, second = pair(directory)
     first.claim(pytest.fail)
     assert first.is_valid
     assert files(directory) == ["lease-000001.json"]
@@ -86,8 +90,8 @@ def test_a_released_directory_is_taken_at_once(directory: Path) -> None:
 
 
 def test_a_job_that_goes_on_keeps_its_directory(directory: Path) -> None:
-    clock, waited_for = Clock(), []
-    first, second = (lease(directory, job, clock) for job in "ab")
+    waited_for: list[Owner] = []
+    clock, first, second = pair(directory)
     first.claim()
     clock.every(leases.SECONDS / leases.RENEWALS, first.renew)
     with pytest.raises(HeldError, match="owned by process 1 on host of a"):
@@ -99,8 +103,8 @@ def test_a_job_that_goes_on_keeps_its_directory(directory: Path) -> None:
 
 
 def test_a_job_that_says_nothing_any_more_loses_its_directory(directory: Path) -> None:
-    clock, waited_for = Clock(), []
-    first, second = (lease(directory, job, clock) for job in "ab")
+    waited_for: list[Owner] = []
+    clock, first, second = pair(directory)
     first.claim()
     second.claim(waited_for.append)
     assert leases.SECONDS <= clock.now < 1.2 * leases.SECONDS
@@ -114,8 +118,7 @@ def test_a_job_that_says_nothing_any_more_loses_its_directory(directory: Path) -
 
 
 def test_a_job_that_ends_is_waited_for(directory: Path) -> None:
-    clock = Clock()
-    first, second = (lease(directory, job, clock) for job in "ab")
+    clock, first, second = pair(directory)
     first.claim()
     first.renew(leases.ENDING)
     clock.every(leases.SECONDS / leases.RENEWALS, first.renew)
@@ -192,8 +195,7 @@ def test_a_deleted_directory_is_claimed_again(tmp_path: Path) -> None:
 
 
 def test_only_a_new_directory_has_a_first_owner(directory: Path) -> None:
-    clock = Clock()
-    first, second = (lease(directory, job, clock) for job in "ab")
+    _, first, second = pair(directory)
     first.claim_first()
     with pytest.raises(HeldError, match="host of a"):
         second.claim_first()

@@ -16,7 +16,7 @@ from distmp.errors import CheckpointError, ConfigError
 from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.ranks import ranks
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 
 def save(directory: Path, *steps: int) -> list[Path]:
@@ -218,8 +218,8 @@ def test_only_rank_0_logs(tmp_path: Path) -> None:
 def test_a_run_goes_on_from_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, data = tmp_path / "run", corpus(tmp_path / "corpus")
-    arguments = [*TINY, f"--data.path={data}", f"--run-dir={run}", "--steps=4"]
+    run = tmp_path / "run"
+    arguments = tiny(tmp_path, f"--run-dir={run}", "--steps=4")
     assert main([*arguments, "--checkpoint.every=2"]) == 0
     records = run / "steps.jsonl"
     losses = [record.loss for record in read_records(records)]

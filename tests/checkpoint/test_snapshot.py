@@ -17,7 +17,9 @@ from distmp.checkpoint.snapshot import HostBuffers, HostParts, Snapshot, _Copy, 
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard
 from tests.checkpoint.test_store import assert_all_equal, plain_tensors
-from tests.ranks import ranks
+from tests.ranks import from_all_ranks, ranks
+
+NO_MEMORY = r"could not be copied to host memory \(MemoryError: not"
 
 
 def uneven(rank: int, whole: Tensor) -> FlatShard:
@@ -128,8 +130,7 @@ def test_every_rank_writes_its_share_and_everything_is_written_once() -> None:
     elements = sum(
         (t.to_local() if isinstance(t, DTensor) else t).numel() for t in written.values()
     )
-    everybody: list[Any] = [None] * 4
-    dist.all_gather_object(everybody, ([*written], elements))
+    everybody = from_all_ranks(([*written], elements))
     times = {name: sum(name in names for names, _ in everybody) for name in live}
     # Two ranks have different halves of a hybrid tensor.
     assert times == {name: 2 if name.startswith("hybrid") else 1 for name in live}
@@ -187,9 +188,7 @@ def test_a_copy_that_fails_neither_blocks_training_nor_is_written(
     monkeypatch.setattr(_Copy, "start", _no_memory)
     training = threading.Thread(target=snapshot.release, args=(5.0,))
     training.start()
-    with pytest.raises(
-        CheckpointError, match=r"could not be copied to host memory \(MemoryError: not"
-    ):
+    with pytest.raises(CheckpointError, match=NO_MEMORY):
         snapshot.complete()
     training.join()
 
@@ -198,9 +197,7 @@ def test_no_memory_fails_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = HostBuffers()
     monkeypatch.setattr(buffers, "like", _no_memory)
     snapshot = Snapshot({"weight": torch.zeros(10)}, (), buffers)
-    with pytest.raises(
-        CheckpointError, match=r"could not be copied to host memory \(MemoryError: not"
-    ):
+    with pytest.raises(CheckpointError, match=NO_MEMORY):
         complete(snapshot)
 
 

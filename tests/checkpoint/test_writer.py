@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import CheckpointError
+from tests import reference
 from tests.checkpoint import listing
 from tests.parallel.sharding import sharded
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.ranks import ranks, run_ranks
 from tests.reference import TWO_RANKS, fused_adamw, loss, make_model, microbatches, snapshot
 from tests.torchrun import run
@@ -158,16 +158,11 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Path) -> None:
     wide = torch.nn.Linear(2048, 2048)  # its copy takes longer than a step
-    engine = Engine(
-        torch.nn.Sequential(wide, torch.nn.Linear(2048, 2)),
-        lambda model, batch: (model(batch).square().sum(), len(batch)),
-        fused_adamw,
-        policy="fp32",
-        strategy="single",
-        device="cuda",
+    model = torch.nn.Sequential(wide, torch.nn.Linear(2048, 2))
+    engine = reference.make_engine(
+        model=model, loss=reference.sum_of_squares, strategy="single", device="cuda"
     )
     batch = torch.ones(4, 2048)
     engine.step([batch])
@@ -365,18 +360,11 @@ def test_a_failure_is_reported_at_the_next_step(
     with make_writer(tmp_path, messages) as saving:
         saving.save(1, {"a": torch.ones(1)}, {})
         if reported == "is_due":
-            _until(lambda: saving.is_due(2) or bool(messages))
+            wait_until(lambda: saving.is_due(2) or bool(messages))
         else:
             saving.finish()
         assert len(messages) == 1
         assert "no checkpoint has been saved yet; this does not stop the run" in messages[0]
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    progress = of_children()
-    while not condition():
-        assert progress.problem() is None
-        time.sleep(0.01)
 
 
 def test_a_model_that_changes_its_weights_in_forward_is_told_what_to_do(tmp_path: Path) -> None:

@@ -133,11 +133,7 @@ def test_a_full_shared_memory_is_reported_to_those_who_use_it(
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [
-        {"NCCL_DEBUG": "WARN"},
-        {"OMP_NUM_THREADS": "2", "CUDA_LAUNCH_BLOCKING": "0"},
-    ],
+    "variables", [{"NCCL_DEBUG": "WARN"}, {"OMP_NUM_THREADS": "2", "CUDA_LAUNCH_BLOCKING": "0"}]
 )
 def test_a_healthy_machine_passes_everything(
     variables: dict[str, str],

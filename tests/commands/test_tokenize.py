@@ -25,21 +25,26 @@ END = "<|endoftext|>"
 TEXTS = [f"the quick brown fox {i} {END} jumps " * (i % 4) for i in range(60)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_tokenizer(directory: Path, words: str) -> None:
     """Train a small tokenizer and save it as transformers does."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(["the quick brown fox jumps"] * 50, trainer)
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    backend.train_from_iterator([words] * 50, trainer)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory, "the quick brown fox jumps")
     return directory
 
 
@@ -123,10 +128,10 @@ def test_the_output_does_not_depend_on_the_number_of_workers(jsonl: str) -> None
     assert sorted(path.name for path in Path("1").iterdir()) == ["tokens.bin", "tokens.json"]
 
 
-def test_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cwd")
+def test_every_format() -> None:
     from datasets import Dataset
 
-    monkeypatch.chdir(tmp_path)
     rows = Dataset.from_dict({"body": ["b0", "b1"], "other": [0, 1]})
     rows.to_parquet("in/b.parquet")
     rows.to_json("in/c.jsonl")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.config import load
-from distmp.data.build import build_datasets, is_held_out
+from distmp.data.build import build_datasets, identity, is_held_out
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
@@ -127,9 +127,7 @@ def test_errors_of_the_validation_directory_name_its_setting(
     (tmp_path / "short").mkdir()
     text(tmp_path / "short", {"v.py": 5})
     config = DataConfig(
-        path=text(tmp_path, {"a.py": 100}),
-        validation_path=str(tmp_path / name),
-        sequence_length=50,
+        path=text(tmp_path, {"a.py": 100}), validation_path=str(tmp_path / name), sequence_length=50
     )
     with pytest.raises(ConfigError, match=message) as caught:
         build_datasets(config)
@@ -219,14 +217,10 @@ def test_a_tokenized_directory_needs_no_other_setting(tmp_path: Path) -> None:
         ({"path": "later"}, "data.path", r"has format 2; this version of distmp reads 1"),
     ],
 )
+@pytest.mark.usefixtures("cwd")
 def test_settings_that_contradict_the_metadata_are_refused(
-    values: dict[str, Any],
-    setting: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any], setting: str, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name in ("data", "damaged", "later"):
         tokenized(Path(name), PARTS)
     tokenized(Path("other"), PARTS, tokenizer="theirs", tokenizer_sha256="b2")
@@ -328,3 +322,67 @@ def test_options_that_the_function_does_not_take_are_refused_before_ranks_start(
     with pytest.raises(ConfigError) as at_the_start:
         load([f"--data.source={HERE}:{source}", "--data.options", str(options)])
     assert str(at_the_start.value) == problem
+
+
+LENGTH = 4
+
+
+def identity_of(directory: Path, files: dict[str, str], **settings: Any) -> dict[str, Any]:
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(content)
+    settings = {"held_out": 0.0, **settings}
+    return identity(
+        build_datasets(DataConfig(path=str(directory), sequence_length=LENGTH, **settings))
+    )
+
+
+FILES = {"a.py": "x" * 20, "b/c.py": "y" * 30}
+
+
+def test_text_is_known_by_names_and_sizes_wherever_it_lies(tmp_path: Path) -> None:
+    first = identity_of(tmp_path / "here", FILES)
+    assert first["samples"] == (20 + 1 + 30 + 1 - 1) // LENGTH
+    assert first["vocabulary"] == 257
+    assert identity_of(tmp_path / "there", FILES) == first
+    for number, other in enumerate(
+        (
+            {"a.py": "x" * 21, "b/c.py": "y" * 29},
+            {"a.py": "x" * 20, "b/d.py": "y" * 30},
+            {**FILES, "e.py": "z"},
+        )
+    ):
+        assert identity_of(tmp_path / str(number), other)["digest"] != first["digest"]
+
+
+@pytest.mark.parametrize("settings", [{"pattern": "*.py"}, {"held_out": 0.4}])
+def test_another_part_of_the_text_is_other_data(tmp_path: Path, settings: dict[str, Any]) -> None:
+    first = identity_of(tmp_path / "here", FILES)
+    assert identity_of(tmp_path / "here", FILES, **settings)["digest"] != first["digest"]
+
+
+def test_tokens_are_known_by_number_and_type(tmp_path: Path) -> None:
+    def tokens(size: int, dtype: str = "uint16", **settings: Any) -> dict[str, Any]:
+        path = tmp_path / f"{size} {dtype}"
+        path.mkdir(exist_ok=True)
+        (path / "ids").write_bytes(bytes(size * np.dtype(dtype).itemsize))
+        TokenMetadata(dtype, 9, {"ids": size}).write(path)
+        config = DataConfig(
+            source="tokens", path=str(path), sequence_length=LENGTH, **{"held_out": 0.0, **settings}
+        )
+        return identity(build_datasets(config))
+
+    first = tokens(100)
+    assert first == {"samples": 24, "vocabulary": 9, "digest": "uint16 0 100"}
+    assert tokens(101)["digest"] != first["digest"]
+    assert tokens(100, held_out=0.2)["digest"] != first["digest"]
+    assert tokens(100, "uint8")["digest"] != first["digest"]
+
+
+def test_data_of_a_user_are_counted_and_may_say_more() -> None:
+    config = DataConfig(source="tests.data.test_build:plain")
+    assert identity(build_datasets(config)) == {"samples": 3, "vocabulary": None, "digest": None}
+
+
+def plain(split: str, sequence_length: int) -> list[int] | None:
+    return [1, 2, 3] if split == "train" else None

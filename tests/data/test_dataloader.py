@@ -23,7 +23,7 @@ from distmp.data.order import sample_indices
 from distmp.distributed import roll_call
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, DataError, TrainingError
-from tests.ranks import ranks
+from tests.ranks import from_all_ranks, ranks
 
 CPU = torch.device("cpu")
 
@@ -455,8 +455,7 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
         next(steps)
     # The world is found without an engine, and both ranks together read every sample.
     own = [int(n) for step in DataLoader(range(8), 4, 2) for m in step for n in m]
-    gathered: list[Any] = [None, None]
-    torch.distributed.all_gather_object(gathered, own)
+    gathered = from_all_ranks(own)
     assert sorted(gathered[0] + gathered[1]) == list(range(8))
 
 

@@ -40,16 +40,11 @@ class Pairs(Numbers):
         return (torch.tensor([index]), torch.tensor([float(index)]))
 
 
-def batches(size: int = 50, **changes: int) -> Any:
-    values: dict[str, int] = {
-        "seed": 3,
-        "first_sample": 0,
-        "global_batch_size": 24,
-        "microbatch_size": 2,
-        "rank": 0,
-        "world_size": 1,
-    }
-    return step_batches(Numbers(size), **(values | changes))
+def batches(dataset: Any = None, size: int = 24, microbatch: int = 2, **changes: int) -> Any:
+    """Yield the microbatches of a rank in global batches of `size`; by default of the only one."""
+    values = {"seed": 3, "first_sample": 0, "rank": 0, "world_size": 1, **changes}
+    sizes = {"global_batch_size": size, "microbatch_size": microbatch}
+    return step_batches(dataset or Numbers(50), **values, **sizes)  # type: ignore[arg-type]
 
 
 def inputs(steps: Any, count: int) -> list[list[list[int]]]:
@@ -89,18 +84,13 @@ def test_random_numbers_of_the_model_are_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_closing_ends_the_workers() -> None:
-    steps = batches(workers=2)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_closing_or_dropping_ends_the_workers(workers: int) -> None:
+    steps = batches(workers=workers)
     next(steps)
-    assert len(multiprocessing.active_children()) == 2
-    steps.close()
-    assert multiprocessing.active_children() == []
-
-
-def test_dropping_ends_the_workers_too() -> None:
-    steps = batches(workers=1)
-    next(steps)
-    assert len(multiprocessing.active_children()) == 1
+    assert len(multiprocessing.active_children()) == workers
+    if workers == 2:
+        steps.close()
     del steps
     assert multiprocessing.active_children() == []
 
@@ -123,16 +113,7 @@ class Failing(Numbers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_of_data_come_through_workers_and_end_them(workers: int) -> None:
-    steps = step_batches(
-        Failing(10),
-        seed=0,
-        first_sample=0,
-        global_batch_size=2,
-        microbatch_size=1,
-        rank=0,
-        world_size=1,
-        workers=workers,
-    )
+    steps = batches(Failing(10), 2, 1, workers=workers)
     with pytest.raises(DataError, match=r"file x\.txt is gone"):
         next(steps)
     steps.close()
@@ -214,18 +195,9 @@ def test_the_dataset_makes_microbatches_in_training_and_evaluation() -> None:
                 for batch in evaluate(dataset, rank)
             ]
             assert found == expected[rank]
-        batches = step_batches(
-            dataset,
-            seed=1,
-            first_sample=0,
-            global_batch_size=6,
-            microbatch_size=3,
-            rank=0,
-            world_size=1,
-        )
-        step = next(batches)
-        assert sum(int(batch["targets"]) for batch in step) == sum(range(10, 16))
-        batches.close()
+        steps = batches(dataset, 6, 3)
+        assert sum(int(batch["targets"]) for batch in next(steps)) == sum(range(10, 16))
+        steps.close()
 
 
 def test_empty_evaluation_has_no_batches() -> None:

@@ -45,8 +45,7 @@ def near_float16_borders(size: int, seed: int) -> Tensor:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    values=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50),
-    scale=st.integers(-40, 100),
+    values=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), scale=st.integers(-40, 100)
 )
 def test_shares_are_those_of_casting_any_bits(values: list[int], scale: int) -> None:
     tensor = torch.from_numpy(np.array(values, dtype=np.uint32).view(np.float32))

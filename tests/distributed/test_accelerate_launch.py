@@ -7,7 +7,7 @@ import pytest
 from distmp.distributed.rank_environment import RankEnvironment, check_started, wants_cpu
 from distmp.errors import ConfigError
 from distmp.telemetry.records import read_records
-from tests.torchrun import TINY, corpus, python, run
+from tests.torchrun import python, run, tiny
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
 
@@ -35,10 +35,7 @@ def test_cpu() -> None:
 def test_a_run_started_by_accelerate(tmp_path: Path) -> None:
     launcher = python("-m", "accelerate.commands.launch", "--multi-gpu", "--num-processes", "2")
     options = ["--mixed-precision", "bf16", "--main-process-port", "0", "-m", "distmp.train"]
-    data = corpus(tmp_path / "corpus")
-    done = run(
-        [*launcher, *options, *TINY, f"--data.path={data}", "--steps=2", "--run-dir=run"], tmp_path
-    )
+    done = run([*launcher, *options, *tiny(tmp_path, "--steps=2")], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ranks: 2 on cpu (gloo), strategy ddp" in done.stdout
     assert [record.step for record in read_records(tmp_path / "run" / "steps.jsonl")] == [1, 2]

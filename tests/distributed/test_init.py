@@ -19,7 +19,7 @@ import distmp
 from distmp.distributed.world import leave
 from distmp.errors import ConfigError
 from tests.ports import reserved_port
-from tests.ranks import ranks
+from tests.ranks import from_all_ranks, ranks
 
 
 @pytest.fixture(autouse=True)
@@ -144,8 +144,7 @@ def test_each_rank_and_microbatch_draws_its_own_numbers_and_continues(tmp_path: 
     assert torch.equal(before[0], torch.get_rng_state())
     assert (before[1] == np.random.get_state()[1]).all()
     assert before[2] == random.getstate()
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, found)
+    everyone = from_all_ranks(found)
     for one_kind in zip(*everyone[0], *everyone[1], strict=True):
         assert len(set(map(str, one_kind))) == 18
 

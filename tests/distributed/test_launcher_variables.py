@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from distmp.distributed.launcher_variables import adopt_ranks, refuse_several
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError
 from tests.ports import reserved_port
-from tests.torchrun import TINY, corpus, environment
+from tests.torchrun import python, run, tiny
 
 # mpirun asks for confirmation before it runs as root, as it does in containers.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -155,17 +154,10 @@ def test_processes_of_mpirun(tmp_path: Path) -> None:
         pytest.skip("mpirun is missing (apt-get install openmpi-bin)")
 
     def mpirun(*options: str) -> subprocess.CompletedProcess[str]:
-        run = [f"--data.path={corpus(tmp_path / 'data')}", "--steps=2", "--schedule.warmup-steps=1"]
-        directory = f"--run-dir={tmp_path / 'run'}"
-        return subprocess.run(
-            [
-                *("mpirun", "--oversubscribe", "-n", "2", *options),
-                *(sys.executable, "-m", "distmp.train", *TINY, *run, directory),
-            ],
-            env={**environment(), **AS_ROOT},
-            capture_output=True,
-            text=True,
-        )
+        arguments = tiny(tmp_path, "--steps=2", "--schedule.warmup-steps=1")
+        command = python("-m", "distmp.train", *arguments)
+        several = ("mpirun", "--oversubscribe", "-n", "2", *options)
+        return run([*several, *command], tmp_path, variables=AS_ROOT)
 
     alone = mpirun()
     assert alone.returncode == 2

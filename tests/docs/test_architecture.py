@@ -15,7 +15,7 @@ import pytest
 
 import distmp
 from tests.ranks import ranks
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(distmp.__file__).parent
@@ -85,11 +85,9 @@ def test_the_paths_are_read() -> None:
 
 @ranks(2)
 def test_a_gradient_takes_its_path() -> None:
-    from tests.reference import fused_adamw, loss, make_model, microbatches
+    from tests.reference import make_engine, microbatches
 
-    engine = distmp.Engine(
-        make_model(), loss, fused_adamw, policy="bf16", strategy="ddp", device="cpu"
-    )
+    engine = make_engine(policy="bf16", strategy="ddp")
     batches = microbatches(0, ((3, 5), (1, 7)), engine.world.rank)
     engine.step(batches)  # the first step does more than others
     with called(GRADIENT) as order:
@@ -98,17 +96,13 @@ def test_a_gradient_takes_its_path() -> None:
 
 
 @pytest.mark.nightly
-def test_a_setting_and_a_checkpoint_take_their_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_and_a_checkpoint_take_their_paths(cwd: Path) -> None:
     from distmp.training.train import main
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.yaml").write_text("optim:\n  max_norm: 0.5\n")
-    arguments = ["--config=x.yaml", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
-    arguments += ["--run-dir=run", "--checkpoint.every=1", "--log.console=plain"]
+    (cwd / "x.yaml").write_text("optim:\n  max_norm: 0.5\n")
+    arguments = ["--config=x.yaml", *tiny(cwd, "--checkpoint.every=1", "--steps=2")]
     with called(SETTING) as order:
-        assert main([*arguments, "--steps=2"]) == 0
+        assert main([*arguments, "--log.console=plain"]) == 0
     assert order == SETTING
     there, back = CHECKPOINT[:6], CHECKPOINT[6:]
     with called(CHECKPOINT) as order:

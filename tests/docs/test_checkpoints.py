@@ -17,7 +17,7 @@ from distmp.training.run_fingerprint import all_rules, compare
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, leaf_names
 from tests.checkpoint import listing
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
 WEIGHTS = (ROOT / "docs" / "weights.md").read_text()
@@ -38,9 +38,8 @@ def first_column(table: str) -> list[str]:
 
 
 def test_contents(tmp_path: Path) -> None:
-    data, run = corpus(tmp_path / "corpus"), tmp_path / "run"
-    arguments = [*TINY, f"--data.path={data}", f"--run-dir={run}", "--steps=1"]
-    assert main([*arguments, "--precision.policy=fp16"]) == 0
+    run = tmp_path / "run"
+    assert main(tiny(tmp_path, f"--run-dir={run}", "--steps=1", "--precision.policy=fp16")) == 0
     path = listing.latest(run / "checkpoints")
     assert path is not None
     described = first_column(section("Contents"))

@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
+import re
+import runpy
 
 from benchmarks.figures import ROOT
+from distmp.commands.doctor import CHECKS
+from distmp.distributed.limits import ARRIVAL_SECONDS
+from distmp.launcher import preflight, rank_speed
+from distmp.telemetry import stragglers
+from distmp.telemetry.settings import LogConfig
+from distmp.training.failures import PREFLIGHT_SECONDS
+from distmp.utils import environment_info as circumstances
+from distmp.utils.files import TOTAL_BYTES
 
 PAGE = (ROOT / "docs" / "checks.md").read_text()
 
 
 def test_the_table_is_generated() -> None:
-    spec = importlib.util.spec_from_file_location("check_table", ROOT / ".ci" / "check_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.with_table(PAGE) == PAGE
+    script = runpy.run_path(str(ROOT / ".ci" / "check_table.py"))
+    assert script["with_table"](PAGE) == PAGE
+
+
+# What the page on checks says of machines agrees with the code; other tests show it.
+
+
+WELL, ALL_WELL, RUNNING = re.split(
+    "## (?:Check all machines|Slow ranks)\n", PAGE.partition("## Check this machine\n")[2]
+)
+ALL_WELL = " ".join(ALL_WELL.split())
+
+
+def test_the_checks_are_those_of_the_doctor() -> None:
+    assert re.findall(r"^\| `([\w ]+)` \|", WELL, flags=re.MULTILINE) == [*CHECKS]
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    assert f"after {PREFLIGHT_SECONDS:g} seconds without progress of any rank" in ALL_WELL
+    assert f"within {ARRIVAL_SECONDS:g} seconds" in ALL_WELL
+    assert f"{TOTAL_BYTES >> 20} MiB on each machine" in ALL_WELL
+    assert f"better link is {rank_speed.SLOW_LINK:g} x slower" in ALL_WELL
+    assert f"Every {LogConfig.ranks_every} steps" in RUNNING
+    assert f"takes {stragglers.SLOW} x the median of the others twice in a row" in " ".join(
+        RUNNING.split()
+    )
+
+
+def test_the_versions_are_those_that_are_compared() -> None:
+    told = re.search(r"versions \(([\w, ]+)\)", ALL_WELL)
+    assert told is not None
+    assert {name.lower() for name in told[1].split(", ")} == circumstances.versions().keys()
+
+
+def test_the_messages_are_those_of_the_code() -> None:
+    told: list[str] = []
+    detector = stragglers.SlowRankDetector(["rank 0 on node1", "rank 1 on node2"], told.append)
+    for step, seconds in ((150, 0.412), (200, 0.412), (400, 0.229)):
+        detector.update(step, [0.229, seconds])
+    (block,) = re.findall(r"```text\n(.*?)```", RUNNING, flags=re.DOTALL)
+    assert told == block.splitlines()
+    assert "{name} differs: " in inspect.getsource(preflight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 
 import distmp
 from benchmarks.figures import ROOT, with_figures
+from distmp.commands.calibrate import command as calibrate
 from distmp.config import RunConfig
+from distmp.launcher import rendezvous
+from distmp.masking import is_secret
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 MOST_WORDS = 1200
@@ -61,3 +65,31 @@ def test_the_api_reference_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     for name in distmp.__all__:
         assert re.search(rf"\bdistmp\.{name}$|members: .*\b{name}\b", page, re.MULTILINE), name
+
+
+def test_the_commands_of_the_page_on_policies_are_accepted(cwd: Path) -> None:
+    page = (ROOT / "docs" / "calibrate.md").read_text()
+    (cwd / "configs").symlink_to(ROOT / "configs")
+    found = re.findall(r"^\.venv/bin/distmp calibrate (.*)$", page, re.MULTILINE)
+    assert found
+    for options in found:
+        calibrate.load(shlex.split(options))
+
+
+def test_the_page_on_migrating_has_a_block_for_each_way() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    assert len(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)) == 4
+    assert page.count("\nBefore:\n") == 3
+
+
+def test_the_names_on_the_security_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    message = "the state in the rendezvous store is not torchrun's"
+    assert message in page
+    assert message in Path(rendezvous.__file__).read_text()
+    [names] = re.findall(r"names that end with ((?:`\w+`,? ?)+)", page)
+    [contained] = re.findall(r"or contain ((?:`\w+`,? ?)+)", page)
+    for name in re.findall(r"`(\w+)`", names):
+        assert is_secret(f"my_{name}"), name
+    for name in re.findall(r"`(\w+)`", contained):
+        assert is_secret(f"{name}_of_mine"), name

@@ -20,6 +20,7 @@ from distmp.precision.keep import WORDS
 from distmp.precision.policy import FIELDS
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.settings import from_mapping
+from tests.reference import make_engine, plain_sgd
 
 PAGE = (ROOT / "docs" / "precision.md").read_text()
 LOW_PRECISION = (ROOT / "docs" / "low-precision.md").read_text()
@@ -77,14 +78,7 @@ def bytes_per_parameter(preset: PrecisionPolicy) -> float:
     def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         return model(batch).square().sum(), 1
 
-    engine = Engine(
-        model,
-        loss,
-        lambda named: torch.optim.AdamW(named, fused=True),
-        policy=preset,
-        device="cpu",
-        attribution=False,
-    )
+    engine = make_engine(model=model, loss=loss, policy=preset, attribution=False)
     engine.step([torch.ones(1, 512)])
     kept: list[Tensor] = [model.weight, *engine._strategy.gradients()[0].tensors]
     for _, weight in engine._strategy.optimizer_parameters():
@@ -143,13 +137,7 @@ def test_what_is_said_of_a_tied_head_is_so() -> None:
         own = policy("bf16,keep_fp32=head")
 
         def build(model: nn.Module = model, own: PrecisionPolicy = own) -> Engine:
-            return Engine(
-                model,
-                lambda model, batch: (model(batch).sum(), 1),
-                lambda named: torch.optim.SGD(named, lr=0.1),
-                policy=own,
-                device="cpu",
-            )
+            return make_engine(model=model, optimizer=plain_sgd, policy=own)
 
         if tied:
             with pytest.raises(ConfigError, match="'head': matches no module of the model"):

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks.figures import ROOT
+from examples import gan
 from tests.ranks import run_ranks
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gan", ROOT / "examples" / "gan.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_example(directory: Path) -> tuple[float, float, list[str]]:
     """Train in two parts, the second from a checkpoint that one engine has not got."""
     torch.set_num_threads(1)
-    gan = example()
     before = gan.train(0, str(directory / "nothing"))
     gan.train(100, str(directory))
     generator, _ = gan.build("bf16-autocast")
@@ -39,7 +27,6 @@ def run_example(directory: Path) -> tuple[float, float, list[str]]:
 
 
 def end_between_the_first_saves(directory: Path) -> tuple[float, float]:
-    gan = example()
     radius = gan.train(3, str(directory))
     shutil.rmtree(directory / "discriminator" / "step-000003")
     return radius, gan.train(3, str(directory))

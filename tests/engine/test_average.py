@@ -269,7 +269,6 @@ def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_average_needs_no_synchronization(policy: str) -> None:
     engine = make_engine(policy=policy, device="cuda", max_norm=1.0)

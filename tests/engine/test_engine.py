@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import CheckpointError, ConfigError
 from distmp.precision import PrecisionPolicy
 from distmp.scaling import LossScaleConfig
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 from tests.recording import Collectives, HostReads
 from tests.reference import (
     CLASSES,
@@ -40,10 +41,12 @@ from tests.reference import (
     make_engine,
     make_model,
     microbatches,
+    plain_sgd,
     plain_training,
     samples,
     sgd,
     snapshot,
+    sum_of_squares,
     train,
     trained,
     weights,
@@ -189,13 +192,9 @@ def test_parameters_in_another_memory_order(policy: str, fused: bool) -> None:
     def trained_model(memory_format: torch.memory_format) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 2))
-        engine = Engine(
-            model.to(memory_format=memory_format),  # type: ignore[call-overload]
-            total,
-            lambda parameters: adamw(parameters, fused=fused),
-            policy=policy,
-            device="cpu",
-        )
+        model = model.to(memory_format=memory_format)  # type: ignore[call-overload]
+        optimizer = functools.partial(adamw, fused=fused)
+        engine = make_engine(model=model, loss=total, optimizer=optimizer, policy=policy)
         for step in range(5):
             generator = torch.Generator().manual_seed(step)
             images = torch.randn(8, 3, 4, 4, generator=generator)
@@ -441,12 +440,6 @@ class Spoilable(nn.Module):
         if bias.requires_grad:
             bias.register_hook(lambda gradient: gradient * self.factors)
         return self.classifier(x) + bias
-
-
-def same_on_all_ranks(value: Any) -> bool:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, repr(value))
-    return len(set(found)) == 1
 
 
 @pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd])
@@ -809,7 +802,6 @@ def test_host_device_synchronization_is_detected() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestCuda:
     @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd])
@@ -885,13 +877,7 @@ def test_an_engine_goes_back_to_a_state_from_before_its_first_step(optimizer: An
 
 def test_the_nominal_weight_is_part_of_the_state() -> None:
     def build() -> Engine:
-        return Engine(
-            nn.Linear(2, 1),
-            lambda module, batch: (module(batch).square().sum(), len(batch)),
-            lambda named: torch.optim.SGD(named, lr=0.1),
-            policy="fp32",
-            device="cpu",
-        )
+        return make_engine(model=nn.Linear(2, 1), loss=sum_of_squares, optimizer=plain_sgd)
 
     first, resumed, other = build(), build(), build()
     first.step([torch.ones(4, 2)])
@@ -902,13 +888,11 @@ def test_the_nominal_weight_is_part_of_the_state() -> None:
 
 
 def test_the_memory_of_a_step_does_not_grow_with_its_microbatches() -> None:
-    engine = Engine(
-        nn.Linear(64, 64),
-        lambda module, batch: (F.mse_loss(module(batch), batch, reduction="sum"), len(batch)),
-        lambda named: torch.optim.SGD(named, lr=1e-3, fused=True),
-        policy="fp32",
+    engine = make_engine(
+        model=nn.Linear(64, 64),
+        loss=lambda module, x: (F.mse_loss(module(x), x, reduction="sum"), len(x)),
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3, fused=True),
         attribution=False,
-        device="cpu",
     )
     microbatch = torch.ones(128, 64)
     peaks = {}

@@ -24,7 +24,7 @@ from distmp.engine.setup import Setup
 from distmp.errors import TrainingError
 from distmp.scaling import LossScaleConfig
 from tests.marks import nightly
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 from tests.reference import (
     INPUTS,
     ONE_RANK,
@@ -144,14 +144,8 @@ def test_range_too_wide_because_most_gradients_would_be_zero() -> None:
     def total(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         return model(batch.inputs), len(batch.labels)
 
-    engine = Engine(
-        TwoHeads(),
-        total,
-        fused_adamw,
-        policy="fp16",
-        loss_scale=LossScaleConfig(init=2.0**14),
-        device="cpu",
-    )
+    scale = LossScaleConfig(init=2.0**14)
+    engine = make_engine(model=TwoHeads(), loss=total, policy="fp16", loss_scale=scale)
     report = explained(engine, [Batch(torch.ones(1, INPUTS), torch.zeros(1))])
     assert (report.cause, report.parameters_total) == ("range_too_wide", 1)
     assert report.lost_share is not None
@@ -187,9 +181,7 @@ def test_mask_of_negative_infinities_is_not_reported_as_bad_input() -> None:
     def masked(model: nn.Module, batch: tuple[Batch, Tensor]) -> tuple[Tensor, float]:
         return loss(model, batch[0])
 
-    engine = Engine(
-        make_model(), masked, fused_adamw, policy="fp16", loss_scale=TOO_HIGH, device="cpu"
-    )
+    engine = make_engine(loss=masked, policy="fp16", loss_scale=TOO_HIGH)
     outcome = engine.step(
         [(batch, torch.tensor([-math.inf])) for batch in microbatches(0, ((4,),))]
     )
@@ -215,13 +207,8 @@ def test_bad_parameter_and_bad_weight() -> None:
         engine.module.blocks[0].linear.bias[2] = math.nan
     report = explained(engine, step_batches(engine, clean))
     assert (report.cause, report.module) == ("bad_parameter", "blocks.0.linear")
-    engine = Engine(
-        make_model(),
-        lambda model, batch: (loss(model, batch)[0], math.nan),
-        fused_adamw,
-        policy="fp32",
-        device="cpu",
-        nominal_weight=1,
+    engine = make_engine(
+        loss=lambda model, batch: (loss(model, batch)[0], math.nan), nominal_weight=1
     )
     assert explained(engine, step_batches(engine, clean)).cause == "bad_weight"
 
@@ -286,9 +273,7 @@ def test_each_cause_on_two_ranks(strategy: str, policy: str) -> None:
         numels = {name: value.numel() for name, value in make_model().named_parameters()}
         # Counted on the full gradient of each rank, also with sharded parameters.
         assert all(0 < e.inf + e.nan <= numels[e.name] for e in report.parameters)
-        reports: list[Any] = [None, None]
-        dist.all_gather_object(reports, report)
-        assert reports[0] == reports[1]
+        assert same_on_all_ranks(report)
 
 
 @pytest.mark.nightly
@@ -335,9 +320,7 @@ def test_every_rank_raises_in_the_same_step_with_the_cause(strategy: str) -> Non
     with pytest.raises(TrainingError) as caught:
         engine.check(engine.step(step_batches(engine, steep, rank=1)))
     message = str(caught.value)
-    messages: list[Any] = [None, None]
-    dist.all_gather_object(messages, message)
-    assert messages[0] == messages[1]
+    assert same_on_all_ranks(message)
     assert message.startswith("min_scale = 2: overflow at the lowest loss")
     assert "'head.weight'" in message
     assert "on rank 1 of 2 only" in message
@@ -745,7 +728,6 @@ def test_microbatches_are_kept_for_two_steps_and_not_without_attribution() -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("change", [beyond_fp16, diverging, made_non_finite, steep])
 def test_on_cuda_a_step_is_explained_when_the_next_one_has_been_started(
     change: Callable[[Batch], Batch],

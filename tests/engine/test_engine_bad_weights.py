@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.engine import Engine
 from distmp.scaling import LossScaleConfig
 from tests.parallel.sharding import sharded
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 from tests.reference import (
     TWO_RANKS,
     Batch,
@@ -96,9 +95,7 @@ def test_a_weight_of_one_rank_that_cannot_be_used_is_skipped_by_all() -> None:
                 assert report.cause == "bad_weight"
                 numbers = train(engine, 1, TWO_RANKS, first=2)
                 assert not numbers[0].skipped
-                agreed: list[Any] = [None, None]
-                dist.all_gather_object(agreed, (engine.nominal_weight, numbers))
-                assert agreed[0] == agreed[1]
+                assert same_on_all_ranks((engine.nominal_weight, numbers))
                 # Neither n0 nor the scale changes the bits of a step without overflow.
                 train(twin, 1, TWO_RANKS, first=2)
                 assert_same_bits(trained(snapshot(engine)), trained(snapshot(twin)))

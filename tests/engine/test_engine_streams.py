@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from distmp.distributed.world import World
-from distmp.engine import Engine
 from tests.parallel.sharding import sharded
 from tests.parallel.test_module_buffers import Normalised, batch
 from tests.ranks import ranks
@@ -20,7 +19,6 @@ from tests.reference import (
     TWO_RANKS,
     Batch,
     error,
-    fused_adamw,
     loss,
     make_engine,
     microbatches,
@@ -29,10 +27,7 @@ from tests.reference import (
     weights,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 REDUCED_IN_BF16 = "fp32,reduce=bf16"
 KINDS: dict[str, dict[str, Any]] = {
@@ -58,10 +53,9 @@ def pinned(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_step_inputs_need_no_synchronization(policy: str) -> None:
-    engine = Engine(
-        Normalised(),
-        with_pinned_weight,
-        fused_adamw,
+    engine = make_engine(
+        model=Normalised(),
+        loss=with_pinned_weight,
         policy=policy,
         device="cuda",
         max_norm=1.0,

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.figures import ROOT
-from distmp.engine import Engine
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
-from tests.reference import weights
+from tests.reference import make_engine, weights
 
 PAGE = (ROOT / "docs" / "several-engines.md").read_text()
 (CODE,) = [
@@ -63,14 +62,8 @@ def expected(world_size: int) -> dict[str, Tensor]:
 
 def largest_error(loss: Any, options: dict[str, Any]) -> float:
     """Return the largest error of a weight after a step."""
-    engine = Engine(
-        model(),
-        loss,
-        lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=1.0),
-        policy="fp32",
-        device="cpu",
-        **options,
-    )
+    sgd = lambda named: torch.optim.SGD(named, lr=1.0)  # noqa: E731
+    engine = make_engine(model=model(), loss=loss, optimizer=sgd, **options)
     rank = engine.world.rank
     engine.step([views(rank, microbatch) for microbatch in range(MICROBATCHES)])
     found = weights(engine)

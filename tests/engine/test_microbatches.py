@@ -34,7 +34,6 @@ def test_all_tensors_of_a_batch_are_moved_and_nothing_else_changes(batch: Any) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_batches_are_moved_without_waiting() -> None:
     expected = torch.arange(6.0)
     pinned = [expected.pin_memory(), (expected + 1).pin_memory()]

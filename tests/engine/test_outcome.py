@@ -67,7 +67,6 @@ def test_numbers_are_those_of_the_step_though_its_tensors_change_later() -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_making_an_outcome_does_not_wait_for_the_device() -> None:
     on_device = {name: value.cuda() for name, value in tensors().items()}
     # Kernels are loaded when they are first used, and that waits for the device.

@@ -161,7 +161,6 @@ def test_digests_of_several_tensors_are_those_of_each() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_digests_of_a_gpu_are_complete_when_the_host_reads_them() -> None:
     """Ranks that share a GPU compare digests over gloo."""
     tensors = {str(size): random_bits(size, torch.float32, size) for size in SIZES}

@@ -371,10 +371,9 @@ def test_the_latest_checkpoints_are_kept_and_damaged_ones_skipped(
 
 
 def test_the_trainer_and_a_loop_load_each_others_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cwd: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--log.console=plain"]
+    arguments = [*TINY, f"--data.path={corpus(cwd / 'corpus')}", "--log.console=plain"]
     assert main([*arguments, "--steps=2", "--run-dir=run"]) == 0
     from distmp.config import load
     from distmp.distributed.world import World

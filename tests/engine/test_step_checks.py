@@ -450,14 +450,7 @@ def test_writes_in_forward_that_would_be_lost_are_refused() -> None:
                 if strategy == "ddp":
                     continue
                 model.weight = nn.Parameter(codebook.repeat(2, 1)[:3], requires_grad=False)
-            engine = Engine(
-                model,
-                sum_of,
-                lambda named: torch.optim.SGD(named, lr=0.1),
-                policy=policy,
-                strategy=strategy,
-                device="cpu",
-            )
+            engine = make(sum_of, model, policy=policy, strategy=strategy, device="cpu")
             with pytest.raises(ConfigError, match=r"weight.*was written to .*in forward"):
                 engine.step([pair()])
 

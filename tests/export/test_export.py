@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from tests.reference import (
     train,
     weights,
 )
-from tests.torchrun import SIZES, TINY, corpus, environment, python
+from tests.torchrun import SIZES, TINY, corpus, python, run
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp, fp32": {"strategy": "ddp"},
@@ -153,12 +152,11 @@ def test_a_tied_weight_is_saved_once_and_restored(tmp_path: Path, frozen: bool) 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_run_its_export_and_a_run_from_there(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tied: bool, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     arguments = [
         *TINY,
-        f"--data.path={corpus(tmp_path / 'corpus')}",
+        f"--data.path={corpus(cwd / 'corpus')}",
         "--optim.lr=1e-2",
         "--schedule.name=constant",
         f"--model.options={{{SIZES}, tied_head: {str(tied).lower()}}}",
@@ -169,7 +167,7 @@ def test_a_run_its_export_and_a_run_from_there(
     output = capsys.readouterr().out
     assert output.endswith(" elements in fp32 to weights/fp32\n")
     modes = {file.name: file.stat().st_mode for file in Path("weights/fp32").iterdir()}
-    new = tmp_path / "new"
+    new = cwd / "new"
     new.touch()
     assert modes == dict.fromkeys(("config.json", "model.safetensors"), new.stat().st_mode)
     model = load_model("weights/fp32")
@@ -180,12 +178,12 @@ def test_a_run_its_export_and_a_run_from_there(
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     # The exported weights are the trained ones.
     assert main([*arguments, "--steps=1", "--run-dir=next", "--model.weights=weights/fp32"]) == 0
-    learned = read_records(tmp_path / "run" / "steps.jsonl")
-    (continued,) = read_records(tmp_path / "next" / "steps.jsonl")
+    learned = read_records(cwd / "run" / "steps.jsonl")
+    (continued,) = read_records(cwd / "next" / "steps.jsonl")
     assert learned[0].loss > 5
     assert continued.loss < learned[0].loss - 1
     # A resumed run loads the weights of its checkpoint.
-    (tmp_path / "weights").rename(tmp_path / "elsewhere")
+    (cwd / "weights").rename(cwd / "elsewhere")
     more = ["--steps=2", "--run-dir=next", "--model.weights=weights/fp32", "--resume=auto"]
     assert main([*arguments, *more]) == 0
 
@@ -230,14 +228,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_exported_is_one_message(
-    case: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: str, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
+    (cwd / "empty").mkdir()
+    (cwd / "file").touch()
     for name in ("run", "damaged"):
         path = checkpoint(
             Path(name), {"model/small": torch.ones(3), "model/large": torch.tensor(7e4)}
@@ -245,14 +239,14 @@ def test_what_cannot_be_exported_is_one_message(
     for file in path.glob("*.distcp"):
         file.write_bytes(b"")
     arguments, message = REFUSED[case]
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted(cwd.rglob("*"))
     assert cli.main(["export", *arguments]) in (1, 2)
     output = capsys.readouterr()
     assert output.err.startswith("distmp export: ")
     assert message in output.err
     assert output.err.count("\n") == 1
     assert output.out == ""
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(cwd.rglob("*")) == before
 
 
 @pytest.mark.nightly
@@ -270,14 +264,9 @@ def test_the_memory_of_an_export_is_that_of_one_tensor(tmp_path: Path) -> None:
         "e.export(sys.argv[1], f'{sys.argv[2]}/weights', 'fp32')\n"
         "print(peak() - before)\n"
     )
-    done = subprocess.run(
-        python("-c", program, str(path), str(tmp_path)),
-        # Freed memory is returned to the kernel, so that resident memory is memory in use.
-        env={**environment(), **EXACT_MALLOC},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    # Freed memory is returned to the kernel, so that resident memory is memory in use.
+    done = run(python("-c", program, str(path), str(tmp_path)), tmp_path, variables=EXACT_MALLOC)
+    assert done.returncode == 0, done.stderr
     # Tensors of 4 MiB, all of them in a file.
     assert 4 <= float(done.stdout) < 16
 

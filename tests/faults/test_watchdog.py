@@ -24,7 +24,7 @@ from distmp.distributed.rendezvous_store import HashStore
 from distmp.faults import hang_report, watchdog
 from distmp.faults.watchdog import Ending, Watchdog
 from distmp.utils import frames
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.ranks import ranks
 
 LIMIT = 10.0
@@ -171,7 +171,7 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
 
     thread = threading.Thread(target=finish, daemon=True)
     thread.start()
-    until(lambda: "in wait\n" in frames.stack_text(sys._current_frames()[thread.ident or 0]))
+    wait_until(lambda: "in wait\n" in frames.stack_text(sys._current_frames()[thread.ident or 0]))
     frame = sys._current_frames()[thread.ident or 0]
     assert "in finish\n" in frames.stack_text(frame)
     assert frames.collective(frame) == ""  # it appears to wait for another thread
@@ -229,12 +229,12 @@ def test_the_collective_of_a_thread_that_is_joined(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         threading.Thread(target=look, daemon=True).start()
     else:
-        until(noticed.exists)
+        wait_until(noticed.exists)
     writer = threading.Thread(target=write)
     writer.start()
     writer.join()
     if dist.get_rank() == 0:
-        until(lambda: len(places) == 2)
+        wait_until(lambda: len(places) == 2)
         assert places[0].startswith("all_gather_object (write, ")
         assert "in write\n" in places[1]
 
@@ -249,21 +249,14 @@ def test_another_process_shows_its_stack() -> None:
     assert hang_report.of_process(2**22 + 1, 3) == ""
 
 
-def until(condition: object) -> None:
-    progress = of_children()
-    while not condition():  # type: ignore[operator]
-        assert progress.problem() is None
-        time.sleep(0.01)
-
-
 def test_a_rank_publishes_heartbeats_until_it_leaves() -> None:
     monitor = watch()
     monitor.watch()
     monitor._phase.begin_step(5, first=False)
     monitor._phase.enter("forward of microbatch", 2)
-    until(lambda: monitor._read("beat/0")[1] == "step 5, forward of microbatch 2")
+    wait_until(lambda: monitor._read("beat/0")[1] == "step 5, forward of microbatch 2")
     first = monitor._read("beat/0")[0]
-    until(lambda: monitor._read("beat/0")[0] > first)
+    wait_until(lambda: monitor._read("beat/0")[0] > first)
     process = monitor.process_of(0)
     assert process is not None
     assert process.identity.pid == os.getpid()

@@ -34,7 +34,7 @@ from distmp.precision import policy
 from distmp.precision.builders import fsdp1_policy
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
 from tests.marks import nightly
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 from tests.reference import gathered
 from tests.torchrun import python, run
 
@@ -50,12 +50,6 @@ def batch(step: int, rank: int) -> Tensor:
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 1))
-
-
-def same_on_all_ranks(value: Any) -> bool:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return all(other == value for other in values)
 
 
 @ranks(2)
@@ -368,10 +362,7 @@ def test_another_accelerator_of_the_process_has_the_policy_of_the_first() -> Non
 
 @ranks(1)
 def test_words_that_are_no_policy_are_refused() -> None:
-    for word, message in (
-        ("fp8", "choose one of"),
-        ("bf61", "did you mean 'bf16'"),
-    ):
+    for word, message in (("fp8", "choose one of"), ("bf61", "did you mean 'bf16'")):
         os.environ["ACCELERATE_MIXED_PRECISION"] = word
         for arguments, setting in (
             ({}, "ACCELERATE_MIXED_PRECISION"),

@@ -41,9 +41,8 @@ from tests.integrations.test_lightning_trainer import (
     per_sample,
     rank,
     reference,
-    same_on_all_ranks,
 )
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 
 
 def make_fabric(plugin: Any, strategy: Any = "ddp", **options: Any) -> Any:
@@ -342,7 +341,6 @@ def test_a_policy_that_lightning_cannot_implement_is_refused(name: str, problem:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_on_a_gpu() -> None:
     weights, model = StepWeights(), make_net().cuda()
     optimizer = sgd(model.parameters())

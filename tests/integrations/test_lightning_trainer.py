@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from distmp.integrations.lightning import MixedPrecision
 from distmp.scaling import LossScaleConfig
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 
 RULES = LossScaleConfig(init=2.0**8)
 LR = 0.1
@@ -151,12 +151,6 @@ def assert_weights(module: Any, wanted: list[Tensor], tolerance: float) -> None:
     found = [full(parameter).detach() for parameter in module.net.parameters()]
     for value, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(value.double(), other, rtol=0, atol=tolerance)
-
-
-def same_on_all_ranks(values: Any) -> bool:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, values)
-    return all(other == values for other in gathered)
 
 
 def fused_sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -6,8 +6,6 @@ import functools
 import logging
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, TrainingError
@@ -30,27 +27,19 @@ from tests.integrations.tiny import (
     bert,
     largest_error,
     llama,
+    mean_of_microbatch,
     next_tokens,
     positions,
     recording,
     reference,
     same_tokens,
     squares,
+    sum_over_items,
 )
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
+from tests.torchrun import python, run
 
 RULES = LossScaleConfig(init=2.0**8)
-
-
-def mean_of_microbatch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A loss function that ignores the number of items, as many do."""
-    return F.cross_entropy(outputs.logits.transpose(1, 2), labels)
-
-
-def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A loss function as Transformers documents it; it needs the number of items."""
-    total = F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="sum")
-    return total / num_items_in_batch
 
 
 MASKED = "BertForMaskedLM"
@@ -167,13 +156,8 @@ def _check_data_without_length(path: Path, samples: list[int]) -> None:
     assert len(ours) == 5
     assert max(ours) < 1e-6
     if len(samples) == 1:  # Transformers begins an epoch with the gradients that are left
-        assert [error > 0.9 for error in errors(transformers.Trainer)] == [
-            False,
-            False,
-            True,
-            False,
-            True,
-        ]
+        theirs = [error > 0.9 for error in errors(transformers.Trainer)]
+        assert theirs == [False, False, True, False, True]
     messages = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     per_epoch = min(samples) // 4
     assert len(messages) == (0 if dist.get_rank() else (5 - 1) // per_epoch)
@@ -256,9 +240,7 @@ def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
         resumed_logs = [entry for entry in resumed.state.log_history if "loss" in entry]
         assert [entry["loss"] for entry in resumed_logs] == [entry["loss"] for entry in logs]
         assert [entry.get("loss_scale") for entry in resumed_logs] == (scales or [None] * 4)
-        gathered: list[Any] = [None, None]
-        dist.all_gather_object(gathered, weights[0])
-        assert gathered[0] == gathered[1]
+        assert same_on_all_ranks(weights[0])
         # Transformers' own Trainer, which has no scaler under bfloat16, can continue from it.
         assert (directory / "checkpoint-2" / "scaler.pt").exists() == (scales is not None)
 
@@ -382,7 +364,7 @@ def _check_labels(path: Path) -> None:
 @pytest.mark.nightly
 def test_without_transformers_the_message_says_what_to_install() -> None:
     code = "import sys; sys.modules['transformers'] = None; import distmp.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run(python("-c", code), Path.cwd())
     assert "run pip install 'distmp[trainers]'" in done.stderr
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
@@ -27,7 +26,7 @@ from tests.integrations.tiny import (
     reference,
     tokenizer,
 )
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 
 # Token ids of the tokenizer.
 PAD, END = 0, 1
@@ -147,9 +146,7 @@ def _check_fp16(path: Path, trainer: type[Any]) -> None:
     after = [*made.model.parameters()]
     assert all(parameter.isfinite().all() for parameter in after)
     assert not all(map(torch.equal, before, after))
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, ([p.tolist() for p in after], skipped, scale))
-    assert gathered[0] == gathered[1]
+    assert same_on_all_ranks(([p.tolist() for p in after], skipped, scale))
 
 
 @pytest.mark.nightly

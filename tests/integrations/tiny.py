@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.ranks import from_all_ranks
 
 VOCABULARY = 16
 LENGTH = 8
@@ -137,8 +138,7 @@ def recording(trainer: type[Any]) -> type[Any]:
 
 
 def batches_of_all_ranks(batches: list[Any]) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [dict(batch) for batch in batches])
+    gathered = from_all_ranks([dict(batch) for batch in batches])
     return [batch for of_rank in gathered for batch in of_rank]
 
 

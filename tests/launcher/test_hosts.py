@@ -1,13 +1,15 @@
+"""`distmp launch --hosts`: its commands, with a replacement for ssh, and on two hosts."""
+
 from __future__ import annotations
 
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +19,11 @@ from distmp.errors import ConfigError
 from distmp.launcher.hosts import Host, HostsPlan, plan_hosts, read_hosts, run_on_hosts
 from distmp.launcher.network import AddressError
 from distmp.launcher.plan import UserOptions
+from tests import two_hosts
 from tests.launcher.networks import network
-from tests.progress import of_children
-from tests.torchrun import environment
+from tests.progress import wait_until
+from tests.torchrun import TINY, corpus, environment, python
+from tests.two_hosts import NAMES, TwoHosts
 
 
 @pytest.mark.parametrize(
@@ -135,17 +139,18 @@ def test_another_rendezvous_is_refused(ssh: list[str]) -> None:
             plan_hosts([Host("n1")], ssh, given, [], network(), {})
 
 
-@contextlib.contextmanager
-def running(program: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a Python program, and wait for its end."""
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as process:
-        yield process
+class Running(subprocess.Popen[str]):
+    """Runs a Python program."""
+
+    def __init__(self, program: str) -> None:
+        words, pipe = [sys.executable, "-c", textwrap.dedent(program)], subprocess.PIPE
+        streams = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
+        super().__init__(words, text=True, env=environment(), **streams)  # type: ignore[call-overload]
+
+    def line(self) -> str:
+        """Return the next line of its output."""
+        assert self.stdout is not None
+        return self.stdout.readline()
 
 
 def on_hosts(min_nodes: int, ssh: list[str], **scripts: str) -> HostsPlan:
@@ -209,9 +214,8 @@ def test_a_signal_reaches_every_host(
         hosts = {{name: {ssh!r} + [name, obey % (name == "b")] for name in "ab"}}
         sys.exit(run_on_hosts(HostsPlan(hosts, (), 2)))
     """
-    with running(program) as process:
-        assert process.stdout is not None
-        started = sorted(process.stdout.readline() for _ in "ab")
+    with Running(program) as process:
+        started = sorted(process.line() for _ in "ab")
         assert started == ["[a] ready\n", "[b] ready\n"]
         process.send_signal(signal.SIGHUP)  # the terminal closes
         process.send_signal(number)
@@ -233,17 +237,9 @@ def test_an_agent_follows_its_standard_input(line: str | None, code: int | None)
         print("ready", flush=True)
         time.sleep(600)
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process:
-        assert process.stdout.readline() == "ready\n"
+    with Running(program) as process:
+        assert process.stdin is not None
+        assert process.line() == "ready\n"
         if line is None:
             process.stdin.close()
         else:
@@ -264,17 +260,10 @@ def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[s
         from distmp.launcher.hosts import HostsPlan, run_on_hosts
         run_on_hosts(HostsPlan({{"a": {[*ssh, "a", script]!r}}}, (), 1))
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=environment()
-    )
-    assert process.stdout is not None
-    with process:
-        process.stdout.readline()
-        os.kill(process.pid, signal.SIGKILL)
-    progress = of_children()
-    while not ended.exists():
-        assert progress.problem() is None
-        time.sleep(0.02)
+    with Running(program) as process:
+        process.line()
+        process.kill()
+    wait_until(ended.exists)
 
 
 def test_two_interrupts_end_with_the_code_of_an_interrupt(ssh: list[str]) -> None:
@@ -284,11 +273,64 @@ def test_two_interrupts_end_with_the_code_of_an_interrupt(ssh: list[str]) -> Non
         agent = "echo ready; read line; echo got; read line; exit 3"
         sys.exit(run_on_hosts(HostsPlan({{"a": {ssh!r} + ["a", agent]}}, (), 1)))
     """
-    with running(program) as process:
-        assert process.stdout is not None
+    with Running(program) as process:
         for expected in ("ready", "got"):
-            assert process.stdout.readline() == f"[a] {expected}\n"
+            assert process.line() == f"[a] {expected}\n"
             process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     assert process.returncode == 130
     assert err == "distmp launch: stopped by SIGINT, without waiting for a checkpoint\n"
+
+
+ROOT = Path(__file__).parent.parent.parent
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+
+
+@contextlib.contextmanager
+def ssh_servers(hosts: TwoHosts, directory: Path) -> Iterator[str]:
+    """Start an ssh server with temporary keys on each host; yield the ssh command to reach them."""
+    for name in ("host", "user"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / name], check=True
+        )
+    shutil.copy(directory / "user.pub", directory / "authorized")
+    (directory / "known").write_text(f"{','.join(NAMES)} {(directory / 'host.pub').read_text()}")
+    server = {
+        "HostKey": directory / "host",
+        "AuthorizedKeysFile": directory / "authorized",
+        "PidFile": "none",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PermitRootLogin": "yes",
+        "PasswordAuthentication": "no",
+    }
+    hosts.run(0, "mkdir", "/run/sshd")
+    for host in range(2):
+        options = [f"-o{name}={value}" for name, value in server.items()]
+        hosts.run(host, str(SSHD), "-f", "/dev/null", *options)
+    client = {"IdentityFile": directory / "user", "UserKnownHostsFile": directory / "known"}
+    words = ["ssh", "-F", "none", *(f"-o{name}={value}" for name, value in client.items())]
+    yield shlex.join(words)
+
+
+@pytest.mark.nightly
+def test_two_hosts_train_two_steps(tmp_path: Path) -> None:
+    if SSHD is None:
+        pytest.skip("sshd is not installed (apt-get install openssh-server)")
+    reason = two_hosts.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    options = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=2"]
+    options += ["--schedule.warmup-steps=1", "--validation.every=0", "--run-dir=run of two"]
+    with two_hosts.two_hosts() as hosts, ssh_servers(hosts, tmp_path) as ssh:
+        output = hosts.run(
+            0,
+            *python("-m", "distmp", "launch", "--hosts", ",".join(NAMES), "--ssh", ssh),
+            *("--", "--config", str(ROOT / "configs" / "quickstart.yaml"), *options),
+            cwd=tmp_path,
+            env={**environment(), "PET_NPROC_PER_NODE": "1"},
+            timeout=150,
+        )
+    assert "[node1] ranks: 2 on cpu" in output
+    assert "[node2] distmp launch: " in output
+    assert (tmp_path / "run of two" / "steps.jsonl").read_text().count("\n") == 2

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from distmp.launcher import local
 from distmp.launcher.local import default_ranks, launch, plan_here
 from distmp.utils import cgroups
 from tests.marks import nightly
-from tests.progress import finished, of_children
+from tests.progress import finished, kill_all, wait_until
 
 LAUNCHER = """
 import os, sys
@@ -50,21 +49,17 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """Wait until both ranks have started and return their process ids."""
-        progress = of_children()
-        while len(list(self.directory.glob("*.rank"))) < 2:
-            assert progress.problem() is None, "the ranks have not started"
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.02)
-        return [int(file.read_text().split()[0]) for file in self.directory.glob("*.rank")]
+        wait_until(lambda: self.process.poll() is not None or len(self._started()) == 2)
+        assert self.process.poll() is None, self.process.communicate()
+        return [int(file.read_text().split()[0]) for file in self._started()]
+
+    def _started(self) -> list[Path]:
+        return [*self.directory.glob("*.rank")]
 
     def wait_for_signals(self, count: int) -> None:
         """Wait until both ranks of a worker that ignores signals have recorded `count` of them."""
-        progress = of_children()
-        for rank in range(2):
-            received = self.directory / f"{rank}.received"
-            while count > (len(received.read_text()) if received.exists() else 0):
-                assert progress.problem() is None, f"rank {rank} did not receive {count} signals"
-                time.sleep(0.02)
+        received = [self.directory / f"{rank}.received" for rank in range(2)]
+        wait_until(lambda: all(f.exists() and len(f.read_text()) >= count for f in received))
 
     def finish(self, seconds: float = START_SECONDS) -> tuple[int, str]:
         """Return the launcher's exit code and the output of it and its ranks.
@@ -91,14 +86,7 @@ def launched(ending: str, directory: Path, *torchrun_arguments: str) -> Iterator
     try:
         yield Launched(process, directory)
     finally:
-        left = (
-            [*psutil.Process(process.pid).children(recursive=True)]
-            if process.poll() is None
-            else []
-        )
-        for child in [*left, process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        kill_all(process)
         process.communicate()
 
 
@@ -398,8 +386,7 @@ def test_wrong_torchrun_options_are_one_message(
 
 
 @pytest.mark.parametrize(
-    ("devices", "cores", "expected"),
-    [(8, 64, 8), (1, 64, 1), (0, 64, 2), (0, 1, 1)],
+    ("devices", "cores", "expected"), [(8, 64, 8), (1, 64, 1), (0, 64, 2), (0, 1, 1)]
 )
 def test_default_ranks(
     devices: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -6,12 +6,7 @@ import time
 import psutil
 import pytest
 
-from distmp.launcher.network import (
-    AddressError,
-    Network,
-    is_loopback,
-    join_port,
-)
+from distmp.launcher.network import AddressError, Network, is_loopback, join_port
 from tests.launcher.networks import network
 
 

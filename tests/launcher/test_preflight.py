@@ -108,12 +108,7 @@ def hangs_in_the_middle(rank: int) -> None:
 
 CASES: dict[str, Callable[[int], RunConfig | None]] = {
     function.__name__: function  # type: ignore[attr-defined]
-    for function in (
-        healthy,
-        other_settings,
-        slow_link,
-        hangs_in_the_middle,
-    )
+    for function in (healthy, other_settings, slow_link, hangs_in_the_middle)
 }
 
 

@@ -84,11 +84,7 @@ def test_a_signalled_job_requeues_itself_and_ends_as_if_never_stopped(
     options = settings(tmp_path)
     run, log = tmp_path / "run", tmp_path / "log"
     job = submit(
-        cluster,
-        log,
-        [*options, f"--run-dir={run}"],
-        PYTHON=sys.executable,
-        PET_NPROC_PER_NODE="1",
+        cluster, log, [*options, f"--run-dir={run}"], PYTHON=sys.executable, PET_NPROC_PER_NODE="1"
     )
 
     wait_until(lambda: steps_made(run / "steps.jsonl") >= 3, log.read_text)

@@ -1,9 +1,10 @@
-"""Runs on two simulated hosts; see `two_hosts`."""
+"""Runs on two simulated hosts, which may be killed, cut off or odd; see `two_hosts`."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -11,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.two_hosts import Agent, TwoHosts, two_hosts
-from tests.progress import of_children
+from distmp.distributed.limits import LINK_SECONDS
+from tests.launcher.two_hosts import NAMES, Agent, TwoHosts, two_hosts
+from tests.progress import wait_until
+from tests.soak.cluster import CHECKPOINT_EVERY, Cluster, check_result, cluster, undisturbed
 from tests.torchrun import TINY, corpus
+
+pytestmark = pytest.mark.nightly
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LATE_SECONDS = 20
@@ -46,14 +51,13 @@ def steps(directory: Path) -> list[int]:
 
 
 def wait_for_steps(directory: Path, number: int, agent: Agent) -> None:
-    progress = of_children()
-    while max(steps(directory), default=0) < number:
-        assert agent.process.poll() is None, agent.text()
-        assert progress.problem() is None, agent.text()
-        time.sleep(0.1)
+    def is_over() -> bool:
+        return agent.process.poll() is not None
+
+    wait_until(lambda: is_over() or max(steps(directory), default=0) >= number, agent.text)
+    assert not is_over(), agent.text()
 
 
-@pytest.mark.nightly
 def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path) -> None:
     words = [
         *rendezvous_at("one:29400"),
@@ -76,7 +80,6 @@ def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path
         assert not re.search(r"Traceback|^\[?[WE]\d{4}", output, flags=re.MULTILINE), output
 
 
-@pytest.mark.nightly
 def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None:
     """As PyTorchJob, Volcano, Azure ML and scripts number machines with one process each."""
     words = [
@@ -91,7 +94,6 @@ def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None
     assert steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.nightly
 def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     """Each host ends within its timeout and names the other one."""
     words = [
@@ -110,7 +112,6 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     assert "first machine (one, 10.99.7.1)" in last_line(second_output)
 
 
-@pytest.mark.nightly
 def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
     """All are started at once: each costs an import of torch, and waits for others or timeouts."""
     held = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"
@@ -124,10 +125,7 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
         ),
         "a pod of Kubeflow Trainer is missing": (
             (0, ["--rdzv-conf", "join_timeout=25"], {**FIRST_POD, "PET_NPROC_PER_NODE": "1"}),
-            (
-                1,
-                r"only 1 of 2 hosts joined .*:29403 within 25 s: .*; missing: node rank 1\. Check",
-            ),
+            (1, r"only 1 of 2 hosts joined .*:29403 within 25 s: .*; missing: node rank 1\. Check"),
         ),
         "port in use": (
             (0, rendezvous_at("one:29500", *patience), {}),
@@ -143,10 +141,7 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
         ),
         "wrong address": (
             (1, rendezvous_at("10.99.7.77:29400", *patience), {}),
-            (
-                1,
-                r"first machine \(10\.99\.7\.77\) was not .*does not respond to 10\.99\.7\.2",
-            ),
+            (1, r"first machine \(10\.99\.7\.77\) was not .*does not respond to 10\.99\.7\.2"),
         ),
         "wrong name": (
             (1, rendezvous_at("three:29400"), {}),
@@ -174,15 +169,9 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
             assert "waiting for node rank 1 (joined: one (10.99.7.1)), up to 25 s" in output
 
 
-@pytest.mark.nightly
 def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
-    words = [
-        *rendezvous_at("one:29400"),
-        "--",
-        *TINY,
-        "--data.path",
-        str(corpus(tmp_path / "data")),
-    ]
+    data = corpus(tmp_path / "data")
+    words = [*rendezvous_at("one:29400"), "--", *TINY, f"--data.path={data}"]
     agents = [
         hosts.launch(host, *words, f"--optim.lr=1e-{3 + host}", "--steps=2") for host in range(2)
     ]
@@ -195,3 +184,128 @@ def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -
     assert re.search(r"optim\.lr.*0\.001.*0\.0001", together), together
     assert "Traceback" not in together
     assert not (tmp_path / "runs").exists()
+
+
+def test_hosts_with_other_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
+    """The second host has other text of equal size, another loss, and its own run directory."""
+    data, runs, own = corpus(tmp_path / "data"), tmp_path / "runs", tmp_path / "own"
+    (tmp_path / "losses.py").write_text("from distmp.models import next_token_loss as mine\n")
+    runs.mkdir()
+    (own / "runs").mkdir(parents=True)
+    shutil.copytree(data, own / "data")
+    text = (own / "data" / "text3.py").read_text()
+    (own / "data" / "text3.py").write_text(text.replace("first", "third", 1))
+    (own / "losses.py").write_text("from distmp.models import next_token_loss as mine  # other\n")
+    words = [
+        *rendezvous_at("one:29400"),
+        "--",
+        *TINY,
+        f"--data.path={data}",
+        "--model.loss=losses:mine",
+    ]
+    words += [f"--run-dir={runs}/run", "--steps=2"]
+    different = "; ".join(
+        f"mount --bind {own / name} {tmp_path / name}" for name in ("data", "runs", "losses.py")
+    )
+    first, second = hosts.launch(0, *words), hosts.launch(1, *words, mounts=different)
+    (first_code, first_output), (second_code, second_output) = first.finish(), second.finish()
+    together = first_output + second_output
+    assert first_code == 2, together
+    assert second_code != 0, together
+    (message,) = re.findall(r"preflight: (.*)", together)
+    assert re.search(
+        r"files of the code differ: losses\.py differs: \d+ bytes \w+ on rank 0 \(one\), \d+ bytes "
+        r"\w+ on rank 1 \(two\)",
+        message,
+    )
+    assert f"{data}/text3.py differs: 2,000 bytes " in message
+    assert "text2.py" not in message
+    assert (
+        f"run_dir = '{runs}/run' is not the same directory on all machines: rank 1 (two)" in message
+    )
+    assert "checkpoint.path" in message
+    # Nothing is left behind.
+    assert [*runs.iterdir(), *(own / "runs").iterdir()] == []
+
+
+# Runs on hosts that are killed or cut off end with the weights of undisturbed ones.
+
+
+STEPS = 300
+SETTINGS = [f"--steps={STEPS}"]
+CUT_SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> object:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "alone", 2, SETTINGS)
+
+
+def started(run: Cluster) -> None:
+    """Start a run and wait for checkpoints."""
+    run.start()
+    run.wait_for(lambda: run.step() > 2 * CHECKPOINT_EVERY)
+
+
+def wait_for_success(run: Cluster) -> None:
+    run.wait_for(lambda: not run.running())
+    assert [agent.process.returncode for agent in run.agents] == [0, 0], run.report()
+
+
+def test_ranks_and_a_host_are_killed(tmp_path: Path, expected: object) -> None:
+    """Agents count restarts differently: only that of the second host sees its rank fail."""
+    with cluster(2, tmp_path / "run", ["--max-restarts=3"], SETTINGS) as run:
+        started(run)
+        run.kill(1, "rank")
+        run.wait_for(lambda: "restart 1 of 3" in run.text(0))
+        run.kill(1, "host")
+        run.restart(1)
+        wait_for_success(run)
+        assert "restart 2 of 3" in run.text(0), run.report()
+        assert [path.name for path in run.runs()] == ["run"]
+        check_result(run, expected, STEPS)
+
+
+def test_the_first_host_is_killed(tmp_path: Path, expected: object) -> None:
+    """Its store is gone, so the other host ends, and a scheduler starts both again."""
+    options = ["--max-restarts=3"]
+    with cluster(2, tmp_path / "run", options, [*SETTINGS, "--resume=auto"]) as run:
+        started(run)
+        run.kill(0, "host")
+        run.wait_for(lambda: not run.running())
+        assert run.agents[1].process.returncode not in (None, 0)
+        ending = run.text(1).strip().splitlines()[-1]
+        assert f"the first machine ({NAMES[0]}, 10.99.7.1)" in ending, run.report()
+        run.start()
+        wait_for_success(run)
+        check_result(run, expected, STEPS)
+
+
+def test_a_cut_connection(tmp_path: Path, expected: object) -> None:
+    """Training continues without a restart after a cut shorter than `LINK_SECONDS`."""
+    assert 2 * CUT_SECONDS <= LINK_SECONDS
+    with cluster(2, tmp_path / "run", [], SETTINGS) as run:
+        started(run)
+        run.cut(1)
+        time.sleep(CUT_SECONDS)
+        run.reconnect(1)
+        wait_for_success(run)
+        assert "restart" not in run.text(0)
+        check_result(run, expected, STEPS)
+
+
+def test_a_host_leaves_and_comes_back(tmp_path: Path) -> None:
+    """With `--nnodes 1:2` the other one trains alone meanwhile."""
+    # So many that the other one does not finish alone.
+    last_step = 10 * STEPS
+    settings = [f"--steps={last_step}", "--reproducible", "--batch.global-batch-size=8"]
+    expected = undisturbed(tmp_path / "alone", 2, settings)
+    options = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-conf=last_call_timeout=4"]
+    with cluster(2, tmp_path / "run", options, settings) as run:
+        started(run)
+        run.kill(1, "host")
+        run.wait_for(lambda: "changed: number of ranks: 2 -> 1" in run.text(0))
+        run.restart(1)
+        wait_for_success(run)
+        assert "restart 2 of 3: more machines have joined; continuing from" in run.text(0)
+        check_result(run, expected, last_step)

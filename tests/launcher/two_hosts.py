@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import two_hosts as machine
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.torchrun import environment
 
 # Generous, because the machine may be busy.
@@ -35,11 +34,8 @@ class Agent:
 
     def wait_for(self, text: str) -> None:
         """Wait until a text appears in the output of the agent or its ranks."""
-        progress = of_children()
-        while text not in self.text():
-            assert self.process.poll() is None, self.text()
-            assert progress.problem() is None, self.text()
-            time.sleep(0.1)
+        wait_until(lambda: self.process.poll() is not None or text in self.text(), self.text)
+        assert text in self.text(), self.text()
 
     def finish(self, seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:
         """Return the exit code and the output of the agent and its ranks."""

@@ -200,15 +200,11 @@ def check_bytes(case: str, held: dict[str, int], trained: dict[str, Tensor]) -> 
 
 @pytest.mark.nightly
 def test_a_run_is_resumed_and_exported(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    cwd: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_models(tmp_path)
-    corpus(tmp_path / "corpus")
-    arguments = settings(tmp_path, "llama", "single", "bf16")
+    save_models(cwd)
+    corpus(cwd / "corpus")
+    arguments = settings(cwd, "llama", "single", "bf16")
     assert main([*arguments, "--steps=6", "--run-dir=whole"]) == 0
     assert "10,480 parameters, 480 of them trained" in capsys.readouterr().out
     early = [*arguments, "--run-dir=parts", "--steps=6"]
@@ -223,7 +219,7 @@ def test_a_run_is_resumed_and_exported(
     assert any(bool(value.any()) for name, value in first.items() if "lora_B" in name)
     assert transformers.AutoTokenizer.from_pretrained("whole-adapter").encode("fox dog") == [2, 1]
     # A checkpoint does not need the directory of the model, except for the tokenizer.
-    (tmp_path / "llama").rename(tmp_path / "gone")
+    (cwd / "llama").rename(cwd / "gone")
     assert cli.main(["export", "whole", "--to=later"]) == 0
     assert_same_bits(load_file("later/adapter_model.safetensors"), first)
     assert "has no files of one any more" in caplog.text
@@ -270,13 +266,12 @@ class ReadsWeight(nn.Module):
 
 
 def test_adapters_that_train_nothing_useful_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    corpus(tmp_path / "corpus")
+    corpus(cwd / "corpus")
     arguments = [
         f"--model.name={ReadsWeight.__module__}:ReadsWeight",
-        *settings(tmp_path, "llama", "single", "bf16")[2:],
+        *settings(cwd, "llama", "single", "bf16")[2:],
         "--steps=2",
     ]
     assert main([*arguments, "--model.peft={r: 2, target_modules: [first, head]}"]) == 0

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from distmp.data import IGNORED
 from distmp.data.dataloader import DataLoader
-from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.models.huggingface import prepare_loss
 from distmp.models.loss import next_token_loss
 from distmp.models.transformer import Transformer, TransformerConfig
+from tests.reference import make_engine, plain_sgd
 
 VOCABULARY = 40
 
@@ -134,9 +134,7 @@ def test_a_data_set_of_hugging_face_trains_and_is_evaluated_like_in_transformers
     columns = {name: value.tolist() for name, value in padded().items()}
     loader = DataLoader(Dataset.from_dict(columns), 3, 3, shuffle=False)
     model, reference = transformers_model(), transformers_model()
-    engine = Engine(
-        model, next_token_loss, lambda named: torch.optim.SGD(named, lr=0.1), policy="fp32"
-    )
+    engine = make_engine(model=model, loss=next_token_loss, optimizer=plain_sgd)
     expected = reference(**padded()).loss
     assert engine.evaluate(loader.once()) == pytest.approx(expected.item(), rel=1e-6)
     expected.backward()

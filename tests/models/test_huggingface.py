@@ -160,10 +160,9 @@ def distance(
 
 @pytest.mark.nightly
 def test_a_run_saves_what_another_starts_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = corpus(tmp_path / "corpus")
+    data = corpus(cwd / "corpus")
     arguments = [
         f"--data.path={data}",
         "--data.sequence-length=32",
@@ -175,25 +174,25 @@ def test_a_run_saves_what_another_starts_from(
         "--schedule.name=constant",
         "--optim.lr=1e-2",
     ]
-    source = directory(tmp_path / "tiny", LLAMA)
+    source = directory(cwd / "tiny", LLAMA)
     first = ["--model.name=hf:tiny", "--steps=15", "--run-dir=first", *arguments]
     assert main(first) == 0
     assert "sample of generated text" in capsys.readouterr().out
-    config = from_mapping(RunConfig, read_yaml(tmp_path / "first" / "config.yaml"))
+    config = from_mapping(RunConfig, read_yaml(cwd / "first" / "config.yaml"))
     assert config.model.name == "hf:tiny"
-    records = read_records(tmp_path / "first" / "steps.jsonl")
+    records = read_records(cwd / "first" / "steps.jsonl")
     export("first", "exported")
     assert main(["--model.name=hf:exported", "--steps=1", "--run-dir=second", *arguments]) == 0
-    (continued,) = read_records(tmp_path / "second" / "steps.jsonl")
+    (continued,) = read_records(cwd / "second" / "steps.jsonl")
     assert records[0].loss > 5.5
     assert continued.loss < records[0].loss - 1
     assert (source / "config.json").exists()
-    saved = json.loads((tmp_path / "exported" / "config.json").read_text())
+    saved = json.loads((cwd / "exported" / "config.json").read_text())
     assert saved["architectures"] == ["LlamaForCausalLM"]
     assert saved["dtype"] == "float32"
     assert saved["use_cache"]
     # The same if the original directory of the model is removed.
-    source.rename(tmp_path / "gone")
+    source.rename(cwd / "gone")
     weights = AUTO.from_pretrained("exported").state_dict()
     for dtype in (torch.float32, torch.bfloat16):
         word = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
@@ -207,7 +206,7 @@ def test_a_run_saves_what_another_starts_from(
     # And to start a run with the same architecture.
     options = ["--model.name=hf:exported/config.json", "--model.weights=bf16"]
     assert main([*options, "--steps=1", "--run-dir=third", *arguments]) == 0
-    (third,) = read_records(tmp_path / "third" / "steps.jsonl")
+    (third,) = read_records(cwd / "third" / "steps.jsonl")
     assert third.loss == pytest.approx(continued.loss, abs=0.1)
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.memory import EXACT_MALLOC
 from distmp.data import IGNORED
 from distmp.models.linear_cross_entropy import MIN_ROWS, LossHead, linear_cross_entropy
-from tests.torchrun import environment, python
+from tests.torchrun import python, run
 
 ROWS = 2 * MIN_ROWS + 37  # three parts, the last one smaller
 
@@ -251,13 +251,8 @@ def peak(compute: str, rows: int, vocabulary: int) -> float:
         print(memory() - before - 64 * {vocabulary} * 4 / 2**20)
     """
     lines = [line.removeprefix(" " * 8) for line in program.splitlines()]
-    done = subprocess.run(
-        python("-c", "\n".join(lines)),
-        env={**environment(), **EXACT_MALLOC},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run(python("-c", "\n".join(lines)), Path.cwd(), variables=EXACT_MALLOC)
+    assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
 

@@ -268,8 +268,7 @@ def test_schedule_settings_that_cannot_be_used(config: dict[str, Any], message: 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("StepLR", {}), ("StepLR", {"size": 3}), ("ConstantLR", {"factor": 7.0})],
+    ("name", "options"), [("StepLR", {}), ("StepLR", {"size": 3}), ("ConstantLR", {"factor": 7.0})]
 )
 def test_what_torchs_scheduler_refuses(
     name: str, options: dict[str, Any], warmup_steps: int

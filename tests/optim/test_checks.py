@@ -12,6 +12,7 @@ from distmp.errors import ConfigError
 from distmp.optim import LearningRates
 from distmp.optim.build import schedule_factory
 from distmp.optim.learning_rates import build_schedule
+from tests.optim.test_learning_rates import halving, make_optimizer
 from tests.ranks import ranks
 from tests.reference import make_engine, make_model
 
@@ -24,10 +25,7 @@ def on_tensors(kind: Any) -> Callable[[Any], torch.optim.Optimizer]:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [
-        (torch.optim.LBFGS, "needs a closure"),
-        (torch.optim.SparseAdam, "takes sparse gradients only"),
-    ],
+    [(torch.optim.LBFGS, "needs a closure"), (torch.optim.SparseAdam, "sparse gradients only")],
 )
 def test_an_optimizer_that_cannot_step_is_named_when_the_engine_is_built(
     kind: Any, message: str
@@ -61,11 +59,6 @@ def test_the_setting_that_shards_is_named() -> None:
 # Schedules
 
 
-def optimizer_of_rates(*rates: float) -> torch.optim.Optimizer:
-    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
-    return torch.optim.SGD(groups, lr=1.0)
-
-
 def one_cycle(optimizer: torch.optim.Optimizer, **options: Any) -> lr_scheduler.LRScheduler:
     return lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10, **options)
 
@@ -84,10 +77,6 @@ def in_turn(*builders: Any) -> Any:
     )
 
 
-def halving(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-
 def rising(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
 
@@ -96,7 +85,7 @@ def by_function(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))
 
 
-ELSEWHERE = optimizer_of_rates(1.0)
+ELSEWHERE = make_optimizer(1.0)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +120,7 @@ def test_a_schedule_that_cannot_work_is_named(schedule: Any, value: str, message
 )
 @pytest.mark.filterwarnings("ignore:.*epoch parameter")
 def test_schedules_made_of_others_are_torchs_own(schedule: Any) -> None:
-    optimizer, reference = optimizer_of_rates(0.8, 0.1), optimizer_of_rates(0.8, 0.1)
+    optimizer, reference = make_optimizer(0.8, 0.1), make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, schedule, torch.device("cpu"), on_device=False)
     torchs = schedule(reference)
     for applied in range(9):
@@ -152,7 +141,7 @@ def test_anything_that_steps_is_taken_for_a_schedule() -> None:
         def step(self) -> None:
             self.group["lr"] *= 0.5
 
-    optimizer = optimizer_of_rates(0.8)
+    optimizer = make_optimizer(0.8)
     build_schedule(Own, optimizer).step()
     assert optimizer.param_groups[0]["lr"] == 0.4
 
@@ -161,7 +150,7 @@ def test_the_end_of_a_schedule_in_a_loop_of_ones_own() -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         return one_cycle(optimizer, cycle_momentum=False)
 
-    rates = LearningRates(optimizer_of_rates(1.0), schedule, torch.device("cpu"), on_device=False)
+    rates = LearningRates(make_optimizer(1.0), schedule, torch.device("cpu"), on_device=False)
     rates.set(torch.tensor(10), 10)
     with pytest.raises(
         ConfigError, match=r"^schedule = 'OneCycleLR': has no .* update 12 .*total_"
@@ -209,7 +198,7 @@ def test_one_cycle_is_taken_where_it_lasts_for_the_run(warmup_steps: int) -> Non
             ]
         )
         return LearningRates(
-            optimizer_of_rates(0.5),
+            make_optimizer(0.5),
             schedule_factory(config.schedule, config.steps),
             torch.device("cpu"),
             on_device=False,

@@ -159,7 +159,6 @@ def test_a_rate_beside_the_schedule_is_refused(on_device: bool, change: Any) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rates_of_a_gpu_never_make_the_host_wait() -> None:
     gpu = torch.device("cuda")
     optimizer = make_optimizer(0.8, 0.1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from distmp.distributed import collectives
 from distmp.optim import owners
 from distmp.optim.owners import Owners, ShardedMatrix, assign
-from tests.ranks import ranks
+from tests.ranks import from_all_ranks, ranks
 
 SHAPES = [(5, 3), (4, 4), (1, 7), (6, 2), (8, 8), (2, 2)]
 
@@ -76,8 +76,7 @@ def test_functions_get_full_matrices_and_shards_return(limit: int, dtype: torch.
     assert results.keys() == set(range(len(SHAPES)))
     for index, result in results.items():
         assert torch.equal(result, 2 * values[index].reshape(-1)[part[index]])
-    owned: list[list[int]] = [[], [], []]
-    dist.all_gather_object(owned, held)
+    owned = from_all_ranks(held)
     assert sorted(index for indices in owned for index in indices) == list(range(len(SHAPES)))
     # Two exchanges per round; a rank receives one matrix, or several of at most `limit` elements.
     assert len(calls) == 2 * (1 if limit == 10**6 else max(map(len, owned)) if limit == 1 else 2)
@@ -85,7 +84,6 @@ def test_functions_get_full_matrices_and_shards_return(limit: int, dtype: torch.
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_matrices_of_two_gpus_are_exchanged() -> None:
     group = dist.group.WORLD

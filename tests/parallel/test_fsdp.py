@@ -315,9 +315,8 @@ def test_loss_that_evaluates_first_has_all_gradients() -> None:
     batches = [samples(seed, 4) for seed in range(2)]
     found = []
     for function in (loss, evaluating):
-        engine = Engine(
-            make_model(), function, fused_sgd, policy="bf16-autocast", strategy="fsdp", device="cpu"
-        )
+        options = {"policy": "bf16-autocast", "strategy": "fsdp"}
+        engine = make_engine(loss=function, optimizer=fused_sgd, **options)
         engine.step(batches)
         found.append(weights(engine))
     assert_same_bits(*found)

@@ -481,7 +481,6 @@ def test_a_loss_that_is_a_dtensor() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_on_a_gpu_the_host_does_not_wait() -> None:
     rank = dist.get_rank()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from distmp.errors import ConfigError
 from distmp.parallel import STRATEGIES, ParallelConfig, build_strategy, resolve_strategy
 from distmp.parallel.replicated import Replicated
 from distmp.precision import policy
+from tests.optim.test_optimizer_tensors import Own
 from tests.ranks import ranks
 from tests.reference import make_engine, make_model
 
@@ -66,11 +66,6 @@ def test_fsdp() -> None:
 
     strategy = build_strategy("fsdp", make_model(), policy("fp32"), World.current("cpu"))
     assert isinstance(strategy, FullySharded)
-
-
-class Own(torch.optim.Optimizer):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
 
 @ranks(2)

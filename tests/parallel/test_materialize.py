@@ -19,7 +19,7 @@ from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel.materialize import materialize, materialize_shards, not_a_number
 from distmp.utils.deferred import build_whole
 from tests.ranks import ranks, run_ranks
-from tests.reference import assert_same_bits, gathered
+from tests.reference import assert_same_bits, gathered, sum_of_squares
 
 SMALL = TransformerConfig(
     vocabulary_size=67, sequence_length=8, layers=2, dimension=16, heads=2, hidden=20
@@ -127,11 +127,8 @@ def test_parts_on_the_meta_device() -> None:
             second = nn.Linear(6, 3)
         return nn.Sequential(nn.Linear(4, 6), second)
 
-    def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
-        return module(batch).square().sum(), len(batch)
-
     for strategy in ("ddp", "fsdp"):
-        engine = Engine(partly(), loss, sgd, policy="fp32", strategy=strategy)
+        engine = Engine(partly(), sum_of_squares, sgd, policy="fp32", strategy=strategy)
         torch.manual_seed(0)
         first = nn.Linear(4, 6)
         values = gathered({f"model/{n}": t for n, t in engine.module.state_dict().items()})
@@ -152,10 +149,6 @@ class OfRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
-
-
-def sum_of_squares(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
-    return module(batch).square().sum(), len(batch)
 
 
 @ranks(2)
@@ -243,10 +236,7 @@ def test_frozen_parameters_stay_frozen(strategy: str) -> None:
     def half_frozen() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3).requires_grad_(False))
 
-    def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
-        return module(batch).square().sum(), len(batch)
-
-    engine = Engine(half_frozen, loss, sgd, policy="fp32", strategy=strategy)
+    engine = Engine(half_frozen, sum_of_squares, sgd, policy="fp32", strategy=strategy)
     trained = [parameter.requires_grad for parameter in engine.module.parameters()]
     assert trained == [True, True, False, False]
     assert engine.updated_by_optimizer() >= {"model/0.weight", "model/0.bias"}

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.engine import Engine
 from distmp.parallel import module_buffers
 from distmp.parallel.module_buffers import ModuleBuffers
-from tests.ranks import ranks
+from tests.ranks import from_all_ranks, ranks
 from tests.recording import no_waiting
 from tests.reference import (
     CLASSES,
@@ -68,8 +68,7 @@ def test_batch_statistics_are_those_of_ddp() -> None:
         if rank == 0:  # DDP broadcasts to the others in its next forward
             for name, value in statistics(ddp.module).items():
                 torch.testing.assert_close(dict(model.named_buffers())[name], value)
-        everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, statistics(model))
+        everyone = from_all_ranks(statistics(model))
         assert_same_bits(everyone[0], everyone[1])
 
 
@@ -197,7 +196,6 @@ def test_every_kind_of_buffer_is_reverted_to_the_bit(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_kind_of_buffer_is_reverted_on_a_gpu() -> None:
     check_every_kind(device="cuda")
 
@@ -283,7 +281,6 @@ def test_a_buffer_replaced_by_another_dtype_or_shape() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_reverts_a_skipped_step_without_waiting() -> None:
     model = Normalised().cuda()
     buffers = ModuleBuffers(model, None)
@@ -301,7 +298,6 @@ def test_a_gpu_reverts_a_skipped_step_without_waiting() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_gpus_have_the_batch_statistics_of_rank_0() -> None:
     expected, model = Normalised(), Normalised().cuda()

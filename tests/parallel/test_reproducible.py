@@ -168,7 +168,6 @@ def plain_and_sharded(kinds: list[str]) -> list[dict[str, str]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_same_bits_on_a_gpu() -> None:
     kinds = ["fp32", "bf16", "fp16"]
     options = {"reproducible": True}

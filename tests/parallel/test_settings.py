@@ -3,17 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from distmp.config import load
-from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.fsdp_setup import shard_size
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
-
-
-def world(size: int) -> World:
-    return World(0, size, torch.device("cpu"), None)
+from tests.parallel.test_init import world
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
     return run_ranks(function, world_size, *args)[0]
 
 
-@pytest.mark.parametrize("policy", [nightly("fp32"), "bf16"])
+@pytest.mark.parametrize("policy", [nightly("fp32"), nightly("bf16")])
 def test_checkpoints_load_on_other_ranks(policy: str, tmp_path: Path) -> None:
     sharded = {**SHARDED, "policy": policy}
     whole = {"policy": policy, "max_norm": 1.3}

@@ -17,7 +17,7 @@ from distmp.errors import ConfigError
 from distmp.parallel.settings import ParallelConfig
 from distmp.precision.functions import functions_in_fp32
 from tests.ranks import ranks
-from tests.reference import fused_adamw
+from tests.reference import fused_adamw, make_engine, sum_of_squares
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
 X = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0))
@@ -111,9 +111,7 @@ def trained(policy: str, strategy: str) -> tuple[float, list[Tensor]]:
     def loss(model: nn.Module, x: Tensor) -> Any:
         return F.mse_loss(model(x).to(torch.float16), x.to(torch.float16), reduction="sum"), len(x)
 
-    engine = distmp.Engine(
-        Products(), loss, fused_adamw, policy=policy, strategy=strategy, device="cpu"
-    )
+    engine = make_engine(model=Products(), loss=loss, policy=policy, strategy=strategy)
     engine.module.last.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     numbers = engine.step([torch.ones(8, 8) * 100]).numbers
     return numbers.loss, seen
@@ -181,12 +179,6 @@ seen: list[torch.dtype] = []
 def test_a_function_with_custom_fwd_gets_fp32_in_a_kept_module(policy: str) -> None:
     seen.clear()
     model = nn.Sequential(nn.Linear(8, 8), Cubing(), nn.Linear(8, 8))
-    engine = distmp.Engine(
-        model,
-        lambda model, x: (model(x).square().sum(), len(x)),
-        fused_adamw,
-        policy=policy,
-        device="cpu",
-    )
+    engine = make_engine(model=model, loss=sum_of_squares, policy=policy)
     engine.step([torch.ones(4, 8)])
     assert set(seen) == {torch.bfloat16 if policy == "bf16-autocast" else torch.float32}

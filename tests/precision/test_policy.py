@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import logging
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any, Literal
@@ -10,12 +12,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from benchmarks.report import RESULTS
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
 from distmp.precision.builders import autocast_context, prepare
-from distmp.precision.policy import dtype_word
+from distmp.precision.policy import MEASURED, costs, dtype_word
 from distmp.quantization import low_precision_layers
 from distmp.utils.dtypes import dtype_name
+from tests.reference import make_engine
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -280,3 +284,38 @@ def test_names_of_types() -> None:
         "int64",
     ]
     assert [dtype_word(dtype) for dtype in (FP32, BF16, FP16)] == ["fp32", "bf16", "fp16"]
+
+
+def test_the_figures_are_those_of_the_benchmark() -> None:
+    measured = json.loads((RESULTS / "precision-errors-cpu.json").read_text())["errors"]
+    for key, figure in MEASURED.items():
+        assert f"{measured[key]:.2g}" == f"{figure:.2g}", key
+
+
+@pytest.mark.parametrize(
+    ("text", "saved"),
+    [
+        *((name, ["param"] if name == "bf16-pure" else []) for name in PRESETS),
+        ("bf16,keep_fp32=norm|head", []),
+        ("bf16,reduce=bf16", ["reduce"]),
+        ("fp32,reduce=fp16,loss_scale=8", ["reduce"]),
+        ("bf16,buffer=bf16,output=bf16", ["buffer", "output"]),
+        ("bf16-pure,accumulate=bf16", ["param", "accumulate"]),
+        ("bf16-pure,stochastic_rounding=true", []),
+    ],
+)
+def test_every_saving_has_its_figure(text: str, saved: list[str]) -> None:
+    found = costs(policy(text))
+    assert [cost.partition("=")[0] for cost in found] == saved
+    assert all(any(char.isdigit() for char in cost.partition(":")[2]) for cost in found)
+
+
+def test_the_engine_says_what_a_policy_costs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "distmp"):
+        make_engine(policy="bf16")
+        assert caplog.messages == []
+        make_engine(policy="bf16-pure,name=cheap")
+    (message,) = caplog.messages
+    assert message.startswith(
+        "precision cheap reduces accuracy: param=bfloat16: without FP32 master"
+    )

@@ -104,7 +104,6 @@ def test_one_inside_another() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_products_on_a_gpu() -> None:
     """TF32 has 10 bits of mantissa, FP32 23."""
     torch.manual_seed(0)

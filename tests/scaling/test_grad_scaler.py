@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from distmp import ConfigError, DistributedGradScaler, TrainingError
-from tests.ranks import ranks, run_ranks
+from tests.ranks import from_all_ranks, ranks, run_ranks
 from tests.recording import no_waiting
 
 Scaler = torch.amp.GradScaler
@@ -138,6 +138,13 @@ def one_parameter(*gradient: float, fused: bool = False) -> torch.optim.Optimize
     return torch.optim.Adam([parameter], fused=fused)
 
 
+def apply(scaler: Scaler, optimizer: torch.optim.Optimizer) -> None:
+    """Apply the gradients of a loss."""
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def misuse(scaler: Scaler, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], Any]]:
     """Yield calls that torch refuses."""
     yield lambda: scaler.step(optimizer)
@@ -219,9 +226,7 @@ def test_setters_change_the_rules() -> None:
     for _ in range(2):  # before and after the scale is created
         scaler.set_growth_factor(4.0)
         scaler.set_growth_interval(1)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
+        apply(scaler, optimizer)
     assert scaler.get_scale() == 16.0 * 4 * 4
 
 
@@ -293,9 +298,7 @@ def test_scheduler_is_not_stepped_after_a_skip() -> None:
     rates = []
     for value in (1.0, math.inf, math.inf, 1.0):
         parameter.grad = torch.tensor([value])
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
+        apply(scaler, optimizer)
         scaler.step_scheduler(scheduler)
         rates.append((scheduler.get_last_lr()[0] / 1e-3, scaler.consecutive_skips))
     assert rates == [(0.5, 0), (0.5, 1), (0.5, 2), (0.25, 0)]
@@ -470,9 +473,7 @@ def test_one_process_needs_no_process_group(
     if named is not None:
         monkeypatch.setenv("WORLD_SIZE", named)
     optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
+    apply(scaler, optimizer)
     assert not scaler.step_skipped
 
 
@@ -513,9 +514,7 @@ def test_error_at_the_floor_names_parameters() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     model[1].bias.grad.fill_(math.nan)  # type: ignore[union-attr, operator]
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
+    apply(scaler, optimizer)
     scaler.step(optimizer)
     with pytest.raises(TrainingError, match=r"min_scale\); not finite on this rank: 1\.bias\. "):
         scaler.update()
@@ -590,9 +589,7 @@ def test_one_reduction_decides_for_all_registered_optimizers() -> None:
 def test_single_process_reduces_nothing() -> None:
     with mock.patch.object(dist, "all_reduce") as reduce:
         scaler, optimizer = DistributedGradScaler("cpu"), one_parameter(1.0)
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
+        apply(scaler, optimizer)
     reduce.assert_not_called()
 
 
@@ -684,7 +681,6 @@ def test_600_steps_with_overflows_equal_a_run_that_leaves_these_steps_out() -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_ranks_with_gpus_skip_together() -> None:
     overflowing = {3: 1, 4: 0, 20: 1}
     first, second = run_ranks(train, 2, 80, overflowing, "cuda", timeout=100, cuda=True)
@@ -694,7 +690,6 @@ def test_two_ranks_with_gpus_skip_together() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("clips", [False, True])
 def test_on_a_gpu_the_bits_of_torch_without_its_waiting(clips: bool) -> None:
     (their_scale, *theirs), (our_scale, *ours) = (own_loop(kind, clips=clips) for kind in BOTH)
@@ -754,17 +749,14 @@ def test_accelerate() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_two_gpus_skip_together() -> None:
-    found: list[Any] = [None, None]
-    dist.all_gather_object(found, train(8, {3: 1, 5: 0}, "cuda"))
+    found = from_all_ranks(train(8, {3: 1, 5: 0}, "cuda"))
     assert found[0] == found[1]
     assert found[0][1] == 2
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_scale_on_the_host_waits_for_gradients_of_a_gpu() -> None:
     weights = [nn.Parameter(torch.zeros(4, device=device)) for device in ("cpu", "cuda")]
     optimizer = torch.optim.SGD(weights, lr=1.0)

@@ -56,10 +56,6 @@ class Work:
         self.scaler.step(self.optimizers[0])
         self.scaler.update()
 
-    def step_second(self) -> None:
-        self.scaler.step(self.optimizers[1])
-        self.scaler.update()
-
     def step_reversed(self) -> None:
         self.scaler.step(self.optimizers[1])
         self.scaler.step(self.optimizers[0])
@@ -84,10 +80,6 @@ class Work:
     def clip_first_to_two(self) -> None:
         self.scaler.clip_grad_norm_(self.optimizers[0], 2.0)
         self.step_first()
-
-    def clip_second(self) -> None:
-        self.scaler.clip_grad_norm_(self.optimizers[1], 1.0)
-        self.step_both()
 
     def clip_both(self) -> None:
         self.scaler.clip_grad_norm_(self.optimizers, 1.0)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distmp import DistributedGradScaler
-from tests.ranks import ranks
+from tests.ranks import from_all_ranks, ranks, same_on_all_ranks
 
 RANKS = 4
 INIT_SCALE = 1024.0
@@ -72,12 +72,6 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return [local(tensor.detach()).clone() for tensor in tensors]
 
 
-def same_on_all_ranks(value: object) -> bool:
-    values: list[Any] = [None] * RANKS
-    dist.all_gather_object(values, value)
-    return all(other == value for other in values)
-
-
 def spoil(parameter: nn.Parameter, rank: int) -> bool:
     """Set an element of the gradient to inf on one rank, if it has any of this parameter."""
     values = local(parameter.grad)
@@ -99,8 +93,7 @@ def test_one_decision_whichever_parameter_is_first_and_wherever_the_inf_is() -> 
         optimizer = torch.optim.SGD(parameters[first:] + parameters[:first], lr=1e-3)
         backward(scaler, model, step)
         overflow = spoiled is not None and spoil(spoiled, rank)
-        flags: list[Any] = [None] * RANKS
-        dist.all_gather_object(flags, overflow)
+        flags = from_all_ranks(overflow)
         before = copies(parameters)
         if step % 2:
             scaler.clip_grad_norm_(optimizer, 1e-2)

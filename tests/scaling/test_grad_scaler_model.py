@@ -293,9 +293,6 @@ class ThreadRanks:
         self._given.clear()
         self.reductions += 1
 
-    def check_group(self) -> None:
-        pass
-
     def all_reduce(self, values: Tensor) -> Tensor:
         self._given.append(values)
         self.turn.release()

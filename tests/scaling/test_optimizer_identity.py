@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distmp.scaling.calls import all_identities, identify
-from tests.ranks import ranks
+from tests.ranks import ranks, same_on_all_ranks
 
 
 def built(
@@ -83,6 +83,4 @@ def test_shards_are_the_same_on_every_rank() -> None:
     mesh = init_device_mesh("cpu", (2,))
     local = torch.full((2, 3), float(dist.get_rank()))
     optimizer = torch.optim.SGD([nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))])
-    found = ["", ""]
-    dist.all_gather_object(found, identify(optimizer))
-    assert found[0] == found[1]
+    assert same_on_all_ranks(identify(optimizer))

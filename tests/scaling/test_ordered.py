@@ -99,7 +99,6 @@ def test_temporary_memory_is_bounded(lengths: list[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_computes_the_bits_of_a_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     shards = [torch.randn(count * CHUNK, generator=generator) for count in (1, 2, 3)]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
-from distmp.checkpoint import store
 from tests.checkpoint import listing
 from tests.launcher.two_hosts import NAMES, Agent, TwoHosts, two_hosts
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.torchrun import TINY, corpus, run, torchrun
 
 CHECKPOINT_EVERY = 10
@@ -117,10 +115,7 @@ class Cluster:
         return sorted(self.directory.glob("run*"))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        progress = of_children()
-        while not condition():
-            assert progress.problem() is None, self.report()
-            time.sleep(0.1)
+        wait_until(condition, self.report)
 
     def _launch(self, host: int) -> Agent:
         agent = self._hosts.launch(host, *self._words)
@@ -155,24 +150,14 @@ def undisturbed(directory: Path, ranks: int, settings: list[str]) -> dict[str, t
     directory.mkdir(parents=True)
     done = run(torchrun(*settings_of(directory), *settings, ranks=ranks), directory, timeout=300)
     assert done.returncode == 0, done.stderr
-    return final_state(directory / "run")
-
-
-def final_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of the last checkpoint of a run."""
-    checkpoint = listing.latest(directory / "checkpoints")
-    assert checkpoint is not None, f"{directory} has no checkpoint"
-    stored = store.StoredCheckpoint(checkpoint).tensors
-    found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
-    store.load(checkpoint, found)
-    return found
+    return listing.final_state(directory / "run")
 
 
 def check_result(cluster: Cluster, expected: dict[str, torch.Tensor], last_step: int) -> None:
     """Check that a finished run has lost nothing and has the weights of an undisturbed one."""
     (directory,) = [path for path in cluster.runs() if last_step in steps(path)]
     assert steps(directory) == list(range(1, last_step + 1)), f"steps are missing in {directory}"
-    state = final_state(directory)
+    state = listing.final_state(directory)
     assert state.keys() == expected.keys()
     differing = [name for name in state if not torch.equal(state[name], expected[name])]
     assert not differing, f"other weights than those of an undisturbed run: {differing}"

@@ -48,9 +48,7 @@ def train(
     """Train with one slow rank; return losses and norms, and the logged lines."""
     lines: list[str] = []
     slow = Slow(place)
-    engine = Engine(
-        make_model(), slow.loss, fused_adamw, policy="fp32", strategy=strategy, device="cpu"
-    )
+    engine = reference.make_engine(loss=slow.loss, strategy=strategy)
     outcomes = []
     with StepProfiler(ProfileConfig(steps), directory, engine.world, lines.append) as profiler:
         for step in range(1, STEPS + 1):
@@ -201,7 +199,6 @@ def test_a_disk_error_does_not_end_the_run(
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
     lines: list[str] = []
     engine = Engine(make_model(), reference.loss, fused_adamw, policy="fp32", device="cuda")

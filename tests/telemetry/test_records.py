@@ -14,7 +14,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from distmp.telemetry.console import Console
 from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
+from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.trackers import Trackers
+from distmp.training.callbacks.step_logger import StepLog
 from tests.disks import disk, fill
 from tests.telemetry.samples import record
 
@@ -42,6 +46,11 @@ _RECORDS = st.builds(
 )
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "records.jsonl"
+
+
 def _refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
@@ -65,8 +74,7 @@ def test_round_trip(records: list[StepRecord]) -> None:
     assert repr(found) == repr(records)
 
 
-def test_nan_and_infinities_are_distinguished(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
+def test_nan_and_infinities_are_distinguished(path: Path) -> None:
     with closing(RecordWriter(path, None)) as writer:
         writer.write(record(loss=math.nan, grad_norm=math.inf, validation_loss=-math.inf))
     (found,) = read_records(path)
@@ -75,8 +83,7 @@ def test_nan_and_infinities_are_distinguished(tmp_path: Path) -> None:
     assert found.validation_loss == -math.inf
 
 
-def test_each_line_can_be_read_immediately(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
+def test_each_line_can_be_read_immediately(path: Path) -> None:
     writer = RecordWriter(path, None)
     for step in (1, 2, 3):
         writer.write(record(step))
@@ -94,8 +101,7 @@ def _steps(path: Path) -> list[int]:
     return [found.step for found in read_records(path)]
 
 
-def test_a_file_cut_at_any_byte_keeps_its_complete_records(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
+def test_a_file_cut_at_any_byte_keeps_its_complete_records(path: Path) -> None:
     _written(path, range(1, 3))
     content = path.read_bytes()
     for length in range(len(content) + 1):
@@ -108,16 +114,14 @@ def test_a_file_cut_at_any_byte_keeps_its_complete_records(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("resume_after_step", [0, 1, 4, 9, 10, 25])
-def test_a_resumed_run_has_every_step_once(tmp_path: Path, resume_after_step: int) -> None:
-    path = tmp_path / "records.jsonl"
+def test_a_resumed_run_has_every_step_once(path: Path, resume_after_step: int) -> None:
     _written(path, range(1, 11))
     _written(path, range(resume_after_step + 1, 31), resume_after_step)
     expected = [*range(1, min(resume_after_step, 10) + 1), *range(resume_after_step + 1, 31)]
     assert _steps(path) == expected
 
 
-def test_without_a_step_to_resume_from_all_complete_records_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
+def test_without_a_step_to_resume_from_all_complete_records_are_kept(path: Path) -> None:
     _written(path, range(1, 4))
     with path.open("ab") as file:
         file.write(b'{"step": 4, "sam')
@@ -125,8 +129,7 @@ def test_without_a_step_to_resume_from_all_complete_records_are_kept(tmp_path: P
     assert _steps(path) == [1, 2, 3, 4, 5]
 
 
-def test_dropping_records_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "records.jsonl"
+def test_dropping_records_is_atomic(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _written(path, range(1, 4))
     content = path.read_bytes()
 
@@ -140,7 +143,7 @@ def test_dropping_records_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         writer = RecordWriter(path, 1, messages.append)
         writer.write(record(2))
         assert path.read_bytes() == content
-        assert list(tmp_path.iterdir()) == [path]
+        assert list(path.parent.iterdir()) == [path]
     writer.write(record(3))
     writer.close()
     assert _steps(path) == [1, 2, 3]
@@ -198,20 +201,8 @@ def test_creates_missing_directories(tmp_path: Path) -> None:
     assert _steps(path) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"7",
-        b"\xff\xfe",
-        b"\0\0\0",
-        b'{"step":2}',
-    ],
-)
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "records.jsonl"
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b"7", b"\xff\xfe", b"\0\0\0", b'{"step":2}'])
+def test_a_broken_line_is_named(path: Path, line: bytes) -> None:
     _written(path, range(1, 4))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + line + b"\n" + lines[2])
@@ -220,8 +211,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
     assert f"{path}, line 2: " in str(caught.value)
 
 
-def test_fields_of_later_versions_are_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
+def test_fields_of_later_versions_are_ignored(path: Path) -> None:
     _written(path, range(1, 2))
     values = {**json.loads(path.read_text()), "temperature": 71.5}
     del values["overflow"]
@@ -229,8 +219,7 @@ def test_fields_of_later_versions_are_ignored(tmp_path: Path) -> None:
     assert read_records(path) == [record(1)]
 
 
-def test_overflow_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
+def test_overflow_that_is_not_json_is_refused_before_anything_is_written(path: Path) -> None:
     with closing(RecordWriter(path, None)) as writer:
         with pytest.raises(TypeError):
             writer.write(record(1, overflow={"where": object()}))
@@ -238,3 +227,49 @@ def test_overflow_that_is_not_json_is_refused_before_anything_is_written(tmp_pat
     (found,) = read_records(path)
     assert found.step == 2
     assert repr(found.overflow) == "{'largest': [nan, 1.5]}"
+
+
+def make_log(path: Path | None, after_step: int = 0) -> StepLog:
+    console = Console(LogConfig(), quiet=True)
+    return StepLog(path, after_step, Trackers({}, console.message), console, steps=9)
+
+
+def written(path: Path) -> list[tuple[int, float | None]]:
+    return [(found.step, found.validation_loss) for found in read_records(path)]
+
+
+def write_steps(log: StepLog, *steps: int) -> None:
+    for step in steps:
+        log.write(record(step))
+
+
+def test_a_run_that_continues_drops_later_records(path: Path) -> None:
+    log = make_log(path)
+    write_steps(log, 1, 2, 3)
+    log.close()
+    log = make_log(path, after_step=2)
+    write_steps(log, 3, 4, 5)
+    log.rewind(3)
+    write_steps(log, 4)
+    log.close()
+    assert [step for step, _ in written(path)] == [1, 2, 3, 4]
+
+
+def test_a_validation_that_comes_later_belongs_to_the_last_step(path: Path) -> None:
+    log = make_log(path)
+    write_steps(log, 1, 2)
+    log.add_validation(2, 1.5, {})
+    assert written(path) == [(1, None), (2, 1.5)]
+    # A run whose last record is missing keeps its records.
+    log.add_validation(3, 1.25, {})
+    log.close()
+    assert written(path) == [(1, None), (2, 1.5)]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    log = make_log(None)
+    write_steps(log, 1)
+    log.add_validation(1, 1.0, {})
+    log.rewind(0)
+    log.close()
+    assert [*tmp_path.iterdir()] == []

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distmp.config import load
 from distmp.errors import ConfigError
-from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.settings import LogConfig, ProfileConfig
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,60 @@ def test_refuses(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("console", ["auto", "live", "plain", "off"])
 def test_accepts_every_mode(console: Any) -> None:
     assert LogConfig(every=1, console=console).console == console
+
+
+@pytest.mark.parametrize(
+    ("steps", "window"),
+    [
+        (None, range(0)),
+        (7, range(7, 8)),
+        ("7", range(7, 8)),
+        ("7:7", range(7, 8)),
+        (" 20:25", range(20, 26)),
+        ("1:100", range(1, 101)),
+    ],
+)
+def test_steps_are_counted_from_1_and_include_the_last(
+    steps: int | str | None, window: range
+) -> None:
+    assert list(ProfileConfig(steps).window) == list(window)
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ("0:3", "steps are counted from 1"),
+        (0, "steps are counted from 1"),
+        (-1, "write the first and the last step, as in 20:25"),
+        ("9:5", "write 5:9"),
+        ("1:101", "record at most 100 steps"),
+        ("", "write the first"),
+        ("5-9", "write the first"),
+        (":9", "write the first"),
+        ("1:2:3", "write the first"),
+        ("x", "write the first"),
+        ("9" * 5000, "write the first"),
+    ],
+)
+def test_other_values_are_refused_with_one_message(steps: int | str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ProfileConfig(steps)
+    shown = repr(steps) if len(str(steps)) < 100 else f"'{steps[:20]}"
+    assert str(caught.value).startswith(f"profile.steps = {shown}")
+    assert f": {problem}" in str(caught.value)
+
+
+def test_on_the_command_line_and_after_the_end_of_the_run() -> None:
+    assert load(["--profile.steps", "20:25"]).profile.window == range(20, 26)
+    assert load(["--profile.steps=20", "--steps=100"]).profile.window == range(20, 21)
+    with pytest.raises(ConfigError, match=r"profile\.steps = '20:25': the run ends with step 24"):
+        load(["--profile.steps=20:25", "--steps=24", "--schedule.warmup-steps=0"])
+    with pytest.raises(ConfigError, match=r"profile\.steps = 'x'"):
+        load(["--profile.steps=x"])
+
+
+def test_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for text, window in (("20:25", range(20, 26)), ("20", range(20, 21)), ("null", range(0))):
+        path.write_text(f"profile:\n  steps: {text}\n")
+        assert load(["--config", str(path)]).profile.window == window

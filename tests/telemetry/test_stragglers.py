@@ -120,6 +120,16 @@ class Moment:
         return later.second - self.second
 
 
+def begun(monkeypatch: pytest.MonkeyPatch) -> StepClock:
+    """Return a clock that has begun at 0 s, and will end at 10 s."""
+    now = iter([0.0, 10.0])
+    monkeypatch.setattr(waiting, "TimePoint", lambda device: Moment(next(now)))
+    clock = StepClock(torch.device("cpu"))
+    clock.active = True
+    clock.begin()
+    return clock
+
+
 @pytest.mark.parametrize(
     ("waits", "waited"),
     [
@@ -133,11 +143,7 @@ class Moment:
 def test_compute_time_is_never_negative(
     waits: list[tuple[float, float]], waited: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = iter([0.0, 10.0])
-    monkeypatch.setattr(waiting, "TimePoint", lambda device: Moment(next(now)))
-    clock = StepClock(torch.device("cpu"))
-    clock.active = True
-    clock.begin()
+    clock = begun(monkeypatch)
     collective_waits._spans += [(Moment(begin), Moment(end)) for begin, end in waits]  # type: ignore[misc]
     clock.end()
     collective_waits.active = False
@@ -146,11 +152,7 @@ def test_compute_time_is_never_negative(
 
 def test_an_interval_is_past_after_all_of_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait on another stream may end later than the interval."""
-    now = iter([0.0, 10.0])
-    monkeypatch.setattr(waiting, "TimePoint", lambda device: Moment(next(now)))
-    clock = StepClock(torch.device("cpu"))
-    clock.active = True
-    clock.begin()
+    clock = begun(monkeypatch)
     pending = Moment(12.0)
     pending.is_past = False
     collective_waits._spans += [(Moment(1.0), pending)]  # type: ignore[list-item]
@@ -235,7 +237,6 @@ def test_a_single_rank_is_not_measured() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_times_of_a_device_are_read_without_waiting() -> None:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cuda")
     batches = [
@@ -265,7 +266,6 @@ def test_times_of_a_device_are_read_without_waiting() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @ranks(2, cuda=True)
 def test_two_gpus_exchange_their_times_without_waiting() -> None:
     world = World.current("cuda")

@@ -16,7 +16,7 @@ from distmp.telemetry.records import read_records
 from distmp.telemetry.settings import LogConfig
 from tests.elastic import Job, run_jobs
 from tests.telemetry.samples import record
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 HERE = "tests.telemetry.test_trackers"
 
@@ -88,10 +88,7 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     loggers = start([NAME], tmp_path, warnings)
     loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
     weight = {"saturated": 0.0, "underflowed": 0.25, "largest": 8.0, "most_saturated": None}
-    more = {
-        "validation_metrics": {"accuracy": 0.75},
-        "low_precision_operands": {"weight": weight},
-    }
+    more = {"validation_metrics": {"accuracy": 0.75}, "low_precision_operands": {"weight": weight}}
     loggers.write(record(step=2, validation_loss=1.5, unit="sample", **more))
     loggers.close()
     project, _, configuration, first, second, finished = calls(tmp_path)
@@ -148,9 +145,8 @@ def test_unknown_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 def test_a_run_logs_on_its_first_rank(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    data = corpus(tmp_path / "corpus")
-    arguments = [*TINY, f"--data.path={data}", "--steps=2", "--run-dir=run"]
-    (done,) = run_jobs([Job([*arguments, "--log.trackers", "tensorboard", NAME])], tmp_path)
+    arguments = tiny(tmp_path, "--steps=2", "--log.trackers", "tensorboard", NAME)
+    (done,) = run_jobs([Job(arguments)], tmp_path)
     assert done.exit_codes == {}, done
     directory = tmp_path / "0" / "run"
     written = calls(directory)

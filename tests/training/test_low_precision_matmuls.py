@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from distmp.distributed.world import World
 from distmp.quantization.linear import OPERANDS
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
+from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.commands.report.test_report import report
 from tests.torchrun import TINY, corpus
@@ -77,3 +79,29 @@ def test_a_run_in_16_bits_has_no_such_section(tmp_path: Path) -> None:
     assert "low_precision_matmuls" not in start
     page = report(tmp_path / "run")
     assert "Low-precision matmuls" not in page.texts
+
+
+# Runs with `precision.phases`: settings, records, messages, and resuming.
+
+
+def run(directory: str, data: Path, *arguments: str) -> list[Any]:
+    fixed = [*TINY, f"--data.path={data}", "--steps=6", f"--run-dir={directory}"]
+    assert main([*fixed, "--precision.policy=fp8", *arguments]) == 0
+    return read_records(Path(directory) / "steps.jsonl")
+
+
+@pytest.mark.nightly
+def test_records_name_the_policy_and_a_resumed_run_has_the_same_steps(
+    cwd: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = corpus(cwd / "corpus")
+    late = "{until_tokens: 1e12, policy: 'fp8,forward=bf16'}"
+    phases = ["--precision.phases", "{until_tokens: 1, policy: bf16}", late]
+    whole = run("whole", data, *phases, "--checkpoint.every=3", "--checkpoint.keep=9")
+    # The first step ends the first phase, which the host knows two steps later.
+    assert [record.formats for record in whole] == 2 * ["bf16"] + 4 * ["fp8,forward=bf16"]
+    assert "precision.phases: policy fp8,forward=bf16 from step 3 on" in caplog.messages
+    checkpoint = next((cwd / "whole" / "checkpoints").glob("*3"))
+    resumed = run("resumed", data, *phases, f"--resume={checkpoint}")
+    kept = [(record.loss, record.formats) for record in resumed[-3:]]
+    assert kept == [(record.loss, record.formats) for record in whole[-3:]]

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from distmp.checkpoint import store
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
 from distmp.training.callbacks.time_limit import TimeBudget, TimeLimit
 from distmp.training.train import main
@@ -28,10 +26,11 @@ from distmp.training.trainer import Trainer
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.ports import reserved_port
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.torchrun import TINY, corpus, environment, python, run
+from tests.toys import trainer_of
 
 STEPS = 8
 
@@ -46,8 +45,7 @@ def trainer(directory: Path, *arguments: str) -> Trainer:
             *arguments,
         ]
     )
-    world = World.current("cpu")
-    return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+    return trainer_of(config)
 
 
 def time_limit(trainer: Trainer) -> TimeLimit:
@@ -249,11 +247,8 @@ def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         variables = {**environment(), **place, **where}
         with subprocess.Popen(command, cwd=tmp_path, env=variables) as rank:
-            progress = of_children()
-            while not _listens(port):
-                assert progress.problem() is None
-                assert rank.poll() is None
-                time.sleep(0.05)
+            wait_until(lambda: rank.poll() is not None or _listens(port))
+            assert rank.poll() is None
             rank.send_signal(signal.SIGTERM)
             try:
                 assert rank.wait(30) == -signal.SIGTERM
@@ -272,14 +267,13 @@ def _listens(port: int) -> bool:
 def test_exit_codes_of_a_single_process(
     number: int,
     expected: int,
-    tmp_path: Path,
+    cwd: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(signalling(tmp_path, 0, number)) == expected
+    monkeypatch.syspath_prepend(cwd)
+    assert main(signalling(cwd, 0, number)) == expected
     assert (
         f"({signal.Signals(number).name}); continue with --resume auto" in capsys.readouterr().out
     )
-    assert listing.latest(tmp_path / "run" / "checkpoints") is not None
+    assert listing.latest(cwd / "run" / "checkpoints") is not None

@@ -30,9 +30,10 @@ from distmp.training.run_directory import RunDirectory, create_run
 from tests import elastic, faulty_runs
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
-from tests.progress import of_children
+from tests.progress import kill_all, wait_until
+from tests.reference import assert_same_bits
 from tests.telemetry.samples import record
-from tests.torchrun import TINY, corpus, environment, torchrun
+from tests.torchrun import environment, tiny, torchrun
 
 KILLS = 50
 STEPS = 450
@@ -126,9 +127,12 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
     assert set(kills) == {"start", "save", "step"}
     assert [path.name for path in (tmp_path / "1").glob("run*")] == ["run"]
     assert f"restart {KILLS} of {KILLS + 10}: " in restarted.stdout
-    first, second = (_weights(tmp_path / number / "run") for number in "01")
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    first, second = (listing.final_state(tmp_path / number / "run") for number in "01")
+    assert_same_bits(second, first)
+    for number in "01":
+        checkpoint = listing.latest(tmp_path / number / "run" / "checkpoints")
+        assert checkpoint is not None
+        assert checkpoint.name == f"step-{STEPS:06d}"
     losses = [
         [(entry.step, entry.loss) for entry in read_records(tmp_path / number / "run/steps.jsonl")]
         for number in "01"
@@ -137,24 +141,9 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
     assert [step for step, _ in losses[1]] == list(range(1, STEPS + 1))
 
 
-def _weights(run: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of the run's last checkpoint."""
-    checkpoint = listing.latest(run / "checkpoints")
-    assert checkpoint is not None
-    assert store.StoredCheckpoint(checkpoint).numbers["step"] == STEPS
-    found = {
-        name: torch.zeros(shape, dtype=dtype)
-        for name, (shape, dtype) in store.StoredCheckpoint(checkpoint).tensors.items()
-    }
-    store.load(checkpoint, found)
-    return found
-
-
 @pytest.mark.nightly
 def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=60"]
-    arguments += ["--checkpoint.every=5", "--run-dir=run"]
-    command = torchrun(*arguments)
+    command = torchrun(*tiny(tmp_path, "--steps=60", "--checkpoint.every=5"))
     command.insert(command.index("-m", 3), "--max-restarts=3")
     with (tmp_path / "log").open("w+") as log:
         job = subprocess.Popen(
@@ -165,10 +154,8 @@ def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
                 _kill_a_rank(job, tmp_path / "run", after_step=12 + 20 * kill, rank=kill)
             assert job.wait() == 0
         finally:
-            if job.poll() is None:
-                for process in [*psutil.Process(job.pid).children(recursive=True), job]:
-                    process.kill()
-                job.wait()
+            kill_all(job)
+            job.wait()
         log.seek(0)
         output = log.read()
     assert re.search(r"restart 1 of 3: .*; continuing from step [1-9]", output), output
@@ -181,12 +168,9 @@ def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
 
 def _kill_a_rank(job: subprocess.Popen[bytes], run: Path, after_step: int, rank: int) -> None:
     """Kill a rank once the run has reached a step."""
-    progress = of_children()
-    records = run / "steps.jsonl"
-    while not (records.exists() and f'"step":{after_step},' in records.read_text()):
-        assert job.poll() is None, "the run ended by itself"
-        assert progress.problem() is None, "the run makes no progress"
-        time.sleep(0.02)
+    records, line = run / "steps.jsonl", f'"step":{after_step},'
+    wait_until(lambda: job.poll() is not None or (records.exists() and line in records.read_text()))
+    assert job.poll() is None, "the run ended by itself"
     for process in psutil.Process(job.pid).children():
         if process.environ().get("RANK") == str(rank):
             process.kill()
@@ -219,6 +203,13 @@ def test_a_fault_that_comes_again_ends_the_restarts(tmp_path: Path) -> None:
 
 def attempt(memory: HashStore, count: int) -> Restarts:
     return Restarts(memory, count, 9, world_size=2)
+
+
+def begun(directory: Path) -> tuple[RunDirectory, HashStore]:
+    """Begin the first attempt of a new run."""
+    run, memory = create_run(str(directory / "run")), HashStore()
+    attempt(memory, 0).begin(run, None)
+    return run, memory
 
 
 def test_without_restarts_there_is_no_message(tmp_path: Path) -> None:
@@ -277,9 +268,7 @@ def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
 
 def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
     """Attempts that reach these steps, one after the other; the last one exceeds the limit."""
-    run = create_run(str(tmp_path / "run"))
-    memory = HashStore()
-    attempt(memory, 0).begin(run, None)
+    run, memory = begun(tmp_path)
     reached = [5, 5, 3, 6, 6, 2, 6]
     for count, step in enumerate(reached, 1):
         run.records.unlink(missing_ok=True)
@@ -295,18 +284,14 @@ def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
 
 
 def test_machines_that_join_and_leave_are_no_failures(tmp_path: Path) -> None:
-    run = create_run(str(tmp_path / "run"))
-    memory = HashStore()
-    attempt(memory, 0).begin(run, None)
+    run, memory = begun(tmp_path)
     for count in range(1, 2 * RESTARTS_WITHOUT_GAIN):
         Restarts(memory, count, 9, world_size=1 + count % 2).begin(run, None)
         assert attempt(memory, count).given_up() is None
 
 
 def test_a_damaged_record_ends_the_restarts_with_its_line(tmp_path: Path) -> None:
-    run = create_run(str(tmp_path / "run"))
-    memory = HashStore()
-    attempt(memory, 0).begin(run, None)
+    run, memory = begun(tmp_path)
     run.records.write_text("damaged\n")
     with pytest.raises(RecordError, match=r"steps.jsonl, line 1: .* fix or delete that line"):
         attempt(memory, 1).begin(run, None)

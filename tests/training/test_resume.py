@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -122,10 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
         "validation": {"every": 3},
     },
     "fp16, the loss scale grows and backs off": {
-        "precision": {
-            "policy": "fp16",
-            "loss_scale": {"init": 2.0**14, "growth_interval": 1},
-        },
+        "precision": {"policy": "fp16", "loss_scale": {"init": 2.0**14, "growth_interval": 1}},
         "model": {"options": {"dropout": 0.3}},
         "schedule": STRADDLED,
     },
@@ -284,17 +280,6 @@ def test_allowed_changes_are_reported_once_each(
         "changed: optim.lr: 0.01 -> 0.02",
         "changed: resolved precision: fp32 -> fp16",
     ]
-
-
-def snapshot_at(directory: Path, step: int) -> dict[str, Tensor]:
-    """Return all tensors in a checkpoint."""
-    path = directory / "checkpoints" / f"step-{step:06d}"
-    found = {
-        name: torch.empty(shape, dtype=dtype)
-        for name, (shape, dtype) in store.StoredCheckpoint(path).tensors.items()
-    }
-    store.load(path, found)
-    return found
 
 
 # At other numbers of ranks and with other strategies: the same samples in the same order.

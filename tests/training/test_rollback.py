@@ -13,46 +13,22 @@ from torch import Tensor, nn
 
 from distmp.checkpoint import store
 from distmp.config import load
-from distmp.data.order import sample_indices
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
-from distmp.telemetry.console import Console
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training import trainer as trainer_module
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.reference import assert_same_bits, gathered, snapshot, trained
-
-BATCH = 8
-SAMPLES = 160
-SEED = 3
-
-
-class Samples:
-    """Noisy points of a line; those at some positions of the order are poisoned."""
-
-    def __init__(self, poisoned: list[int], poison: float) -> None:
-        self.inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-        self.targets = self.inputs.sum(1, keepdim=True)
-        order = sample_indices(SEED, 0, SAMPLES, SAMPLES)
-        self.targets[[int(order[position]) for position in poisoned]] = poison
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"inputs": self.inputs[index], "targets": self.targets[index]}
+from tests.toys import BATCH, Points, finished, regression_run, trainer_of
 
 
 def dataset(
     split: str, sequence_length: int, poisoned: list[int] | None = None, poison: float = 0.0
-) -> Samples | None:
-    return Samples(poisoned or [], poison) if split == "train" else None
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+) -> Points | None:
+    """Return points of which those at some positions of the order are poisoned."""
+    return Points(dict.fromkeys(poisoned or [], poison)) if split == "train" else None
 
 
 def squared(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -60,36 +36,13 @@ def squared(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def trainer(directory: Path, *arguments: str, poisoned: list[int], poison: float = 1e4) -> Trainer:
-    config = load(
-        [
-            f"--data.source={__name__}:dataset",
-            f"--data.options={{poisoned: {poisoned}, poison: {yaml.dump(poison)[:-5]}}}",
-            f"--model.name={__name__}:model",
-            f"--model.loss={__name__}:squared",
-            f"--batch.global-batch-size={BATCH}",
-            "--batch.microbatch-size=2",
-            "--precision.policy=fp32",
-            f"--seed={SEED}",
-            "--steps=14",
-            "--schedule.warmup-steps=2",
-            "--checkpoint.every=3",
-            # A few noisy steps make a rough statistic; the poison is a million times as large.
-            "--divergence.warmup-steps=6",
-            "--divergence.threshold=100",
-            "--log.console=plain",
-            "--log.every=1",
-            f"--run-dir={directory / 'run'}",
-            *arguments,
-        ]
-    )
-    world = World.current("cpu")
-    return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+    options = f"--data.options={{poisoned: {poisoned}, poison: {yaml.dump(poison)[:-5]}}}"
+    more = (f"--run-dir={directory / 'run'}", "--log.console=plain", "--log.every=1", *arguments)
+    return trainer_of(load(regression_run(__name__, options, *more)))
 
 
 def run(directory: Path, *arguments: str, **data: Any) -> Trainer:
-    found = trainer(directory, *arguments, **data)
-    assert found.run(StopSignals())
-    return found
+    return finished(trainer(directory, *arguments, **data))
 
 
 def records(directory: Path) -> list[StepRecord]:
@@ -113,6 +66,19 @@ def never_saw(directory: Path, last: int, first: int, *arguments: str) -> Traine
             begun.progress.samples = start
             begun.train()
     return begun
+
+
+def die_after_the_rollback(run: Trainer) -> None:
+    train_steps = run._train_steps
+
+    def die() -> None:
+        if run.progress.rollbacks:
+            raise ArithmeticError
+        train_steps()
+
+    run._train_steps = die  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError), run.active(StopSignals()):
+        run.train()
 
 
 @pytest.mark.nightly
@@ -175,16 +141,7 @@ def test_an_average_that_starts_anew_is_saved(tmp_path: Path) -> None:
     poisoned = [samples_of(9)[5]]
     run(tmp_path, *ROLLBACK, "--steps=6", poisoned=poisoned)
     resumed = trainer(tmp_path, *ROLLBACK, "--ema.decay=0.8", "--resume=auto", poisoned=poisoned)
-    train_steps = resumed._train_steps
-
-    def die_after_the_rollback() -> None:
-        if resumed.progress.rollbacks:
-            raise ArithmeticError
-        train_steps()
-
-    resumed._train_steps = die_after_the_rollback  # type: ignore[method-assign]
-    with pytest.raises(ArithmeticError), resumed.active(StopSignals()):
-        resumed.train()
+    die_after_the_rollback(resumed)
     checkpoint = store.StoredCheckpoint(tmp_path / "run" / "checkpoints" / "step-000006")
     assert checkpoint.numbers["rollbacks"] == 1
     names = ("model/0.weight", "callbacks/Ema/0.weight")
@@ -200,16 +157,7 @@ def test_a_run_that_resumes_after_a_rollback_does_not_repeat_it(tmp_path: Path) 
     bad = [samples_of(9)[0]]
     whole = run(tmp_path / "whole", *ROLLBACK, poisoned=bad)
     killed = trainer(tmp_path / "killed", *ROLLBACK, poisoned=bad)
-    train_steps = killed._train_steps
-
-    def die_after_the_rollback() -> None:
-        if killed.progress.rollbacks:
-            raise ArithmeticError
-        train_steps()
-
-    killed._train_steps = die_after_the_rollback  # type: ignore[method-assign]
-    with pytest.raises(ArithmeticError), killed.active(StopSignals()):
-        killed.train()
+    die_after_the_rollback(killed)
     resumed = trainer(tmp_path / "killed", *ROLLBACK, "--resume=auto", poisoned=bad)
     assert (resumed.progress.step, resumed.progress.samples) == (6, 9 * BATCH)
     assert resumed.run(StopSignals())

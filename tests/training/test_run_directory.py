@@ -35,8 +35,8 @@ def test_every_run_gets_its_own_directory(tmp_path: Path, name: str) -> None:
         assert newest.path == expected
 
 
-def test_a_relative_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("cwd")
+def test_a_relative_directory() -> None:
     assert [create_run("runs/a").path for _ in range(2)] == [Path("runs/a"), Path("runs/a-2")]
     newest = latest_run("runs/a")
     assert newest is not None
@@ -68,9 +68,7 @@ def test_a_file_of_a_numbered_name_is_skipped(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_created_is_an_error_of_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ConfigError, match=r"^run_dir = '.*/file/run': cannot be created \(Not a dir"
-    ):
+    with pytest.raises(ConfigError, match=r"^run_dir = '.*/run': cannot be created \(Not a dir"):
         create_run(str(tmp_path / "file" / "run"))
 
 
@@ -100,13 +98,9 @@ def test_a_checkpoint_path_that_cannot_be_written_to_is_refused_at_the_start(
 ) -> None:
     (tmp_path / "file").touch()
     with disk(tmp_path / "disk", "size=1m,ro") as read_only:
-        for directory in (tmp_path / "file", read_only):
-            with pytest.raises(
-                ConfigError, match=r"^checkpoint\.path = .*: cannot be written to: "
-            ):
-                check_saves(directory / "run")
-        with pytest.raises(ConfigError, match=r"^checkpoint\.path = .*: cannot be written to: "):
-            check_saves(read_only)
+        for path in (tmp_path / "file" / "run", read_only / "run", read_only):
+            with pytest.raises(ConfigError, match=r"^checkpoint\.path = .*: cannot be written to"):
+                check_saves(path)
     check_saves(tmp_path / "new" / "run")
     assert (tmp_path / "new" / "run").is_dir()
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +11,25 @@ import torch
 
 from distmp.config import RunConfig
 from distmp.data.build import Datasets
+from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
+from distmp.errors import ConfigError
 from distmp.precision import policy
-from distmp.training.run_fingerprint import Changes, changes_since, digest, run_fingerprint, to_json
-from distmp.utils.settings import from_mapping
+from distmp.telemetry.console import Console
+from distmp.training.run_fingerprint import (
+    RUN_PROPERTIES,
+    Changes,
+    all_rules,
+    changes_since,
+    compare,
+    digest,
+    run_fingerprint,
+    to_json,
+)
+from distmp.training.trainer import Trainer
+from distmp.utils.resume_rules import HARMLESS, consequential, resume_rules
+from distmp.utils.settings import from_mapping, leaf_names
+from tests.training.test_resume import configuration, train
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 
@@ -122,3 +140,111 @@ def test_facts_that_one_side_lacks_are_not_compared() -> None:
     before = numbers()
     del before["data"]["digest"], before["versions"]
     assert changes_since(before, numbers(data=[1, 2, 3, 4, 5, 6, 7, 8])) == Changes()
+
+
+def test_every_setting_has_a_rule_and_no_rule_is_of_something_else() -> None:
+    compared = [*leaf_names(RunConfig), *RUN_PROPERTIES]
+    assert sorted(set(compared) - set(all_rules())) == [], "declare what a change of these means"
+    assert sorted(set(all_rules()) - set(compared)) == [], "there are no such settings"
+
+
+def test_every_rule_with_consequences_names_them() -> None:
+    for name, rule in all_rules().items():
+        assert bool(rule.effect) == (rule.kind in ("consequential", "dangerous")), name
+
+
+def test_a_section_has_a_rule_for_settings_without_their_own() -> None:
+    @dataclass(frozen=True)
+    class Section:
+        inherits: int = 1
+        own: int = field(default=1, metadata=consequential("own"))
+
+    config = dataclasses.make_dataclass(
+        "Config",
+        [
+            ("ruled", Section, field(default_factory=Section, metadata=HARMLESS)),
+            ("unruled", Section, field(default_factory=Section)),
+            ("missing", int, field(default=1)),
+        ],
+    )
+    assert {name: (rule.kind, rule.effect) for name, rule in resume_rules(config).items()} == {
+        "ruled.inherits": ("harmless", ""),
+        "ruled.own": ("consequential", "own"),
+        "unruled.own": ("consequential", "own"),
+    }
+
+
+def test_each_change_is_reported_as_its_rule_says() -> None:
+    before = {"optim.lr": 0.001, "log.every": 10, "seed": 1, "resume": None, "steps": 5}
+    now = {"optim.lr": 0.0003, "log.every": 1, "seed": 2, "resume": "auto", "steps": 5}
+    changes = compare(before, now)
+    assert list(changes.harmless.values()) == ["log.every: 10 -> 1"]
+    assert list(changes.consequential.values()) == [
+        "optim.lr: 0.001 -> 0.0003 (learning rates change from here on)"
+    ]
+    assert list(changes.dangerous.values()) == [
+        "seed: 1 -> 2 (the order of the data changes: samples are repeated or never used)"
+    ]
+
+
+def test_values_are_shown_as_they_are_configured() -> None:
+    before = {"strategy": "ddp", "compile": "none", "data.path": None, "optim.options": {"a": [1]}}
+    now = {"strategy": "fsdp", "compile": "none", "data.path": "/x", "optim.options": {"a": [2]}}
+    changes = compare(before, now)
+    assert list(changes.harmless.values()) == ["strategy: ddp -> fsdp", "data.path: null -> /x"]
+    assert changes.consequential["optim.options"].startswith(
+        'optim.options: {"a": [1]} -> {"a": [2]} ('
+    )
+
+
+def test_settings_of_other_versions() -> None:
+    changes = compare({"gone": 3, "old": 1}, {"old": 1, "new": 2})
+    assert changes == Changes(
+        harmless={"new": "new: (unknown) -> 2", "gone": "gone: 3 -> (unknown)"}
+    )
+
+
+def test_dangerous_changes_are_refused_in_one_message() -> None:
+    before = {"model.size": "1m", "seed": 1, "log.every": 1}
+    changes = compare(before, {"model.size": "22m", "seed": 2, "log.every": 2})
+    with pytest.raises(ConfigError) as caught:
+        changes.refuse("runs/x/checkpoints/step-000008")
+    message = str(caught.value)
+    for part in (
+        "runs/x/checkpoints/step-000008",
+        "model.size: 1m -> 22m (the weights belong to another model)",
+        "seed: 1 -> 2",
+        "resume_force",
+        "distmp export",
+    ):
+        assert part in message
+    assert "log.every" not in message
+    compare(before, before | {"log.every": 7}).refuse("x")
+
+
+def test_harmless_changes_are_logged_and_the_others_are_warnings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logged: list[str] = []
+    before = {"optim.lr": 1, "log.every": 10, "seed": 1}
+    compare(before, {"optim.lr": 2, "log.every": 1, "seed": 2}).report(logged.append)
+    assert logged == ["changed: log.every: 10 -> 1"]
+    assert [(r.levelname, r.getMessage().split(" (")[0]) for r in caplog.records] == [
+        ("WARNING", "changed: optim.lr: 1 -> 2"),
+        ("WARNING", "changed: seed: 1 -> 2"),
+    ]
+
+
+def test_fewer_steps_than_the_checkpoint_has_change_no_learning_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(configuration(tmp_path, steps=4))
+    for steps, expected in ((4, []), (3, []), (5, ["changed: steps: 4 -> 5"])):
+        caplog.clear()
+        config = configuration(tmp_path, steps=steps, resume="auto")
+        run = Trainer(config, World.current("cpu"), Console(config.log))
+        assert run.run(StopSignals())
+        warnings = [record.getMessage().split(" (")[0] for record in caplog.records]
+        assert [line for line in warnings if line.startswith("changed: steps")] == expected
+        left = "nothing is left to train: the checkpoint is of step 4"
+        assert (left in capsys.readouterr().out) == (steps <= 4)

@@ -12,10 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from distmp.checkpoint import lease as leases
-from distmp.checkpoint import store
 from distmp.checkpoint.lease import Lease, Owner, SchedulerJob
 from distmp.config import RunConfig, load
 from distmp.distributed.stopping import StopSignals
@@ -34,8 +32,9 @@ from distmp.training.trainer import Trainer
 from distmp.utils.processes import ProcessIdentity
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
-from tests.progress import wait_until
-from tests.torchrun import TINY, corpus, environment, python, run
+from tests.progress import kill_all, wait_until
+from tests.reference import assert_same_bits
+from tests.torchrun import environment, python, run, tiny
 
 ELSEWHERE = ProcessIdentity("another machine", 7, "1")
 
@@ -45,8 +44,7 @@ def other(job: str, scheduler: SchedulerJob | None = None) -> Owner:
 
 
 def trainer(directory: Path, *arguments: str) -> Trainer:
-    data = corpus(directory / "corpus")
-    config = load([*TINY, f"--data.path={data}", f"--run-dir={directory / 'run'}", *arguments])
+    config = load(tiny(directory, f"--run-dir={directory / 'run'}", *arguments))
     return Trainer(config, World.current("cpu"), Console(config.log))
 
 
@@ -69,9 +67,7 @@ def job(directory: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         with process:
-            if process.poll() is None:
-                for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                    each.kill()
+            kill_all(process)
 
 
 def records(directory: Path) -> list[int]:
@@ -81,8 +77,8 @@ def records(directory: Path) -> list[int]:
 
 @pytest.mark.nightly
 def test_the_same_command_twice_trains_once(tmp_path: Path) -> None:
-    arguments = ["distmp.train", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
-    arguments += ["--run-dir=run", "--resume=auto", "--steps=20000", "--checkpoint.every=5"]
+    options = ["--resume=auto", "--steps=20000", "--checkpoint.every=5"]
+    arguments = ["distmp.train", *tiny(tmp_path, *options)]
     with job(tmp_path, "-m", *arguments) as first:
         wait_until(lambda: first.poll() is not None or len(records(tmp_path)) > 6)
         second = run(python("-m", *arguments), tmp_path)
@@ -106,8 +102,7 @@ def test_the_same_command_twice_trains_once(tmp_path: Path) -> None:
 def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     Lease(tmp_path / "run", other("a")).claim()
-    arguments = ["distmp.train", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
-    with job(tmp_path, "-m", *arguments, "--run-dir=run", "--resume=auto") as waiting:
+    with job(tmp_path, "-m", "distmp.train", *tiny(tmp_path, "--resume=auto")) as waiting:
         output = tmp_path / "stdout"
         wait_until(lambda: waiting.poll() is not None or "; waiting until" in output.read_text())
         waiting.send_signal(signal.SIGTERM)
@@ -120,8 +115,8 @@ def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_no_wait_after_a_killed_launcher(tmp_path: Path) -> None:
     """Its ranks save and end, and the next job waits for them; the result is that of one job."""
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=150"]
-    arguments += ["--resume=auto", "--checkpoint.every=10", "--preflight=never"]
+    arguments = tiny(tmp_path, "--steps=150", "--resume=auto")
+    arguments += ["--checkpoint.every=10", "--preflight=never"]
     again = [*arguments, f"--run-dir={tmp_path / 'run'}"]
     with job(tmp_path, "-m", "distmp", "launch", "--", *again) as killed:
         wait_until(lambda: killed.poll() is not None or len(records(tmp_path)) > 10)
@@ -135,23 +130,13 @@ def test_no_wait_after_a_killed_launcher(tmp_path: Path) -> None:
     assert len(ranks) == 2
     assert not [rank for rank in ranks if rank.is_running()]
     assert records(tmp_path) == list(range(1, 151))
-    expected, found = (_weights(tmp_path / name) for name in ("whole", "run"))
-    assert expected.keys() == found.keys()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    expected, found = (listing.final_state(tmp_path / name) for name in ("whole", "run"))
+    assert_same_bits(found, expected)
 
 
 def _ranks(launcher: int) -> list[psutil.Process]:
     children = psutil.Process(launcher).children()
     return [child for child in children if "RANK" in child.environ()]
-
-
-def _weights(directory: Path) -> dict[str, torch.Tensor]:
-    checkpoint = listing.latest(directory / "checkpoints")
-    assert checkpoint is not None
-    tensors = store.StoredCheckpoint(checkpoint).tensors.items()
-    found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensors}
-    store.load(checkpoint, found)
-    return found
 
 
 STUCK = """
@@ -262,23 +247,18 @@ def begin(chosen: DirectoryChoice) -> RunDirectory:
     return directory
 
 
-def test_a_requeued_job_comes_back_to_its_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("again", "directory"), [(SchedulerJob("1", 1), "run"), (SchedulerJob("3", 0), "run-2")]
+)
+def test_a_requeued_job_continues_its_directory_and_others_the_newest(
+    again: SchedulerJob, directory: str, tmp_path: Path
+) -> None:
     for name in ("1", "2"):
         job = choice(tmp_path, other(name, SchedulerJob(name, 0)), resume=None)
         begin(job)
         job.release()
-    again = choice(tmp_path, other("1 again", SchedulerJob("1", 1)))
-    assert begin(again).path.name == "run"
-    again.release()
-
-
-def test_other_jobs_of_a_scheduler_continue_the_newest(tmp_path: Path) -> None:
-    for name in ("1", "2"):
-        job = choice(tmp_path, other(name, SchedulerJob(name, 0)), resume=None)
-        begin(job)
-        job.release()
-    third = choice(tmp_path, other("3", SchedulerJob("3", 0)))
-    assert begin(third).path.name == "run-2"
+    third = choice(tmp_path, other("3", again))
+    assert begin(third).path.name == directory
     third.release()
 
 
@@ -289,9 +269,14 @@ def test_two_new_runs_take_two_directories(tmp_path: Path) -> None:
         job.release()
 
 
-def test_the_same_command_a_moment_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "LOOKS", 3000)
     monkeypatch.setattr(leases, "RENEWALS", 3000)
+
+
+@pytest.mark.usefixtures("_patient")
+def test_the_same_command_a_moment_later(tmp_path: Path) -> None:
     first, second = (choice(tmp_path, other(name)) for name in "ab")
     assert first.continued(None) is None
     assert second.continued(None) is None
@@ -332,12 +317,9 @@ def test_records_without_a_checkpoint_are_warned_of(tmp_path: Path) -> None:
     assert str(earlier.path) in warning
 
 
-def test_a_directory_without_a_checkpoint_is_held_until_there_is_a_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_patient")
+def test_a_directory_without_a_checkpoint_is_held_until_there_is_a_new_one(tmp_path: Path) -> None:
     """Of two jobs that continue a run that never saved, one trains."""
-    monkeypatch.setattr(leases, "LOOKS", 3000)
-    monkeypatch.setattr(leases, "RENEWALS", 3000)
     (tmp_path / "run").mkdir()
     first, second = (choice(tmp_path, other(name)) for name in "ab")
     assert first.continued(None) is not None
@@ -349,12 +331,9 @@ def test_a_directory_without_a_checkpoint_is_held_until_there_is_a_new_one(
     first.release()
 
 
-def test_checkpoints_elsewhere_have_a_lease_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_patient")
+def test_checkpoints_elsewhere_have_a_lease_too(tmp_path: Path) -> None:
     """Two machines whose run directories are on their own disks."""
-    monkeypatch.setattr(leases, "LOOKS", 3000)
-    monkeypatch.setattr(leases, "RENEWALS", 3000)
     shared = str(tmp_path / "shared")
     here, there = (
         RunDirectory(tmp_path / machine / "run", shared) for machine in ("here", "there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import torch
 
 from distmp.config import load
 from distmp.distributed.world import World
+from distmp.telemetry.records import read_records
+from distmp.training.callbacks import Callback, TrainingLoop
 from distmp.training.setup import prepare
-from tests.torchrun import corpus
+from tests.elastic import Job, run_jobs
+from tests.reference import gathered
+from tests.torchrun import corpus, tiny
 from tests.utils.test_deferred import ReadsMemory
 
 MODEL = f"{ReadsMemory.__module__}:{ReadsMemory.__qualname__}"
@@ -24,8 +29,7 @@ def build(directory: Path, *options: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "messages"),
-    [("--strategy=auto", 1), ("--strategy=fsdp", 1), ("--strategy=ddp", 0)],
+    ("option", "messages"), [("--strategy=auto", 1), ("--strategy=fsdp", 1), ("--strategy=ddp", 0)]
 )
 def test_a_model_that_cannot_be_deferred_is_built_whole(
     tmp_path: Path, option: str, messages: int, caplog: pytest.LogCaptureFixture
@@ -36,3 +40,48 @@ def test_a_model_that_cannot_be_deferred_is_built_whole(
         message for message in caplog.messages if message.endswith("builds the whole model first")
     ]
     assert len(warnings) == messages
+
+
+# Runs have the same bits at any number of ranks.
+
+
+STEPS = 10
+REPRODUCIBLE = ["--strategy=ddp", "--reproducible=True"]
+# Number of ranks, and options.
+RUNS = [
+    (1, ["--strategy=single", "--reproducible=True"]),
+    (2, REPRODUCIBLE),
+    (4, REPRODUCIBLE),
+    (4, ["--strategy=fsdp"]),
+]
+
+
+class InitialWeights(Callback):
+    """Writes a digest of the weights before the first step."""
+
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
+        state = trainer.engine.state_dict()
+        digest = hashlib.sha256()
+        for name, value in sorted(gathered(state).items()):
+            if name.startswith("model/"):
+                digest.update(name.encode() + value.numpy().tobytes())
+        Path(f"start-{trainer.world.rank}").write_text(digest.hexdigest())
+
+
+@pytest.mark.nightly
+def test_initial_weights_and_losses_are_the_same_bits(tmp_path: Path) -> None:
+    arguments = tiny(tmp_path, "--log.every=1", "--schedule.warmup-steps=2", f"--steps={STEPS}")
+    arguments.append("--callbacks=tests.training.test_setup:InitialWeights")
+    jobs = [Job([*arguments, *options], ranks=ranks) for ranks, options in RUNS]
+    done = run_jobs(jobs, tmp_path)
+    assert [job.exit_codes for job in done] == [{}] * len(RUNS), done
+    digests, losses = set(), set()
+    for number, (ranks, options) in enumerate(RUNS):
+        directory = tmp_path / str(number)
+        digests |= {(directory / f"start-{rank}").read_text() for rank in range(ranks)}
+        records = read_records(directory / "run" / "steps.jsonl")
+        assert len(records) == STEPS
+        if "--reproducible=True" in options:
+            losses.add(tuple(record.loss for record in records))
+    assert len(digests) == 1
+    assert len(losses) == 1

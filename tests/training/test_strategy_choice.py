@@ -26,7 +26,6 @@ from tests.ranks import ranks
 
 RANKS, LOCAL = 16, 4
 MODEL = {"options": {"layers": 6, "dimension": 256, "heads": 4, "hidden": 704}}
-SMALLER = {"options": {**MODEL["options"], "layers": 3}}
 BATCH = {"global_batch_size": 64, "microbatch_size": 2}
 
 

@@ -17,7 +17,7 @@ from distmp.errors import ConfigError
 from distmp.telemetry.records import read_records
 from distmp.training.setup import prepare
 from distmp.training.trainer import Trainer
-from tests.ranks import ranks
+from tests.ranks import from_all_ranks, ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.training.test_resume import SIZE, Samples, configuration, consumed, train
 
@@ -69,8 +69,7 @@ def trained_samples() -> list[int]:
     consumed.clear()
     if not dist.is_initialized():
         return own
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    gathered = from_all_ranks(own)
     share = len(own) // 8
     return [i for step in range(8) for part in gathered for i in part[step * share :][:share]]
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,13 +24,8 @@ from distmp.utils.settings import from_mapping, read_yaml
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly
-from tests.progress import of_children
-from tests.torchrun import TINY, corpus, environment, python, run, torchrun
-
-ON_A_GPU = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-)
+from tests.progress import wait_until
+from tests.torchrun import TINY, corpus, environment, python, run, tiny, torchrun
 
 
 def losses(records: list[StepRecord]) -> list[float]:
@@ -40,18 +34,14 @@ def losses(records: list[StepRecord]) -> list[float]:
 
 def trained(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[StepRecord]:
     """Train through torchrun in `tmp_path`; return the records of `--run-dir` run."""
-    data = corpus(tmp_path / "corpus")
-    command = torchrun(*TINY, f"--data.path={data}", "--run-dir=run", *arguments, ranks=ranks)
-    done = run(command, tmp_path)
+    done = run(torchrun(*tiny(tmp_path, *arguments), ranks=ranks), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_records(tmp_path / "run" / "steps.jsonl")
 
 
 @pytest.mark.nightly
 def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
-    data = corpus(tmp_path / "corpus")
-    arguments = [*TINY, f"--data.path={data}", "--run-dir=run", "--steps=30"]
-    arguments += ["--optim.lr=1e-2", "--schedule.warmup-steps=5"]
+    arguments = tiny(tmp_path, "--steps=30", "--optim.lr=1e-2", "--schedule.warmup-steps=5")
     ranks = {"ddp": 2, "fsdp": 2, "single": 1}
     jobs = [
         Job([*arguments, f"--strategy={strategy}"], ranks=number)
@@ -77,12 +67,10 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None:
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--run-dir=run", "--steps=10"]
     # A deferred model draws its weights on the device, whose generator has other numbers.
     start = f"--model.weights={_weights(tmp_path)}"
-    arguments += ["--optim.lr=1e-2", "--checkpoint.every=4", start]
+    arguments = tiny(tmp_path, start, "--steps=10", "--optim.lr=1e-2", "--checkpoint.every=4")
     cases = (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
     jobs = [Job([*arguments, f"--strategy={name}"], ranks=ranks) for name, ranks in cases]
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
@@ -100,12 +88,12 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=ON_A_GPU), 2], ids=["one rank over nccl", "two ranks"]
+    "ranks", [pytest.param(1, marks=pytest.mark.gpu), 2], ids=["one rank over nccl", "two ranks"]
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ranks: int) -> None:
     directory = tmp_path / "run"
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", f"--run-dir={directory}"]
-    arguments += ["--strategy=fsdp", "--precision.policy=bf16", "--steps=10"]
+    arguments = tiny(tmp_path, f"--run-dir={directory}", "--steps=10")
+    arguments += ["--strategy=fsdp", "--precision.policy=bf16"]
 
     def trained(name: str, option: str) -> list[StepRecord]:
         (tmp_path / name).mkdir()
@@ -126,17 +114,14 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ra
 
 
 def test_a_run_leaves_everything_in_its_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = corpus(tmp_path / "corpus")
-    arguments = [*TINY, f"--data.path={data}", "--steps=3", "--run-dir=runs/here"]
-    arguments += ["--log.every=1"]
+    arguments = tiny(cwd, "--steps=3", "--run-dir=runs/here", "--log.every=1")
     threads = torch.get_num_threads()
     assert main(arguments) == 0
     assert torch.get_num_threads() == threads
     output = capsys.readouterr().out
-    directory = tmp_path / "runs" / "here"
+    directory = cwd / "runs" / "here"
     assert {path.name for path in directory.iterdir()} == {
         "checkpoints",
         "config.yaml",
@@ -146,7 +131,7 @@ def test_a_run_leaves_everything_in_its_directory(
         "steps.jsonl",
     }
     config = from_mapping(RunConfig, read_yaml(directory / "config.yaml"))
-    assert (config.steps, config.data.path) == (3, str(data))
+    assert (config.steps, config.data.path) == (3, str(cwd / "corpus"))
     assert [record.step for record in read_records(directory / "steps.jsonl")] == [1, 2, 3]
     assert listing.latest(directory / "checkpoints") == directory / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
@@ -154,15 +139,12 @@ def test_a_run_leaves_everything_in_its_directory(
     assert "sample of generated text:\ndef " in output
     # A second run of the same name gets its own directory.
     assert main(arguments) == 0
-    assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
+    assert (cwd / "runs" / "here-2" / "steps.jsonl").exists()
 
 
 @pytest.mark.nightly
-def test_data_model_and_loss_by_import_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    module = _module(tmp_path)
+def test_data_model_and_loss_by_import_path(cwd: Path) -> None:
+    module = _module(cwd)
     arguments = [
         f"--data.source={module}:line",
         "--data.options={slope: 3.0}",
@@ -180,7 +162,7 @@ def test_data_model_and_loss_by_import_path(
         "--run-dir=run",
     ]
     assert main(arguments) == 0
-    records = read_records(tmp_path / "run" / "steps.jsonl")
+    records = read_records(cwd / "run" / "steps.jsonl")
     assert records[0].loss > 0.1
     assert records[-1].loss < 1e-6
     assert records[-1].validation_loss is not None
@@ -189,12 +171,11 @@ def test_data_model_and_loss_by_import_path(
 
 
 def test_a_run_that_only_skips_gives_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 3)
     arguments = [
-        f"--data.source={_module(tmp_path)}:line",
+        f"--data.source={_module(cwd)}:line",
         "--data.options={slope: .nan}",
         "--model.name=users_models:affine",
         "--model.loss=users_models:squared",
@@ -206,11 +187,8 @@ def test_a_run_that_only_skips_gives_up(
     assert output.startswith("distmp: ")
     assert "max_consecutive_skips" in output
     assert "Traceback" not in output
-    assert [record.skipped for record in read_records(tmp_path / "run" / "steps.jsonl")] == [
-        True,
-        True,
-        True,
-    ]
+    records = read_records(cwd / "run" / "steps.jsonl")
+    assert [record.skipped for record in records] == [True] * 3
 
 
 INTEGERS = "integer parameters in fp16"
@@ -224,10 +202,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "steps = 'soon': must be an integer",
     ),
     "negative steps": (lambda tmp: ["--steps=-1"], "steps = -1: use 1 to"),
-    "missing data directory": (
-        lambda tmp: [f"--data.path={tmp / 'nowhere'}"],
-        "data.path = ",
-    ),
+    "missing data directory": (lambda tmp: [f"--data.path={tmp / 'nowhere'}"], "data.path = "),
     "empty data directory": (
         lambda tmp: [f"--data.path={_directory(tmp / 'empty')}"],
         "data.path = ",
@@ -236,10 +211,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda tmp: ["--config", _file(tmp / "c.yaml", "steps: [1\nseed: 2\n")],
         "line 2, column",
     ),
-    "missing file": (
-        lambda tmp: ["--config", str(tmp / "no.yaml")],
-        "cannot be read (No such file",
-    ),
+    "missing file": (lambda tmp: [f"--config={tmp / 'no.yaml'}"], "cannot be read (No such file"),
     "unknown model path": (
         lambda tmp: ["--model.name=no_such_module:Model"],
         "model.name = 'no_such_module:Model': there is no module 'no_such_module'",
@@ -251,32 +223,18 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     INTEGERS: (
         lambda tmp: [
-            *TINY,
-            "--precision.policy=fp16",
-            f"--data.path={corpus(tmp / 'corpus')}",
+            *tiny(tmp, "--precision.policy=fp16", "--model.options={}"),
             f"--model.name={_module(tmp)}:quantized",
-            "--model.options={}",
         ],
         "parameter 'codes' is int8",
     ),
-    "resuming from nothing": (
-        lambda tmp: [
-            *TINY,
-            f"--data.path={corpus(tmp / 'corpus')}",
-            f"--resume={tmp / 'nowhere'}",
-        ],
-        "resume = ",
-    ),
+    "resuming from nothing": (lambda tmp: tiny(tmp, f"--resume={tmp / 'nowhere'}"), "resume = "),
     "null for a number": (
         lambda tmp: ["--config", _file(tmp / "c.yaml", "sample:\n  every: null\n")],
         "sample.every = None: must be an integer; leave it out for its default",
     ),
     "no optimizer": (
-        lambda tmp: [
-            *TINY,
-            f"--data.path={corpus(tmp / 'corpus')}",
-            f"--optim.name={_module(tmp)}:no_optimizer",
-        ],
+        lambda tmp: tiny(tmp, f"--optim.name={_module(tmp)}:no_optimizer"),
         "optim.name = 'users_models:no_optimizer': returned a NoneType; name a class or a function",
     ),
     "fewer samples than a step": (
@@ -294,7 +252,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "data.source = 'users_models:floats': sample 0 has inputs of torch.float32",
     ),
     "sharding one process": (
-        lambda tmp: [*TINY, f"--data.path={corpus(tmp / 'corpus')}", "--strategy=fsdp"],
+        lambda tmp: tiny(tmp, "--strategy=fsdp"),
         "strategy = 'fsdp': needs several ranks, but only one process was started",
     ),
 }
@@ -369,29 +327,24 @@ def _module(directory: Path) -> str:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_configuration_is_one_message_and_exit_code_2(
-    case: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     arguments, message = WRONG[case]
-    assert main(arguments(tmp_path)) == 2
+    assert main(arguments(cwd)) == 2
     output = capsys.readouterr()
     assert output.err.startswith("distmp: ")
     assert output.err.count("\n") == 1
     assert message in output.err
     assert output.out == ""
-    assert not (tmp_path / "runs").exists()
+    assert not (cwd / "runs").exists()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_that_fails_is_one_message(
-    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workers: int, cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     arguments = [
-        f"--data.source={_module(tmp_path)}:keyed",
+        f"--data.source={_module(cwd)}:keyed",
         f"--data.workers={workers}",
         "--model.name=users_models:affine",
         "--model.loss=users_models:squared",
@@ -446,6 +399,12 @@ def test_help_is_printed_once(tmp_path: Path) -> None:
     assert done.stdout.count("--optim.lr") == 1
 
 
+def _command(launcher: str, arguments: list[str]) -> list[str]:
+    if launcher == "torchrun":
+        return torchrun(*arguments)
+    return python("-m", "distmp", "launch", "--", *arguments)
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", nightly("distmp launch")])
 def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path) -> None:
     arguments = [
@@ -455,12 +414,7 @@ def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path)
         "--precision.policy=fp32",
         "--steps=50",
     ]
-    command = (
-        torchrun(*arguments)
-        if launcher == "torchrun"
-        else python("-m", "distmp", "launch", "--", *arguments)
-    )
-    done = run(command, tmp_path, timeout=60)
+    done = run(_command(launcher, arguments), tmp_path, timeout=60)
     assert done.returncode == 1
     reports = [line for line in done.stderr.splitlines() if line.startswith("distmp: rank")]
     assert reports == ["distmp: rank 1 of 2 failed:"]
@@ -470,13 +424,7 @@ def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path)
 
 @pytest.mark.parametrize("launcher", ["torchrun", nightly("distmp launch")])
 def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) -> None:
-    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=20000"]
-    arguments += ["--run-dir=run"]
-    command = (
-        torchrun(*arguments)
-        if launcher == "torchrun"
-        else python("-m", "distmp", "launch", "--", *arguments)
-    )
+    command = _command(launcher, tiny(tmp_path, "--steps=20000"))
     with (tmp_path / "log").open("w+") as log:
         job = subprocess.Popen(
             command,
@@ -487,7 +435,14 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
             start_new_session=True,
         )
         try:
-            _wait_for_steps(job, tmp_path / "run" / "steps.jsonl", 10)
+            records = tmp_path / "run" / "steps.jsonl"
+            wait_until(
+                lambda: (
+                    job.poll() is not None
+                    or (records.exists() and records.read_text().count("\n") >= 10)
+                )
+            )
+            assert job.poll() is None, "the run ended by itself"
             ranks = psutil.Process(job.pid).children(recursive=True)
             os.killpg(job.pid, signal.SIGINT)  # as a terminal does
             code = job.wait()
@@ -498,11 +453,11 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
                 job.wait()
         log.seek(0)
         output = log.read()
-    records = read_records(tmp_path / "run" / "steps.jsonl")
+    last = read_records(records)[-1].step
     checkpoint = listing.latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
-    assert store.StoredCheckpoint(checkpoint).numbers["step"] == records[-1].step
-    assert f"stopped after step {records[-1].step}" in output
+    assert store.StoredCheckpoint(checkpoint).numbers["step"] == last
+    assert f"stopped after step {last}" in output
     if launcher == "torchrun":
         # torchrun reports the signal with a traceback; the ranks print none.
         assert output.count("Traceback") <= 1
@@ -510,11 +465,3 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
     else:
         assert "Traceback" not in output
         assert code == 128 + signal.SIGINT
-
-
-def _wait_for_steps(job: subprocess.Popen[bytes], records: Path, steps: int) -> None:
-    progress = of_children()
-    while not (records.exists() and records.read_text().count("\n") >= steps):
-        assert job.poll() is None, "the run ended by itself"
-        assert progress.problem() is None, f"the run does not reach step {steps}"
-        time.sleep(0.1)

@@ -18,7 +18,7 @@ from distmp.training.train import main
 from distmp.utils.settings import to_mapping
 from distmp.utils.settings.convert import digest
 from tests.elastic import Job, run_jobs
-from tests.torchrun import TINY, corpus, environment, torchrun
+from tests.torchrun import corpus, environment, tiny, torchrun
 
 # Its second rank is slow, writes to the file descriptor as C++ does, and is killed in step 4.
 KILLED = """
@@ -88,25 +88,15 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     assert f"pid {start['ranks'][1]['pid']}" in second.splitlines()[0]
 
 
-def test_a_resumed_run_appends_to_logs_and_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = corpus(tmp_path / "corpus")
-    arguments = [
-        *TINY,
-        f"--data.path={data}",
-        "--run-dir=run",
-        "--resume=auto",
-        "--preflight=always",
-    ]
+def test_a_resumed_run_appends_to_logs_and_manifest(cwd: Path) -> None:
+    arguments = tiny(cwd, "--resume=auto", "--preflight=always")
     for steps in (2, 3):
         assert main([*arguments, f"--steps={steps}", "--log.console=off"]) == 0
-    first, second = manifest.read(tmp_path / "run" / "manifest.json")
+    first, second = manifest.read(cwd / "run" / "manifest.json")
     assert first["configuration"]["steps"] == 2
     configuration = to_mapping(load([*arguments, "--steps=3", "--log.console=off"]))
     assert second["configuration_hash"] == digest(configuration)
-    headers = (tmp_path / "run" / "logs" / "rank-0.log").read_text().splitlines()
+    headers = (cwd / "run" / "logs" / "rank-0.log").read_text().splitlines()
     assert len([line for line in headers if ": rank 0 of 1 on " in line]) == 2
 
 
@@ -117,12 +107,9 @@ def test_machines_that_differ_do_not_start(tmp_path: Path) -> None:
     listener.bind(("127.0.0.1", 0))
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
-    data = corpus(tmp_path / "corpus")
     jobs = []
     for steps in (20, 30):
-        command = torchrun(
-            *TINY, f"--data.path={data}", "--run-dir=run", f"--steps={steps}", ranks=1
-        )
+        command = torchrun(*tiny(tmp_path, f"--steps={steps}"), ranks=1)
         command.remove("--standalone")
         where = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         where += [f"--rdzv-conf=is_host={int(steps == 20)}", "--local-addr=127.0.0.1"]

@@ -73,10 +73,7 @@ def _outcome(text: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "of_torch",
-    [
-        pytest.param(True, id="torch"),
-        pytest.param(False, id="trainers", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(True, id="torch"), pytest.param(False, id="trainers", marks=pytest.mark.nightly)],
 )
 def test_scripts_fail_upstream_and_pass_with_distmp(of_torch: bool) -> None:
     rows = [row for row in ROWS if (row.package == "torch") is of_torch]

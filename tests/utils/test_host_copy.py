@@ -15,7 +15,6 @@ def test_values_of_the_host_are_there_at_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_values_of_a_gpu_are_read_when_they_have_arrived() -> None:
     values = torch.zeros(3, device="cuda")
     for step in range(1, 4):

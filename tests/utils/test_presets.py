@@ -21,8 +21,8 @@ def test_a_clone_has_its_configs_as_presets() -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_is_its_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("cwd")
+def test_a_preset_is_its_file(name: str) -> None:
     preset = load(["--config", f"preset:{name}", "--seed", "3"])
     assert preset == load(["--seed=3", f"--config={CONFIGS / name}.yaml"])
     assert preset.seed == 3
@@ -62,14 +62,11 @@ def test_an_unknown_preset_of_a_model() -> None:
 
 
 @pytest.mark.parametrize("path", ["quickstart", "configs/quickstart.yaml", "quickstart.yaml"])
-def test_the_name_of_a_preset_without_its_prefix(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_name_of_a_preset_without_its_prefix(path: str, cwd: Path) -> None:
     with pytest.raises(ConfigError, match=f"'{path}': .* did you mean 'preset:quickstart'"):
         load(["--config", path])
-    (tmp_path / path).parent.mkdir(exist_ok=True)
-    (tmp_path / path).write_text("seed: 7")
+    (cwd / path).parent.mkdir(exist_ok=True)
+    (cwd / path).write_text("seed: 7")
     assert load(["--config", path]).seed == 7
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from benchmarks.gpu import jobs, packages, processes
 from benchmarks.gpu.jobs import Machine, run_job, run_slice
 from benchmarks.gpu.results import FAILED, NOT_REACHED, PASSED, RUNNING, Result, Summary
 from benchmarks.gpu.slices import Job, Slice
-from tests.torchrun import environment, python
+from tests.torchrun import python, run
 
 DRIVER = """
 from pathlib import Path
@@ -55,9 +54,7 @@ def test_a_slice_writes_logs_outcomes_and_a_summary(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "test_some.py").write_text("def test_one(): pass\ndef test_two(): assert 0\n")
     (tmp_path / "test_skips.py").write_text("import pytest\ndef test(): pytest.skip('no')\n")
-    done = subprocess.run(
-        python("driver.py"), cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
+    done = run(python("driver.py"), tmp_path)
     assert done.returncode == 0, done.stderr
     found = {
         one["job"]: (one["outcome"], one["tests"], one["cause"])

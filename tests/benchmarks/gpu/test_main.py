@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ from benchmarks.gpu.jobs import Machine
 from benchmarks.gpu.packages import ROOT
 from benchmarks.gpu.results import FAILED, PASSED, Summary
 from benchmarks.gpu.slices import LARGE_BYTES, Slice, slices
-from tests.torchrun import environment, python
+from tests.torchrun import python, run
 
 
 def with_arguments(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -42,18 +40,20 @@ def test_jobs_are_listed_and_chosen(
     assert [line.split()[0] for line in lines] == ["slice", "engine", "slice", "loss"]
 
 
-def test_unknown_slices_jobs_and_outputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_arguments(monkeypatch, "--slice", "6")
-    with pytest.raises(SystemExit, match="--slice 6: choose one of 1 to 5"):
-        main()
-    with_arguments(monkeypatch, "--only", "motor")
-    with pytest.raises(SystemExit, match="unknown jobs motor; --list lists the jobs"):
-        main()
-    with_arguments(monkeypatch, "--only", "engine", "--slice", "2")
-    with pytest.raises(SystemExit, match="--slice, --only and --skip leave no job"):
-        main()
-    with_arguments(monkeypatch, "--output", "/proc/x")
-    with pytest.raises(SystemExit, match=r"--output /proc/x: cannot be created \(No such file"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--slice 6", "--slice 6: choose one of 1 to 5"),
+        ("--only motor", "unknown jobs motor; --list lists the jobs"),
+        ("--only engine --slice 2", "--slice, --only and --skip leave no job"),
+        ("--output /proc/x", r"--output /proc/x: cannot be created \(No such file"),
+    ],
+)
+def test_unknown_slices_jobs_and_outputs_are_refused(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_arguments(monkeypatch, *arguments.split())
+    with pytest.raises(SystemExit, match=message):
         main()
 
 
@@ -69,8 +69,7 @@ def test_missing_packages_are_reported(
 
 def test_missing_packages_are_reported_before_they_are_imported(tmp_path: Path) -> None:
     # Without the directory of installed packages.
-    command = [sys.executable, "-S", "-m", "benchmarks.gpu", "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run(python("-S", "-m", "benchmarks.gpu", "--output", str(tmp_path / "out")), ROOT)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith(f"not installed: {', '.join(packages.NEEDED)}; use --wheels")
 
@@ -115,13 +114,8 @@ def test_the_exit_code_and_the_end_of_processes(
 
 @pytest.mark.nightly
 def test_without_a_gpu_every_job_reports_it(tmp_path: Path) -> None:
-    done = subprocess.run(
-        python("-m", "benchmarks.gpu", "--output", str(tmp_path)),
-        cwd=ROOT,
-        env={**environment(), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    command = python("-m", "benchmarks.gpu", "--output", str(tmp_path))
+    done = run(command, ROOT, variables={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 1, done.stderr
     results = json.loads((tmp_path / "summary.json").read_text())
     jobs = [job.name for part in slices("350m", "1.3b", tmp_path) for job in part.jobs]

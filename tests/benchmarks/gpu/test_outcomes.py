@@ -3,11 +3,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 from benchmarks.gpu.outcomes import Outcomes, cause_in, cause_of_failure
-from tests.progress import of_children
+from tests.progress import wait_until
 from tests.torchrun import environment, python
 
 TESTS = """
@@ -42,10 +41,8 @@ def start(directory: Path) -> subprocess.Popen[bytes]:
 def test_tests_are_counted_even_if_the_run_is_killed(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     with start(tmp_path) as process:
-        progress = of_children()
-        while Outcomes.read(tmp_path / "outcomes").running != "test_some.py::test_endless":
-            assert progress.problem() is None
-            time.sleep(0.05)
+        endless = "test_some.py::test_endless"
+        wait_until(lambda: Outcomes.read(tmp_path / "outcomes").running == endless)
         os.kill(process.pid, signal.SIGKILL)
     found = Outcomes.read(tmp_path / "outcomes")
     assert found[:3] == (1, 3, 1)

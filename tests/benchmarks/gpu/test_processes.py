@@ -6,15 +6,14 @@ import os
 import resource
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.gpu import processes
-from tests.progress import of_children
-from tests.torchrun import environment, python
+from tests.progress import wait_until
+from tests.torchrun import environment, python, run
 
 # Like a rank of torchrun: in a new session; it ignores SIGTERM.
 RANK = """
@@ -66,13 +65,7 @@ def check_rank_ended(directory: Path) -> None:
 
 
 def run_driver(directory: Path, how: str, limit: int) -> str:
-    done = subprocess.run(
-        python("driver.py", "pid", how, str(limit)),
-        cwd=directory,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run(python("driver.py", "pid", how, str(limit)), directory)
     check_rank_ended(directory)
     return done.stdout + done.stderr
 
@@ -93,10 +86,7 @@ def test_ranks_end_when_the_command_is_terminated(directory: Path) -> None:
     with subprocess.Popen(
         python("driver.py", "pid", "wait", "600"), cwd=directory, env=environment()
     ) as driver:
-        progress = of_children()
-        while not (directory / "pid").exists():
-            assert progress.problem() is None
-            time.sleep(0.01)
+        wait_until((directory / "pid").exists)
         driver.send_signal(signal.SIGTERM)
         assert driver.wait() == 7
     check_rank_ended(directory)

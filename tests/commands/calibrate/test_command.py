@@ -29,9 +29,8 @@ def calibrate(*arguments: str) -> int:
 
 
 def test_policies_are_compared_on_the_same_steps(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], cwd: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert calibrate("--policies", "fp32", "tf32", "bf16-autocast", "--json", "true") == 0
     found = json.loads(capsys.readouterr().out)
     # TF32 has no effect on a CPU: identical losses, from the same weights and batches.
@@ -43,16 +42,13 @@ def test_policies_are_compared_on_the_same_steps(
         assert (
             one["memory_bytes"] > 4 * 1_000_000 * 2
         )  # at least weights and gradients, whatever memory was free before
-    assert list(tmp_path.iterdir()) == []  # nothing is written
+    assert list(cwd.iterdir()) == []  # nothing is written
 
 
 @pytest.mark.nightly
-def test_policies_are_compared_over_seeds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_policies_are_compared_over_seeds(capsys: pytest.CaptureFixture[str], cwd: Path) -> None:
     size = ["--model.options={layers: 1, dimension: 32, heads: 2}", "--validation.samples=4"]
-    data = [f"--data.path={corpus(tmp_path / 'corpus')}", "--data.held-out=0.3", "--steps=5"]
+    data = [f"--data.path={corpus(cwd / 'corpus')}", "--data.held-out=0.3", "--steps=5"]
     options = ["--policies", "bf16,fp8", "--seeds=3", "--json", "true"]
     assert calibrate(*size, *data, *options) == 0
     found = json.loads(capsys.readouterr().out)["seeds"]

@@ -17,9 +17,10 @@ from benchmarks.explain_memory import peak_allocated, stepper
 from benchmarks.growth import sent_bytes
 from distmp import cli
 from distmp.buckets import gradients
-from distmp.commands.explain.explanation import explain, predict
+from distmp.commands.explain.explanation import Explanation, explain, predict
 from distmp.commands.explain.fake_ranks import simulate_ranks
-from distmp.commands.explain.report import seen
+from distmp.commands.explain.observe import differences
+from distmp.commands.explain.report import report, seen
 from distmp.commands.explain.trace_steps import trace_steps
 from distmp.config import RunConfig
 from distmp.distributed.world import World
@@ -126,7 +127,6 @@ def test_the_table_names_the_collectives_of_the_device(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("name", "wire"), WIRES)
 def test_the_table_names_the_collectives_of_a_gpu(name: str, wire: str) -> None:
     found = sums_of_gradients(name, wire, torch.device("cuda", 0))
@@ -134,7 +134,6 @@ def test_the_table_names_the_collectives_of_a_gpu(name: str, wire: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", [*ONE_RANK, *TWO_RANKS])
 def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
     """Activations and temporary memory depend on kernels, and collectives on the backend."""
@@ -479,3 +478,44 @@ def refused_on_a_rank() -> None:
 
 def test_it_is_one_process() -> None:
     run_ranks(refused_on_a_rank, 1)
+
+
+# Observed formats of low-precision matmuls.
+
+
+@pytest.fixture(scope="module")
+def explanation() -> Explanation:
+    wide = {"until_tokens": 1e9, "policy": "bf16"}
+    precision = {**policy("fp8,hp=first1"), "phases": [wide]}
+    config = run(precision=precision, strategy="fsdp")
+    return explain(config, 2, 2)
+
+
+@pytest.mark.nightly
+def test_a_real_step_matches_the_policy(explanation: Explanation) -> None:
+    assert explanation.differences == []
+    groups = {
+        (group.name, bool(group.low_precision)): seen(explanation, group)
+        for group in explanation.groups
+    }
+    assert groups["blocks.*.feed_forward.down", True] == "e4m3 e5m2"
+    assert groups["blocks.*.feed_forward.down", False] == "bf16"
+
+
+def test_products_with_other_formats_are_a_mismatch(explanation: Explanation) -> None:
+    observed, groups, fp8 = explanation.observed, explanation.groups, explanation.policy
+    wrong = {**observed.low_precision, "blocks.*.feed_forward.down": {"e4m3"}}
+    assert [*differences(replace(observed, low_precision=wrong), groups, fp8)] == [
+        f"blocks.*.feed_forward.down has low-precision operands in e4m3, but the policy {fp8.name} "
+        "specifies e4m3 and e5m2"
+    ]
+    none = [*differences(replace(observed, low_precision={}), groups, fp8)]
+    assert len(none) == 4
+    assert "has low-precision operands in none" in none[0]
+
+
+def test_the_report_names_low_precision_layers(explanation: Explanation) -> None:
+    text = " ".join(" ".join(report(explanation)).split())
+    assert "4 of 8 linear layers have low-precision matmuls" in text
+    assert "; in the compute dtype: blocks.0.attention." in text
+    assert "(hp=first1); the formats are those after the last of precision.phases" in text

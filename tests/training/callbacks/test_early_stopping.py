@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from distmp.callback_settings import EarlyStoppingConfig
 from distmp.checkpoint.settings import Retention
 from distmp.config import load
-from distmp.distributed.stopping import StopSignals
-from distmp.distributed.world import World
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
-from distmp.telemetry.console import Console
 from distmp.training.callbacks.callback import SpikeAction
 from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
+from tests.toys import printed, trainer_of
 from tests.training.test_resume import Samples, configuration
 
 # Losses of the validations after steps 2, 4, 6, ...
@@ -38,9 +36,7 @@ VALUES: dict[str, Any] = {
 
 def trainer(directory: Path, losses: Sequence[float] = LOSSES, **values: Any) -> Trainer:
     """Return a trainer whose validations have these losses."""
-    config = configuration(directory, **{**VALUES, **values})
-    world = World.current("cpu")
-    run = Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+    run = trainer_of(configuration(directory, **{**VALUES, **values}))
 
     def evaluate(batches: Any, metrics: Mapping[str, Any]) -> Evaluation:
         assert [*batches]
@@ -52,10 +48,7 @@ def trainer(directory: Path, losses: Sequence[float] = LOSSES, **values: Any) ->
 
 def messages(run: Trainer) -> list[str]:
     """Train to the end, and return what is printed at it."""
-    lines: list[str] = []
-    run.console.message = lines.append  # type: ignore[method-assign]
-    assert run.run(StopSignals())
-    return [line for line in lines if line.startswith(("best", "finished"))]
+    return printed(run, "best", "finished")
 
 
 def checkpoints(run: Trainer) -> list[str]:
@@ -111,31 +104,34 @@ def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
     assert messages(resumed)[1].startswith("finished after step 12: ")
 
 
+def spiking(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, spikes: list[int], **values: Any
+) -> Trainer:
+    """Train; go back at each of these steps. After the last one, step 6 is not the best."""
+    losses = [3.0, 2.0, 1.0, *[2.5] * 8]
+    values |= {"divergence": {"on_spike": "rollback"}, "early_stopping": {"patience": 9}}
+    run = trainer(directory / "run", losses, **values)
+
+    def action(numbers: Any, _: Any) -> SpikeAction | None:
+        if numbers.applied_total not in spikes:
+            return None
+        spikes.pop()
+        losses[2] = 1.0 if spikes else 2.5
+        return SpikeAction("a spike", "rollback")
+
+    monkeypatch.setattr("distmp.training.trainer.action_for", action)
+    best = run.directory.checkpoints / "step-000004"
+    assert messages(run) == [f"best held-out loss 2 at step 4: {best}"]
+    return run
+
+
 @pytest.mark.nightly
 @ranks(1)
 def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = [3.0, 2.0, 1.0, *[2.5] * 4]
-    run = trainer(
-        tmp_path / "run",
-        losses,
-        steps=14,
-        divergence={"on_spike": "rollback"},
-        early_stopping={"patience": 9},
-    )
-
-    def action(numbers: Any, _: Any) -> SpikeAction | None:
-        """Take back step 6, whose validation is the best, once."""
-        if numbers.applied_total != 6 or losses[2] == 2.5:
-            return None
-        losses[2] = 2.5
-        return SpikeAction("a spike", "rollback")
-
-    monkeypatch.setattr("distmp.training.trainer.action_for", action)
-    assert messages(run) == [
-        f"best held-out loss 2 at step 4: {run.directory.checkpoints / 'step-000004'}"
-    ]
+    # Take back step 6, whose validation is the best.
+    run = spiking(tmp_path, monkeypatch, [6], steps=14)
     assert checkpoints(run) == ["step-000004", "step-000014"]
 
 
@@ -144,29 +140,8 @@ def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
 def test_two_rollbacks_past_the_best_checkpoint_keep_the_one_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = [3.0, 2.0, 1.0, *[2.5] * 8]
-    run = trainer(
-        tmp_path / "run",
-        losses,
-        steps=16,
-        checkpoint={"every": 5, "keep": 2},
-        divergence={"on_spike": "rollback"},
-        early_stopping={"patience": 9},
-    )
-    spikes = [8, 8]
-
-    def action(numbers: Any, _: Any) -> SpikeAction | None:
-        """Take back step 8 twice: to step 6, whose validation is the best, and to step 5."""
-        if numbers.applied_total not in spikes:
-            return None
-        spikes.pop()
-        losses[2] = 1.0 if spikes else 2.5
-        return SpikeAction("a spike", "rollback")
-
-    monkeypatch.setattr("distmp.training.trainer.action_for", action)
-    assert messages(run) == [
-        f"best held-out loss 2 at step 4: {run.directory.checkpoints / 'step-000004'}"
-    ]
+    # Take back step 8 twice: to step 6, whose validation is the best, and to step 5.
+    run = spiking(tmp_path, monkeypatch, [8, 8], steps=16, checkpoint={"every": 5, "keep": 2})
     assert run.progress.rollbacks == 2
     assert checkpoints(run)[0] == "step-000004"
 

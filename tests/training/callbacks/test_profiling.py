@@ -12,20 +12,16 @@ from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.elastic import Job, run_jobs
 from tests.faulty_runs import ARGUMENTS
-from tests.torchrun import TINY, corpus
+from tests.torchrun import tiny
 
 
 @pytest.mark.nightly
 def test_two_ranks(tmp_path: Path) -> None:
     """Two layers are large enough for several buckets, the first of which is reduced early."""
     arguments = [
-        *TINY,
+        *tiny(tmp_path, f"--run-dir={tmp_path / 'run'}", "--steps=3", "--sample.length=0"),
         "--model.options={layers: 2, dimension: 512, heads: 2, hidden: 2048}",
-        f"--data.path={corpus(tmp_path / 'text')}",
-        f"--run-dir={tmp_path / 'run'}",
-        "--steps=3",
         "--profile.steps=2:3",
-        "--sample.length=0",
         "--batch.global-batch-size=4",
         "--batch.microbatch-size=1",
     ]
@@ -52,13 +48,9 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_pauses_and_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pauses_and_numbers(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Validations and checkpoints between the steps are not part of them; losses stay the same."""
-    monkeypatch.chdir(tmp_path)
-    data = f"--data.path={corpus(tmp_path / 'corpus')}"
-    fixed = [*TINY, data, "--steps=6", "--validation.every=1"]
+    fixed = tiny(cwd, "--steps=6", "--validation.every=1")
     plain = [*fixed, "--run-dir=plain"]
     profiled = [*fixed, "--run-dir=run", "--checkpoint.every=3"]
     assert main(plain) == 0
@@ -79,10 +71,10 @@ def test_pauses_and_numbers(
     assert "profile: nothing was recorded, step 1 did not run" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("cwd")
 def test_a_run_that_fails_in_a_recorded_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", "0 forward raise")
     assert main([*ARGUMENTS, "--profile.steps=2:5"]) == 1
     assert "ValueError: a fault of the model" in capsys.readouterr().err

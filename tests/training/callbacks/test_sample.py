@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distmp import cli
 from distmp.config import load
-from distmp.distributed.stopping import StopSignals
-from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
-from distmp.telemetry.console import Console
 from distmp.training.callbacks.sample import generate
 from distmp.training.trainer import Trainer
+from tests.commands.test_tokenize import save_tokenizer
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.torchrun import TINY, corpus
-
-END = "<|endoftext|>"
+from tests.toys import printed, trainer_of
 
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a tokenizer, and tokens of it and of bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from tokenizers.decoders import ByteLevel
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
     directory = tmp_path_factory.mktemp("tokens")
     text = corpus(directory / "text")
     for name, words in (("tokenizer", "the quick brown fox"), ("other", "jumps over the lazy dog")):
-        backend.train_from_iterator([words] * 50, trainer)
-        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(
-            directory / name
-        )
+        save_tokenizer(directory / name, words)
     for target, tokenizer in (("ids", str(directory / "tokenizer")), ("bytes", "bytes")):
         arguments = ["--to", str(directory / target), "--tokenizer", tokenizer, "--workers", "1"]
         assert cli.main(["data", "tokenize", str(text), *arguments]) == 0
@@ -63,17 +47,13 @@ def trainer(directory: Path, run_dir: str, *arguments: str) -> Trainer:
             *arguments,
         ]
     )
-    world = World.current("cpu")
-    return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+    return trainer_of(config)
 
 
 def samples(directory: Path, run_dir: str, *arguments: str) -> tuple[list[str], dict[str, Any]]:
     """Train, and return the samples and the state at the end."""
     run = trainer(directory, run_dir, *arguments)
-    lines: list[str] = []
-    run.console.message = lines.append  # type: ignore[method-assign]
-    assert run.run(StopSignals())
-    return [line for line in lines if "sample of" in line.split("\n")[0]], snapshot(run.engine)
+    return printed(run, "sample of", "no sample of"), snapshot(run.engine)
 
 
 @pytest.mark.nightly
@@ -123,3 +103,66 @@ def test_parts_in_evaluation_mode_stay_so() -> None:
     model[1].eval()
     generate(model, torch.tensor([1]), count=2, sequence_length=4)
     assert [part.training for part in model.modules()] == [True, True, False, True]
+
+
+class Counter(nn.Module):
+    """Predicts the next of ten tokens after each token; records its inputs."""
+
+    def __init__(self, certainty: float = 50.0) -> None:
+        super().__init__()
+        self.certainty = certainty
+        self.seen: list[list[int]] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        self.seen.append(tokens[0].tolist())
+        return self.certainty * nn.functional.one_hot((tokens + 1) % 10, 10).float()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_continues_after_the_prompt(temperature: float) -> None:
+    model = Counter().train()
+    tokens = generate(
+        model, torch.tensor([3, 7]), count=5, sequence_length=4, temperature=temperature
+    )
+    assert tokens.tolist() == [3, 7, 8, 9, 0, 1, 2]
+    assert tokens.dtype == torch.int64
+    assert model.seen == [[3, 7], [3, 7, 8], [3, 7, 8, 9], [7, 8, 9, 0], [8, 9, 0, 1]]
+    assert model.training
+
+
+def test_temperature_and_probabilities() -> None:
+    # One logit of 2 among zeros: at temperature 2 its token has e / (e + 9) = 0.232.
+    generator = torch.Generator().manual_seed(0)
+    tokens = generate(
+        Counter(2.0),
+        torch.tensor([0]),
+        count=4000,
+        sequence_length=1,
+        temperature=2.0,
+        generator=generator,
+    ).tolist()
+    share = sum(b == (a + 1) % 10 for a, b in itertools.pairwise(tokens)) / 4000
+    assert abs(share - 0.232) < 4 * (0.232 * 0.768 / 4000) ** 0.5
+
+
+def test_same_generator_same_text() -> None:
+    drawn = [
+        generate(
+            Counter(0.1),
+            torch.tensor([0]),
+            count=20,
+            sequence_length=8,
+            generator=torch.Generator().manual_seed(seed),
+        ).tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_mode_comes_back_after_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2)).train()
+    with pytest.raises(RuntimeError):
+        generate(model, torch.tensor([0]), count=1, sequence_length=8)
+    assert model.training

@@ -6,62 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from distmp.callback_settings import parse_callbacks
 from distmp.config import load
-from distmp.data.order import sample_indices
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
-from distmp.distributed.world import World
 from distmp.engine.setup import Setup
 from distmp.errors import ConfigError
-from distmp.telemetry.console import Console
-from distmp.training.callbacks import (
-    Callback,
-    PendingStep,
-    Rollback,
-    StepResult,
-    TrainingLoop,
-)
+from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult, TrainingLoop
 from distmp.training.callbacks.order import load_callbacks
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly
 from tests.ranks import ranks
+from tests.toys import BATCH, STEPS, Points, regression_run, trainer_of
 
-BATCH, SAMPLES, SEED, STEPS = 8, 160, 3, 14
 # A step whose gradients are not finite, which is skipped, and one that is out of bounds.
 SKIPPED, SPIKE, CHECKPOINT = 4, 8, 6
 
 
-class Samples:
-    """Noisy points of a line; one sample of two steps is far off."""
-
-    draws_nothing = True
-
-    def __init__(self) -> None:
-        self.inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-        self.targets = self.inputs.sum(1, keepdim=True)
-        order = sample_indices(SEED, 0, SAMPLES, SAMPLES)
-        for step, value in ((SKIPPED, float("inf")), (SPIKE, 1e4)):
-            self.targets[int(order[(step - 1) * BATCH])] = value
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"inputs": self.inputs[index], "targets": self.targets[index]}
-
-
-def dataset(split: str, sequence_length: int) -> Samples | None:
-    return Samples() if split == "train" else None
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+def dataset(split: str, sequence_length: int) -> Points | None:
+    """Return points of which one sample of two steps is far off."""
+    far_off = {(SKIPPED - 1) * BATCH: float("inf"), (SPIKE - 1) * BATCH: 1e4}
+    return Points(far_off) if split == "train" else None
 
 
 def squared(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -124,28 +93,9 @@ def recorder() -> Recorder:
 
 
 def trainer(directory: Path, *arguments: str, callbacks: tuple[Callback, ...] = ()) -> Trainer:
-    config = load(
-        [
-            f"--data.source={__name__}:dataset",
-            f"--model.name={__name__}:model",
-            f"--model.loss={__name__}:squared",
-            f"--batch.global-batch-size={BATCH}",
-            "--batch.microbatch-size=2",
-            "--precision.policy=fp32",
-            f"--seed={SEED}",
-            f"--steps={STEPS}",
-            "--schedule.warmup-steps=2",
-            "--checkpoint.every=3",
-            "--divergence.on-spike=rollback",
-            "--divergence.warmup-steps=6",
-            "--divergence.threshold=100",
-            "--log.console=off",
-            f"--run-dir={directory / 'run'}",
-            *arguments,
-        ]
-    )
-    world = World.current("cpu")
-    return Trainer(config, world, Console(config.log, quiet=world.rank != 0), callbacks)
+    fixed = (f"--run-dir={directory / 'run'}", "--divergence.on-spike=rollback")
+    options = regression_run(__name__, *fixed, "--log.console=off", *arguments)
+    return trainer_of(load(options), *callbacks)
 
 
 def launched_steps(run: Trainer) -> list[tuple[int, str]]:
@@ -261,16 +211,7 @@ def test_after_an_error_every_callback_exits(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_an_error_on_one_rank_ends_all_of_them_with_its_cause(tmp_path: Path) -> None:
-    options = [
-        f"--data.source={__name__}:dataset",
-        f"--model.name={__name__}:model",
-        f"--model.loss={__name__}:squared",
-        f"--batch.global-batch-size={BATCH}",
-        "--batch.microbatch-size=2",
-        "--precision.policy=fp32",
-        "--steps=20000",
-        f"--callbacks={__name__}:Failing",
-    ]
+    options = regression_run(__name__, "--steps=20000", f"--callbacks={__name__}:Failing")
     (done,) = run_jobs([Job(options)], tmp_path)
     assert done.exit_codes[1] == 1
     assert done.stderr.count("rank 1 of 2 failed:\n") == 1, done.stderr
@@ -302,12 +243,11 @@ def test_a_path_that_leads_to_no_callback_is_one_message(path: str, problem: str
 
 
 def test_a_wrong_path_ends_a_run_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert main(["--callbacks", f"{__name__}:recorder", "no_such_module:Callback"]) == 2
     assert capsys.readouterr().err == (
         "distmp: callbacks = 'no_such_module:Callback': there is no module 'no_such_module' on "
         "the Python path\n"
     )
-    assert not (tmp_path / "runs").exists()
+    assert not (cwd / "runs").exists()

@@ -1,6 +1,9 @@
+"""Settings in YAML, mappings and command lines."""
+
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import subprocess
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
 from distmp.utils.settings import command_line, from_mapping, read_yaml, to_mapping, write_yaml
+from distmp.utils.settings.convert import digest, flat
 
 
 @dataclass(frozen=True)
@@ -552,3 +556,67 @@ def test_importing_does_not_import_tyro(tmp_path: Path) -> None:
         "assert 'tyro' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+SETTINGS = st.recursive(
+    st.dictionaries(st.text("abc", min_size=1), VALUES, min_size=1, max_size=3),
+    lambda inner: st.dictionaries(st.text("xyz", min_size=1), inner, min_size=1, max_size=3),
+)
+
+
+@given(SETTINGS)
+def test_every_setting_has_its_dotted_name(settings: dict[str, Any]) -> None:
+    for name, value in flat(settings).items():
+        found = settings
+        for part in name.split("."):
+            found = found[part]
+        assert found is value
+    assert len(flat(settings)) == _leaves(settings)
+
+
+def _leaves(value: Any) -> int:
+    return sum(map(_leaves, value.values())) if isinstance(value, dict) else 1
+
+
+def test_a_hash_tells_settings_apart_and_not_their_order() -> None:
+    settings = {"steps": 3, "optim": {"lr": 0.1, "name": "sgd"}}
+    same = {"optim": {"name": "sgd", "lr": 0.1}, "steps": 3}
+    assert digest(settings) == digest(same)
+    text = b'{"optim.lr": 0.1, "optim.name": "sgd", "steps": 3}'
+    assert digest(settings) == hashlib.sha256(text).hexdigest()
+    assert digest(settings) != digest({**settings, "steps": 4})
+    assert digest({"a": "1"}) != digest({"a": 1})
+
+
+# --- odd files ---------------------------------------------------------------------------------
+
+
+def text(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (os.mkfifo, "cannot be read \\(Not a regular file\\)"),
+        (lambda path: path.symlink_to("/dev/zero"), "cannot be read \\(Not a regular file\\)"),
+        (lambda path: path.symlink_to(path.name), "cannot be read"),
+        (text("# comment\n" * 3_000_000), "30000000 bytes, more than 262144"),
+        (text("[" * 100_000), "is not valid YAML"),
+    ],
+    ids=["pipe", "device", "loop", "comments", "deep"],
+)
+def test_odd_files(make: Callable[[Path], object], problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.yaml"
+    make(path)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        read_yaml(path)
+    assert len(str(caught.value)) < 500
+
+
+def test_aliases_that_mean_what_they_say_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "plain.yaml"
+    path.write_text("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: *a\n")
+    expected = {"a": {"x": 1, "y": [2]}, "b": {"x": 3, "y": [2]}, "c": {"x": 1, "y": [2]}}
+    assert read_yaml(path) == expected

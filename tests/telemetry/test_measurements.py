@@ -1,12 +1,128 @@
-"""Times of hand-written traces in the format of torch 2.11 and 2.13."""
+"""Memory, throughput, low-precision operands, and communication in hand-written traces."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from distmp.engine.low_precision_matmuls import MatmulStatistics
+from distmp.quantization.linear import OPERANDS
+from distmp.telemetry.measurements import StepTimer, peak_memory_bytes, summarize
 from distmp.telemetry.profiler import RankTimes, measured, summary
+
+_STATUS = Path("/proc/self/status")
+
+
+@pytest.mark.skipif(not _STATUS.exists(), reason="needs Linux's /proc")
+def test_cpu_agrees_with_the_kernel() -> None:
+    before = peak_memory_bytes(torch.device("cpu"))
+    block = bytearray(b"x" * before)
+    del block
+    after = peak_memory_bytes(torch.device("cpu"))
+    (kernel,) = re.findall(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+    assert after == pytest.approx(int(kernel) * 1024, rel=0.02)
+    assert after > before
+
+
+@pytest.mark.gpu
+def test_cuda_counts_tensors() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.init()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = peak_memory_bytes(device)
+    block = torch.empty(2**26, dtype=torch.uint8, device=device)
+    del block
+    assert 0 <= peak_memory_bytes(device) - before - 2**26 < 2**21
+
+
+def _timer(*readings: float) -> StepTimer:
+    iterator: Iterator[float] = iter(readings)
+    return StepTimer(clock=lambda: next(iterator))
+
+
+def test_each_lap_begins_where_the_last_ended() -> None:
+    timer = _timer(10.0, 12.0, 12.5)
+    assert timer.lap() == 2.0
+    assert timer.lap() == 0.5
+
+
+def test_pauses_do_not_count() -> None:
+    timer = _timer(0.0, 1.0, 61.0, 70.0, 75.0, 80.0)
+    with timer.paused():
+        pass
+    with timer.paused():
+        pass
+    assert timer.paused_seconds == 65.0
+    assert timer.lap() == 15.0
+    assert timer.paused_seconds == 0.0
+
+
+def test_nested_pauses_count_once() -> None:
+    timer = _timer(0.0, 1.0, 2.0, 5.0, 9.0, 10.0)
+    with timer.paused(), timer.paused():
+        pass
+    assert timer.lap() == 2.0
+
+
+def test_a_pause_that_fails_does_not_count_either() -> None:
+    timer = _timer(0.0, 1.0, 5.0, 6.0)
+    with pytest.raises(KeyError), timer.paused():
+        raise KeyError
+    assert timer.lap() == 2.0
+
+
+def test_a_clock_that_does_not_advance() -> None:
+    assert _timer(1.0, 1.0).lap() > 0
+
+
+def statistics(sums: dict[str, list[list[float]]], largest: float = 2.0) -> MatmulStatistics:
+    """Return statistics of two layers; operands without numbers have high precision."""
+    values = torch.zeros(2, len(OPERANDS), 3, dtype=torch.float64)
+    for operand, numbers in sums.items():
+        values[:, OPERANDS.index(operand)] = torch.tensor(numbers, dtype=torch.float64)
+    magnitudes = torch.full(values.shape[:2], 1.0, dtype=torch.float64)
+    magnitudes[1] = largest
+    return MatmulStatistics(["first", "second"], values, magnitudes)
+
+
+def test_shares_are_those_of_all_values() -> None:
+    found = summarize(statistics({"input": [[1, 0, 10], [0, 6, 30]], "grad": [[0, 0, 4]] * 2}))
+    assert found == {
+        "input": {
+            "saturated": 1 / 40,
+            "underflowed": 6 / 40,
+            "largest": 2.0,
+            "most_saturated": {"layer": "first", "share": 0.1},
+            "most_underflowed": {"layer": "second", "share": 0.2},
+        },
+        "grad": {
+            "saturated": 0.0,
+            "underflowed": 0.0,
+            "largest": 2.0,
+            "most_saturated": None,
+            "most_underflowed": None,
+        },
+    }
+
+
+def test_a_layer_that_was_not_called_has_no_share() -> None:
+    found = summarize(statistics({"weight": [[0, 0, 0], [5, 0, 5]]}))
+    assert found["weight"]["most_saturated"] == {"layer": "second", "share": 1.0}
+
+
+def test_values_that_are_not_finite() -> None:
+    found = summarize(statistics({"input": [[1, 0, 4]] * 2}, largest=math.nan))
+    assert math.isnan(found["input"]["largest"])
+
+
+# Times of hand-written traces in the format of torch 2.11 and 2.13.
+
 
 MAIN, ENGINE, GLOO, DEVICE = 1, 2, 3, 7
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"

@@ -1,4 +1,4 @@
-"""Runs whose disk fills up, becomes read-only or vanishes while they train."""
+"""Runs of the trainer whose disk fails, whose steps overflow, and when they save."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import store, writer
+from distmp.checkpoint.snapshot import HostBuffers
+from distmp.data import IGNORED
 from distmp.models.loss import next_token_loss
 from distmp.telemetry.records import read_records
 from distmp.training.train import main
 from tests.disks import disk, fill, mount, unmount
+from tests.elastic import Job, run_jobs
 from tests.marks import nightly
-from tests.torchrun import TINY, corpus
+from tests.torchrun import TINY, tiny
 
 Batch = dict[str, Tensor]
 # What happens to the disk, by the number of the training step whose loss is computed.
@@ -49,18 +52,9 @@ def trained(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(f"{__name__}.events", what_happens)
     monkeypatch.setattr(f"{__name__}.calls", 0)
-    return main(
-        [
-            *TINY,
-            f"--data.path={corpus(tmp_path / 'corpus')}",
-            f"--model.loss={__name__}:eventful_loss",
-            "--batch.global-batch-size=2",
-            "--steps=10",
-            "--checkpoint.every=2",
-            "--run-dir=disk/run",
-            *arguments,
-        ]
-    )
+    loss = f"--model.loss={__name__}:eventful_loss"
+    fixed = [loss, "--batch.global-batch-size=2", "--steps=10", "--checkpoint.every=2"]
+    return main(tiny(tmp_path, *fixed, "--run-dir=disk/run", *arguments))
 
 
 def saved_steps(run_directory: Path) -> list[int]:
@@ -155,3 +149,119 @@ def test_a_disk_that_is_full_from_the_start(
         assert [r.step for r in read_records(directory / "run-2" / "steps.jsonl")] == [
             *range(1, 11)
         ]
+
+
+# What a training run prints and records about steps that overflow.
+
+
+FP16 = ["--precision.policy=fp16", "--precision.loss-scale.init=16777216"]
+
+
+def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(tiny(cwd, *FP16, "--steps=12")) == 0
+    records = read_records(cwd / "run" / "steps.jsonl")
+    skipped = [record for record in records if record.skipped]
+    assert 0 < len(skipped) < len(records)
+    output = capsys.readouterr().out.splitlines()
+    for record in records:
+        lines = [line for line in output if line.startswith(f"step {record.step} skipped: ")]
+        assert len(lines) == (1 if record.skipped else 0)
+        assert (record.overflow is not None) == record.skipped
+    overflow = skipped[0].overflow
+    assert overflow is not None
+    assert (overflow["cause"], overflow["exact"]) == ("scale_too_high", True)
+    assert overflow["parameters"][0]["name"].endswith("weight")
+    assert f"step 1 skipped: {overflow['diagnosis']}; {overflow['advice']}" in output
+    assert sum(line.count(overflow["advice"]) for line in output) == 1 < len(skipped)
+
+
+@pytest.mark.nightly
+def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_path: Path) -> None:
+    fixed = "--precision.policy=fp16,loss_scale=16777216"
+    (done,) = run_jobs([Job(tiny(tmp_path, *FP16, fixed, "--steps=60"))], tmp_path)
+    assert 1 in done.exit_codes.values(), done
+    messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
+    assert len(messages) == 1, done.stderr
+    assert "max_consecutive_skips = 50: that many steps in a row" in messages[0]
+    assert "loss scale 2^24 was too high" in messages[0]
+    assert "first in the gradient of '" in messages[0]
+    assert "on all 2 ranks" in messages[0]
+    assert "lower precision.loss_scale.init" in messages[0]
+    assert len(read_records(tmp_path / "0" / "run" / "steps.jsonl")) == 50
+
+
+class AllIgnored:
+    """Samples without a target that counts."""
+
+    vocabulary_size = 50
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": torch.arange(32), "targets": torch.full((32,), IGNORED)}
+
+
+def all_ignored(split: str, sequence_length: int) -> AllIgnored:
+    return AllIgnored()
+
+
+@pytest.mark.usefixtures("cwd")
+def test_a_run_without_targets_says_that_it_trains_nothing(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = [f"--data.source={__name__}:all_ignored", "--sample.length=0"]
+    assert main([*TINY, *data, "--steps=2", "--run-dir=run"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if " skipped: " in line]
+    assert [line.split(":")[0] for line in lines] == ["step 1 skipped", "step 2 skipped"]
+    assert all("the global weight is 0" in line for line in lines)
+    assert ["check that batches have targets" in line for line in lines] == [True, False]
+    warning = caplog.records[-1].getMessage()
+    assert "all 2 steps were skipped, so the weights after step 2 are the initial ones" in warning
+
+
+# When a run saves.
+
+
+def saved(tmp_path: Path, *arguments: str) -> list[int]:
+    """Train 6 steps; return the steps of the checkpoints."""
+    assert main(tiny(tmp_path, "--steps=6", "--checkpoint.keep=99", *arguments)) == 0
+    paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    return [store.StoredCheckpoint(path).numbers["step"] for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [6]),
+        nightly(["--checkpoint.every=4"], [4, 6]),
+        nightly(["--checkpoint.every=3", "--checkpoint.no-asynchronous"], [3, 6]),
+    ],
+)
+def test_steps_between_checkpoints(arguments: list[str], expected: list[int], cwd: Path) -> None:
+    assert saved(cwd, *arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], []),
+        nightly(["--checkpoint.every=4"], [1]),
+        nightly(["--checkpoint.every=6"], []),
+        nightly(["--checkpoint.every=3", "--checkpoint.no-asynchronous"], []),
+    ],
+)
+def test_memory_is_prepared_once_if_saves_follow(
+    arguments: list[str], expected: list[int], cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = []
+
+    def expecting(tensors: dict[str, Tensor], _: HostBuffers) -> None:
+        assert any(name.startswith("optimizer/") for name in tensors)
+        updates.append(int(tensors["engine/counts"][0]))
+
+    monkeypatch.setattr(writer, "allocate", expecting)
+    saved(cwd, *arguments)
+    assert updates == expected
