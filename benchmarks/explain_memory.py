@@ -25,7 +25,7 @@ from distmp.commands.explain.explanation import predict
 from distmp.config import RunConfig, load
 from distmp.distributed.world import World
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.training.setup import Progress, build_engine, prepare, training_batches
+from distmp.training.components import Progress, build_engine, prepare, training_batches
 
 CPU = torch.device("cpu")
 QUICKSTART = ("--config", "configs/quickstart.yaml")
@@ -97,8 +97,7 @@ def stepper(config: RunConfig) -> Callable[[], object]:
 
 def _steps(config: RunConfig, world: World, policy: PrecisionPolicy) -> Iterator[object]:
     parts = prepare(config, world)
-    attribution = config.precision.attribution
-    engine = build_engine(config, parts, world, policy=policy, attribution=attribution)
+    engine = build_engine(config, parts, world, policy=policy)
     with closing(training_batches(config, parts, world, Progress())) as batches:
         for batch in batches:
             yield engine.step(batch)

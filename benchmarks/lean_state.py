@@ -16,7 +16,7 @@ from benchmarks.report import machine
 from benchmarks.tables.formats import lean_state
 from distmp.config import load
 from distmp.distributed.world import World
-from distmp.training.setup import Progress, build_engine, prepare, training_batches
+from distmp.training.components import Progress, build_engine, prepare, training_batches
 
 # Arguments of the run by the name of the candidate.
 CANDIDATES: dict[str, tuple[str, ...]] = {

@@ -31,7 +31,7 @@ from distmp.optim.build import schedule_factory, weight_decay_groups
 from distmp.parallel.materialize import materialize
 from distmp.telemetry.console import Console
 from distmp.telemetry.settings import LogConfig
-from distmp.training.setup import Progress, prepare, training_batches
+from distmp.training.components import Progress, prepare, training_batches
 from distmp.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

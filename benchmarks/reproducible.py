@@ -29,7 +29,7 @@ from benchmarks.tables.runs import reproducible
 from distmp import Engine
 from distmp.config import RunConfig, load
 from distmp.distributed.world import World
-from distmp.training.setup import Progress, build_engine, prepare, training_batches
+from distmp.training.components import Progress, build_engine, prepare, training_batches
 from distmp.utils.flat_shard import FlatShard
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

@@ -100,7 +100,7 @@ def make(name: str, _: World) -> Callable[[str], tuple[float, int]]:
     for package in (
         "accelerate",
         "transformers.models.llama.modeling_llama",
-        "distmp.training.setup",
+        "distmp.training.components",
     ):
         importlib.import_module(package)  # not part of the start
     return lambda directory: _measure_rank(STARTS[name], Path(directory))
@@ -152,7 +152,7 @@ class _Peak:
 def _distmp(directory: Path) -> nn.Module:
     from distmp.config import load
     from distmp.distributed.world import world_of_process
-    from distmp.training.setup import build_engine, prepare, start_from_weights
+    from distmp.training.components import build_engine, prepare, start_from_weights
 
     config = load(
         [

@@ -162,10 +162,6 @@ class PrecisionConfig:
     """Skip a step with a non-finite gradient, or drop only the microbatch that produced it (single,
     ddp; takes 4 more bytes per parameter, and reductions wait for the end of backward)."""
 
-    attribution: ClassVar[bool] = True
-    """Repeat a step that overflowed, to report the rank, parameter and microbatch that caused
-    it."""
-
     phases: tuple[dict[str, Any], ...] = field(
         default=(),
         metadata=consequential("matmuls change their formats at other tokens from here on"),
@@ -462,7 +458,6 @@ class RunConfig:
             max_norm=self.optim.max_norm,
             loss_scale=self.precision.loss_scale.rules,
             max_consecutive_skips=MAX_CONSECUTIVE_SKIPS,
-            attribution=self.precision.attribution,
             shard_optimizer=self.shard_optimizer,
             reproducible=self.reproducible,
             on_nonfinite=self.precision.on_nonfinite,

@@ -87,7 +87,7 @@ class OptimizerParameters:
     def round_gradients(self) -> None:
         """Round gradients to the dtype of 16-bit weights that the optimizer steps."""
 
-    def publish(self) -> None:
+    def publish_weights(self) -> None:
         """Copy the optimizer's weights to the parameters of the module."""
 
 
@@ -182,7 +182,7 @@ class FlatParameters(OptimizerParameters):
                 self._flatten(index, layout, values)
             else:
                 self.named.update(zip(layout.names, layout.parameters, strict=True))
-        self.publish()
+        self.publish_weights()
 
     def check_copies(self) -> None:
         """Refuse values of 16-bit copies that were not published, after `watch_copies`."""
@@ -201,7 +201,7 @@ class FlatParameters(OptimizerParameters):
             self._watched = _WatchedCopies(copies, WATCHED_STEPS)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish_weights(self) -> None:
         """Copy the optimizer's weights to the parameters of the module."""
         pending = []
         for flat in self._flat:
@@ -281,7 +281,7 @@ class PureParameters(OptimizerParameters):
             gradient = parameter.grad
             weight.grad = None if gradient is None else gradient.to(weight.dtype)
 
-    def publish(self) -> None:
+    def publish_weights(self) -> None:
         """Free the rounded gradients; the optimizer has updated the parameters themselves."""
         for _, weight in self._rounded:
             weight.grad = None

@@ -430,7 +430,7 @@ class Engine:
 
     def publish_weights(self) -> None:
         """Update the parameters in the compute dtype from `weights`; every rank has to call it."""
-        self._strategy.copy_master_to_model()
+        self._strategy.publish_weights()
 
     def updated_by_optimizer(self) -> set[str]:
         """Return the names in `state_dict` of tensors that only an optimizer update changes."""

@@ -261,7 +261,7 @@ class EngineState:
         self._updates.learning_rates.load_state_dict(
             {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
         )
-        self._strategy.copy_master_to_model()
+        self._strategy.publish_weights()
         self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._updates.max_applied = int(self.counts[0])

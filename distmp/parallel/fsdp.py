@@ -25,8 +25,8 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import fsdp_internals
-from distmp.parallel.accumulation import choose, least_free_bytes
 from distmp.parallel.collective_order import END_OF_FORWARD, CollectiveOrder
+from distmp.parallel.fsdp_accumulation import choose, least_free_bytes
 from distmp.parallel.fsdp_collectives import AllGather, ReduceScatter
 from distmp.parallel.fsdp_setup import (
     HOOK,
@@ -229,7 +229,7 @@ class FullySharded(Strategy):
     def gradient_memory(self) -> list[Tensor]:
         return [*super().gradient_memory(), *fsdp_internals.unreduced_gradients(self.module)]
 
-    def copy_master_to_model(self) -> None:
+    def publish_weights(self) -> None:
         """Nothing to copy: the next forward gathers and casts the shards."""
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:

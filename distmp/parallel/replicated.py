@@ -157,8 +157,8 @@ class Replicated(Strategy):
     def prepare_optimizer_grads(self) -> None:
         self._parameters.round_gradients()
 
-    def copy_master_to_model(self) -> None:
-        self._parameters.publish()
+    def publish_weights(self) -> None:
+        self._parameters.publish_weights()
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:
         ranks = self._world.world_size

@@ -51,7 +51,7 @@ class Strategy(ABC):
 
     A step calls, in this order: `compare_microbatches`; `begin_step`; for every microbatch
     `begin_microbatch`, forward, backward in `backward_context`, and `end_microbatch`;
-    `finish_gradients`; `prepare_optimizer_grads`; the optimizer; `copy_master_to_model`;
+    `finish_gradients`; `prepare_optimizer_grads`; the optimizer; `publish_weights`;
     `end_step`.
 
     Attributes:
@@ -178,7 +178,7 @@ class Strategy(ABC):
         """Convert the reduced gradients to the dtype of 16-bit weights."""
 
     @abstractmethod
-    def copy_master_to_model(self) -> None:
+    def publish_weights(self) -> None:
         """Copy the optimizer's weights to the parameters of the module, for the next forward."""
 
     def end_step(self, skipped: Tensor) -> None:

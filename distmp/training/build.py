@@ -17,6 +17,16 @@ from distmp.optim import Muon
 from distmp.quantization.layers import describe_formats, formats_record
 from distmp.telemetry.console import Console
 from distmp.training import manifest
+from distmp.training.components import (
+    Progress,
+    RunComponents,
+    build_engine,
+    check_datasets,
+    find_checkpoint,
+    prepare,
+    start_from_weights,
+    stored_progress,
+)
 from distmp.training.restarts import Restarts
 from distmp.training.run import Run
 from distmp.training.run_directory import RunDirectory, try_to_write
@@ -28,16 +38,6 @@ from distmp.training.run_fingerprint import (
     weights_directory,
 )
 from distmp.training.run_lease import DirectoryChoice, this_job
-from distmp.training.setup import (
-    Progress,
-    RunComponents,
-    build_engine,
-    check_datasets,
-    find_checkpoint,
-    prepare,
-    start_from_weights,
-    stored_progress,
-)
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import settings
 
@@ -91,7 +91,6 @@ class _Builder:
                 components,
                 world,
                 policy=config.precision.policy,
-                attribution=config.precision.attribution,
                 load=checkpoint is not None,
             )
         )

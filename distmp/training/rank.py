@@ -21,11 +21,11 @@ from distmp.distributed.stopping import (
 )
 from distmp.distributed.world import World, join, leave
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
-from distmp.launcher.preflight import is_enabled, join_checked
 from distmp.telemetry.console import Console
 from distmp.telemetry.rank_log import RankLog
 from distmp.training import failures
 from distmp.training.callbacks import Callback
+from distmp.training.preflight import is_enabled, join_checked
 from distmp.training.restarts import MORE_MACHINES, Restarts
 from distmp.training.trainer import Trainer
 

@@ -10,10 +10,10 @@ from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.telemetry.console import Console
+from distmp.training.components import Progress, RunComponents
 from distmp.training.restarts import Restarts
 from distmp.training.run_directory import RunDirectory
 from distmp.training.run_lease import RunLease
-from distmp.training.setup import Progress, RunComponents
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import TypeVar
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.accumulation import least_free_bytes
+from distmp.parallel.fsdp_accumulation import least_free_bytes
 from distmp.parallel.fsdp_setup import check_shapes, shard_size
 from distmp.parallel.replicated import check_buckets
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.training.setup import RunComponents
+from distmp.training.components import RunComponents
 from distmp.utils.units import bytes_text
 
 Config = TypeVar("Config", bound=RunConfig)

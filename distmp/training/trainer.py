@@ -25,8 +25,8 @@ from distmp.training.callbacks import Callback, PendingStep, StepResult
 from distmp.training.callbacks.callback import Rollback, action_for
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.order import check_hooks, in_order, load_callbacks
+from distmp.training.components import Progress, restore, training_batches
 from distmp.training.restarts import Restarts
-from distmp.training.setup import Progress, restore, training_batches
 from distmp.utils.generators import seed_generators
 
 MAX_ROLLBACKS = 5

@@ -62,7 +62,7 @@ def test_the_optimizer_moves_masters_and_publishing_rounds_them(dtype: torch.dty
     for _ in range(100):
         step(buckets, lambda: model(torch.ones(2, 5, dtype=dtype)).sum())
         optimizer.step()
-        masters.publish()
+        masters.publish_weights()
     for name, parameter in model.named_parameters():
         master = masters.named[name]
         assert master.grad is not None
@@ -132,6 +132,6 @@ def test_pure_weights_are_the_parameters_and_get_sums_that_are_rounded_once() ->
         assert weight.grad is not None
         assert torch.equal(weight.grad, parameter.grad.to(parameter.dtype))
         assert (weight is parameter) == name.startswith("1.")
-    pure.publish()
+    pure.publish_weights()
     rounded = [weight for name, weight in pure.named.items() if not name.startswith("1.")]
     assert all(weight.grad is None for weight in rounded)

@@ -19,7 +19,7 @@ from distmp.checkpoint import manifest, store
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError
-from distmp.training.setup import stored_progress
+from distmp.training.components import stored_progress
 from distmp.utils.files import read_regular
 from tests.checkpoint.tiny import same_bits, save, values, whole, zeros
 from tests.ranks import run_ranks

@@ -80,7 +80,7 @@ def test_each_function_exists(step: str) -> None:
 
 
 def test_the_paths_are_read() -> None:
-    assert [len(GRADIENT), len(SETTING), len(CHECKPOINT)] == [13, 8, 12]
+    assert [len(GRADIENT), len(SETTING), len(CHECKPOINT)] == [16, 10, 14]
 
 
 @ranks(2)
@@ -104,7 +104,7 @@ def test_a_setting_and_a_checkpoint_take_their_paths(cwd: Path) -> None:
     with called(SETTING) as order:
         assert main([*arguments, "--log.console=plain"]) == 0
     assert order == SETTING
-    there, back = CHECKPOINT[:6], CHECKPOINT[6:]
+    there, back = CHECKPOINT[:7], CHECKPOINT[7:]
     with called(CHECKPOINT) as order:
         assert main([*arguments, "--steps=3", "--resume=auto"]) == 0
     assert [step for step in order if step in back] == back

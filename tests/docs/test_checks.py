@@ -9,9 +9,9 @@ import runpy
 from benchmarks.figures import ROOT
 from distmp.commands.doctor import CHECKS
 from distmp.distributed.limits import ARRIVAL_SECONDS
-from distmp.launcher import preflight, rank_speed
 from distmp.telemetry import stragglers
 from distmp.telemetry.settings import LogConfig
+from distmp.training import preflight, rank_speed
 from distmp.training.failures import PREFLIGHT_SECONDS
 from distmp.utils import environment_info as circumstances
 from distmp.utils.files import TOTAL_BYTES

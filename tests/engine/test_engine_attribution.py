@@ -499,7 +499,7 @@ def test_an_fp32_weight_that_is_not_finite_is_named_where_it_lies(
     if engine.world.rank == 1:
         with torch.no_grad():
             parts[name].view(-1)[-1] = math.nan
-    engine._strategy.copy_master_to_model()
+    engine._strategy.publish_weights()
     report = explained(engine, step_batches(engine, clean))
     assert (report.cause, report.ranks) == ("bad_parameter", (1,))
     assert "itself holds inf or NaN on rank 1 of 2 only" in report.diagnosis

@@ -22,7 +22,7 @@ from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, join
-from distmp.training.setup import restore
+from distmp.training.components import restore
 from tests.engine.launches import POLICIES
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks

@@ -377,7 +377,7 @@ def test_the_trainer_and_a_loop_load_each_others_checkpoints(
     assert main([*arguments, "--steps=2", "--run-dir=run"]) == 0
     from distmp.config import load
     from distmp.distributed.world import World
-    from distmp.training.setup import build_engine, prepare
+    from distmp.training.components import build_engine, prepare
 
     config = load(arguments)
     world = World.current("cpu")

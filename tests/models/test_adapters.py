@@ -27,8 +27,8 @@ from distmp.export.export import AdapterWeights, write_adapter
 from distmp.export.sources import CheckpointWeights
 from distmp.models import adapters
 from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.training.components import build_engine, prepare, start_from_weights
 from distmp.training.run_fingerprint import describe_model
-from distmp.training.setup import build_engine, prepare, start_from_weights
 from distmp.training.train import main
 from distmp.utils.flat_shard import gathered
 from tests.models.test_huggingface import GPT2, LLAMA, directory, distance

@@ -22,7 +22,7 @@ from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss, takes_targets
 from distmp.models.settings import ModelConfig
 from distmp.telemetry.records import read_records
-from distmp.training.setup import build_engine, prepare, start_from_weights
+from distmp.training.components import build_engine, prepare, start_from_weights
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy
 from distmp.scaling import LossScaleConfig
-from distmp.training.setup import restore
+from distmp.training.components import restore
 from tests.checkpoint import listing
 from tests.parallel.sharding import FOUR_BY_TWO, Observed, sharded
 from tests.parallel.test_replicated import train_rank

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from distmp.checkpoint import manifest
-from distmp.config import PrecisionConfig
 from distmp.engine.saving import skipped_in_a_row
 from distmp.export.export import export
 from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
@@ -55,7 +54,6 @@ class SkipsAll(Callback):
 def directory_with_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 12)
-    monkeypatch.setattr(PrecisionConfig, "attribution", False)
     corpus(tmp_path / "corpus")
 
 

@@ -13,7 +13,7 @@ from distmp.config import load
 from distmp.distributed.world import World
 from distmp.telemetry.records import read_records
 from distmp.training.callbacks import Callback, TrainingLoop
-from distmp.training.setup import prepare
+from distmp.training.components import prepare
 from tests.elastic import Job, run_jobs
 from tests.reference import gathered
 from tests.torchrun import corpus, tiny

@@ -16,8 +16,8 @@ from distmp.errors import ConfigError
 from distmp.precision import resolve
 from distmp.training import strategy_choice
 from distmp.training.build import build_run
+from distmp.training.components import Progress, build_engine, prepare, training_batches
 from distmp.training.restarts import Restarts
-from distmp.training.setup import Progress, build_engine, prepare, training_batches
 from distmp.training.strategy_choice import OPTIONS, SHARE, choose_strategy
 from distmp.utils import cgroups
 from tests.commands.explain.runs import CPU, policy, run

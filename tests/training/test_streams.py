@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.telemetry.records import read_records
-from distmp.training.setup import prepare
+from distmp.training.components import prepare
 from distmp.training.trainer import Trainer
 from tests.ranks import from_all_ranks, ranks
 from tests.reference import assert_same_bits, snapshot

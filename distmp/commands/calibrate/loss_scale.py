@@ -18,7 +18,7 @@ from distmp.diagnosis.histogram import CLASSES, EXPONENTS, ExponentHistogram, co
 from distmp.distributed.world import World
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling import LossScaleConfig
-from distmp.training.setup import (
+from distmp.training.components import (
     Progress,
     build_engine,
     find_checkpoint,

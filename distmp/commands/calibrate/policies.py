@@ -21,7 +21,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.models.metrics import find_metrics
 from distmp.precision import resolve
 from distmp.telemetry.measurements import begin_peak, peak_since
-from distmp.training.setup import (
+from distmp.training.components import (
     Progress,
     RunComponents,
     build_engine,

@@ -21,7 +21,7 @@ from distmp.parallel import resolve_strategy
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.precision.policy import costs
-from distmp.training.setup import prepare, round_frozen
+from distmp.training.components import prepare, round_frozen
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.dtypes import dtype_name

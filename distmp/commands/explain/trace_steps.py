@@ -19,7 +19,7 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.precision import PrecisionPolicy
 from distmp.quantization import LowPrecisionLayers
-from distmp.training.setup import Progress, RunComponents, build_engine, training_batches
+from distmp.training.components import Progress, RunComponents, build_engine, training_batches
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.live_bytes import LiveBytes
 
@@ -226,7 +226,7 @@ def trace_steps(
 
     Args:
         config: The configuration of the run.
-        parts: Data, model and loss of the run, see `distmp.training.setup.prepare`.
+        parts: Data, model and loss of the run, see `distmp.training.components.prepare`.
         world: The process group; all its ranks must call this function, unless they are simulated.
         policy: The resolved policy.
         steps: Number of steps; optimizer state exists from the second step on.
@@ -244,7 +244,6 @@ def trace_steps(
             parts._replace(loss=tracker.loss),
             world,
             policy=policy,
-            attribution=config.precision.attribution,
             first_step_checks=False,
             load=not initialize,
         )
@@ -271,7 +270,7 @@ def trace_steps(
     peak = dict(memory.peak)
     if microbatches is not None:
         # Memory also holds the microbatches that were not run, and those of earlier steps.
-        kept_steps = 1 + (STEPS_KEPT if config.precision.attribution else 0)
+        kept_steps = 1 + STEPS_KEPT
         microbatch_bytes = _size(batch) / len(batch)
         peak[memory_parts.BATCHES] = round(microbatch_bytes * kept_steps * parts.microbatches)
     return StepTrace(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from distmp.engine import Engine
     from distmp.telemetry.console import Console
     from distmp.telemetry.measurements import StepTimer
+    from distmp.training.components import Progress
     from distmp.training.run_directory import RunDirectory
-    from distmp.training.setup import Progress
 
 
 class SpikeAction(NamedTuple):

@@ -28,7 +28,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_collectives
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
 from distmp.precision import resolve
-from distmp.training.setup import prepare
+from distmp.training.components import prepare
 from distmp.utils.live_bytes import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL_SUMS
 from distmp.utils.units import bytes_text
 from tests.commands.explain.runs import CPU, SMALL, policy, run

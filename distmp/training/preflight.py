@@ -27,8 +27,8 @@ from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.distributed.world import World, join
 from distmp.errors import LISTED, ConfigError, SetupError, rank_names, ranks_by_value
-from distmp.launcher.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
-from distmp.launcher.rank_speed import RankSpeed, measure, slow_ranks, stride
+from distmp.training.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
+from distmp.training.rank_speed import RankSpeed, measure, slow_ranks, stride
 from distmp.utils.settings.convert import digest
 from distmp.utils.units import bytes_text
 

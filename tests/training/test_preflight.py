@@ -20,9 +20,8 @@ from distmp.distributed.attempt import AttemptError
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import leave
 from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
-from distmp.launcher import preflight
-from distmp.launcher.preflight import is_enabled, join_checked
-from distmp.training import failures
+from distmp.training import failures, preflight
+from distmp.training.preflight import is_enabled, join_checked
 from tests.ranks import run_ranks
 from tests.torchrun import TINY, corpus, run, torchrun
 

@@ -212,7 +212,7 @@ def build_engine(
     world: World,
     *,
     policy: PolicyLike,
-    attribution: bool,
+    attribution: bool = True,
     first_step_checks: bool = True,
     load: bool = False,
 ) -> Engine:

@@ -1,0 +1,93 @@
+"""The optimizer of an engine and its learning rates: built once, and updated by decision."""
+
+from __future__ import annotations
+
+import torch
+
+from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
+from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
+from distmp.optim.state import prepare_for_device_skip
+from distmp.parallel import Strategy
+from distmp.parallel.matrices import place_matrices, place_shards
+from distmp.precision import PrecisionPolicy
+from distmp.scaling.step_decision import PRESCALE, StepDecision, divisor_fits
+
+
+class Updates:
+    """Builds an optimizer on the tensors of a strategy, and applies or skips its updates.
+
+    Args:
+        factory: Builds the optimizer on `[(name, tensor), ...]`.
+        schedule: Builds a scheduler on the optimizer; None keeps the rates.
+        strategy: Holds the tensors to step and their gradients.
+        policy: The precision policy.
+        device: The device that computes the gradients.
+
+    Attributes:
+        optimizer: The optimizer.
+        names: Name of each tensor that the optimizer steps, by its `id`.
+        learning_rates: The learning rates.
+        skips_on_device: Whether the optimizer skips on the device, so that the host need not wait.
+        max_applied: Upper bound of the updates applied, known without waiting for the device.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        schedule: ScheduleFactory | None,
+        strategy: Strategy,
+        policy: PrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        parameters = strategy.optimizer_parameters()
+        self.optimizer = strategy.build_optimizer(factory, parameters)
+        self.names = {id(tensor): name for name, tensor in parameters}
+        self._strategy = strategy
+        set_rounding(self.optimizer, policy)
+        place_matrices(self.optimizer, strategy, self.names, device)
+        place_shards(self.optimizer, strategy, self.names)
+        self.skips_on_device = prepare_for_device_skip(self.optimizer)
+        self._updated = OptimizerTensors(self.optimizer, parameters)
+        self.learning_rates = LearningRates(
+            self.optimizer, schedule, device, on_device=self.skips_on_device
+        )
+        self.max_applied = 0
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse changes of the optimizer that would have no effect.
+
+        Args:
+            optimizer: The optimizer as the user sees it.
+
+        Raises:
+            ConfigError: If it is another one, or has other tensors.
+        """
+        self._updated.check(optimizer)
+
+    def apply(self, decision: StepDecision) -> None:
+        """Step the optimizer, or leave weights and state unchanged, according to the decision."""
+        decision = self._fit_divisor(decision)
+        if self.skips_on_device:
+            self.max_applied += 1
+            # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
+            self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
+            self._strategy.prepare_optimizer_grads()
+            self._updated.step()
+        elif decision.found_inf.item() == 0:
+            self.max_applied += 1
+            for part in self._strategy.gradients():
+                if part.tensors:
+                    divisor = decision.grad_scale.to(part.tensors[0].device)
+                    torch._foreach_div_(part.tensors, divisor)
+            self._strategy.prepare_optimizer_grads()
+            self._updated.step_in_place()
+        self._strategy.publish_weights()
+
+    def _fit_divisor(self, decision: StepDecision) -> StepDecision:
+        """Multiply gradients by a power of two first if FP32 does not represent their divisor."""
+        if divisor_fits(decision.divisor):
+            return decision
+        for part in self._strategy.gradients():
+            torch._foreach_mul_(part.tensors, PRESCALE)
+        return decision._replace(grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
