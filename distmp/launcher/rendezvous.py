@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from distmp.distributed.limits import (
+    INTERVAL_SECONDS,
     PROBE_SECONDS,
+    ROSTER,
     SAY_AFTER_SECONDS,
     STORE_SECONDS,
+    Beats,
     connection_error,
     responds,
 )
-from distmp.distributed.rendezvous_store import INTERVAL_SECONDS, ROSTER, Beats
 from distmp.errors import DistmpError
 from distmp.launcher.network import join_port
 from distmp.launcher.plan import Endpoint

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from distmp.checkpoint import store as checkpoints
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.distributed import rendezvous_store
-from distmp.distributed.limits import REJOIN_SECONDS
+from distmp.distributed.limits import REJOIN_SECONDS, ROSTER, running_launchers
 from distmp.distributed.orphans import is_orphan
-from distmp.distributed.rendezvous_store import ROSTER, running_launchers
 from distmp.errors import TrainingError
 from distmp.faults.watchdog import ending_of
 from distmp.telemetry.records import RecordError, read_records
