@@ -160,13 +160,13 @@ MUTANTS = [
     ),
     Mutant(
         "an optimizer that is not fused steps although the step is skipped",
-        "distmp/engine/setup.py",
+        "distmp/engine/updates.py",
         "elif decision.found_inf.item() == 0:",
         "else:",
     ),
     Mutant(
         "a fused optimizer does not receive the skip flag",
-        "distmp/engine/setup.py",
+        "distmp/engine/updates.py",
         "self.optimizer.found_inf = decision.found_inf ",
         "self.optimizer.found_inf = torch.zeros_like(decision.found_inf) ",
     ),

@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from distmp.quantization.operands import Operand
+
 # Bits of exponent and mantissa, bias, and the largest number.
 LAYOUTS = {"e4m3": (4, 3, 7, 448.0), "e5m2": (5, 2, 15, 57344.0), "e2m1": (2, 1, 1, 6.0)}
 BLOCK_SIZES = {"block32": 32, "block16": 16}
@@ -93,3 +95,8 @@ def _scale(largest: float, highest: float, name: str, scaling: str) -> float:
     if largest == 0:
         return outer
     return max(rounded(largest / (LAYOUTS[name][3] * outer), "e4m3"), 2.0**-9) * outer
+
+
+def restored(operand: Operand) -> Tensor:
+    """Return the matrix that an operand represents, FP32 [rows, columns]."""
+    return operand.block_scaled() * operand.outer
