@@ -48,7 +48,7 @@ test-fake-gpu: $(INSTALLED)
 FAST := adversary/test_mutants.py buckets checkpoint/test_layout.py checkpoint/test_stored.py \
 	checkpoint/test_store.py data diagnosis distributed/test_compare_ranks.py \
 	distributed/test_world.py docs/test_checks.py docs/test_troubleshooting.py \
-	engine/test_engine.py engine/test_outcome.py engine/test_spike_check.py \
+	engine/test_engine.py engine/test_outcome.py engine/test_divergence_guard.py \
 	engine/test_step_checks.py optim parallel/test_init.py parallel/test_replicated.py \
 	parallel/test_settings.py precision scaling test_config.py test_errors.py \
 	training/test_run_fingerprint.py utils

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distmp.commands.arguments import Parser
+from distmp.utils.arguments import Parser
 
 
 def main(argv: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distmp.commands.arguments import Parser
+from distmp.utils.arguments import Parser
 from distmp.utils.presets import PREFIX, preset_directory, preset_names, preset_purpose
 
 

@@ -19,7 +19,6 @@ from unittest import mock
 
 import numpy as np
 
-from distmp.commands.arguments import Parser
 from distmp.data.token_metadata import (
     END_OF_FILE,
     UNFINISHED_SUFFIX,
@@ -29,6 +28,7 @@ from distmp.data.token_metadata import (
 from distmp.errors import ConfigError
 from distmp.models import huggingface_files
 from distmp.models.huggingface_files import DEFINITION, load_tokenizer, sha256
+from distmp.utils.arguments import Parser
 from distmp.utils.cgroups import granted_cores
 from distmp.utils.files import visible_files
 

@@ -15,6 +15,7 @@ from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World
 from distmp.engine.completed_steps import CompletedSteps, EngineCalls, EngineParts
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
+from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.observers import (
@@ -27,7 +28,6 @@ from distmp.engine.observers import (
 from distmp.engine.outcome import StepOutcome, advice
 from distmp.engine.replays import Replays
 from distmp.engine.setup import LossFunction, set_up
-from distmp.engine.spike_check import DivergenceGuard
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step import take_step
 from distmp.engine.step_checks import (

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.distributed.world import World
+from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.settings import PHASES
 from distmp.engine.setup import Setup
-from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
 from distmp.optim.state import (
     check_shapes,

@@ -8,12 +8,12 @@ import os
 import shlex
 import sys
 from dataclasses import replace
-from typing import NoReturn
 
 from distmp.errors import ConfigError
 from distmp.launcher.job import ENVIRONMENTS
 from distmp.launcher.local import launch
 from distmp.launcher.network import Network
+from distmp.utils.arguments import Parser
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _HELP = """\
@@ -96,13 +96,8 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv, []
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("distmp launch", shlex.join(sys.argv[2:]), message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("distmp launch", add_help=False, allow_abbrev=False)
+    parser = Parser("distmp launch", add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--dry-run",
         action="store_true",

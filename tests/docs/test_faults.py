@@ -15,8 +15,8 @@ from distmp.config import RunConfig
 from distmp.distributed import flight_recorder
 from distmp.distributed.rank_status import RankStatus
 from distmp.distributed.stopping import CHECK_EVERY
-from distmp.engine import spike_check as divergence
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine import divergence_guard as divergence
+from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 from distmp.faults.hang_report import report
 from distmp.training.callbacks import time_limit

@@ -15,8 +15,8 @@ from torch.optim import optimizer as optimizer_module
 
 from benchmarks.memory import LiveStorages
 from distmp.engine import Engine
+from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.engine.outcome import StepNumbers
-from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import CheckpointError, ConfigError
 from distmp.precision import PrecisionPolicy
 from distmp.scaling import LossScaleConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.engine import Engine
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.errors import TrainingError
 from distmp.scaling import LossScaleConfig
 from tests.ranks import ranks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distmp.checkpoint import store
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from distmp.errors import ConfigError
+from distmp.utils.arguments import Parser
 from distmp.utils.files import replacing
 
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: If a directory contains no run, or the file cannot be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="distmp report",
         description="Write a self-contained HTML file about a run.",
     )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
 from distmp.scaling import LossScaleConfig

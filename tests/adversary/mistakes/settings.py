@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import distmp
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
 from distmp.scaling import LossScaleConfig

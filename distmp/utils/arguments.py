@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import ArgumentParser
 from typing import NoReturn
@@ -14,4 +15,4 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigError` with the arguments."""
-        raise ConfigError(self.prog, " ".join(sys.argv[2:]), message)
+        raise ConfigError(self.prog, shlex.join(sys.argv[2:]), message)

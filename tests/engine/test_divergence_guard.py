@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmp.engine import spike_check as divergence
-from distmp.engine.spike_check import DivergenceConfig, DivergenceGuard
+from distmp.engine import divergence_guard as divergence
+from distmp.engine.divergence_guard import DivergenceConfig, DivergenceGuard
 from distmp.errors import ConfigError
 from distmp.scaling.step_decision import StepDecision
 
