@@ -36,11 +36,13 @@ TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 
 test: $(INSTALLED)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not nightly"
-	$(MAKE) test-fake-gpu
+	$(MAKE) test-fake-gpu SCHEDULES=60
 
-# Two workers, because these tests keep a core busy, unlike ranks that wait for each other.
+# Two workers, because these tests keep a core busy, unlike ranks that wait for each other. 60 orders
+# of operations find every bug of tests/adversary/cuda_mutants.md.
+SCHEDULES ?= 200
 test-fake-gpu: $(INSTALLED)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -p tests.fake_cuda.plugin -n 2 --dist worksteal \
+	FAKE_CUDA_SCHEDULES=$(SCHEDULES) $(TEST_ENV) $(VENV)/bin/python -m pytest -p tests.fake_cuda.plugin -n 2 --dist worksteal \
 		-m "gpu and not real_gpu"
 
 # The parts and the engine, without the tests marked slow; the trainer and the launcher start
@@ -71,6 +73,7 @@ nightly: $(INSTALLED)
 	SCALER_SEQUENCES=$(CASES) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q \
 		tests/scaling/test_grad_scaler_model.py
 	$(VENV)/bin/python -m tests.adversary.cuda_mutants
+	$(MAKE) test-fake-gpu
 	$(MAKE) soak SECONDS=1800
 
 lint: $(INSTALLED)
