@@ -2,8 +2,8 @@
 
 Each candidate continues from a checkpoint of the reference with the same seed, and so from the same
 weights and with the same batches. In the first steps of a run, rounding errors decide when the loss
-leaves its first plateau, which would hide the effects that are compared. Each run is a process of
-its own, on one rank. A complete run is not repeated: a second call continues an interrupted
+leaves its first plateau, which would hide the effects that are compared. Each run is a separate
+process, on one rank. A complete run is not repeated: a second call continues an interrupted
 benchmark.
 """
 

@@ -158,7 +158,7 @@ class TorchDDP(ByHand):
 
 
 class TorchZero(TorchDDP):
-    """The same with torch's ZeroRedundancyOptimizer, in which each rank steps some parameters."""
+    """DDP with torch's ZeroRedundancyOptimizer, in which each rank updates some parameters."""
 
     def adamw(self) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -49,7 +49,7 @@ CANDIDATES: dict[str, dict[str, tuple[str, ...]]] = {
 
 def main() -> int:
     arguments = parser(__doc__).parse_args()
-    arguments.directory /= "narrow-formats"  # its reference runs are of its own
+    arguments.directory /= "narrow-formats"  # separate from the reference runs of other benchmarks
     candidates = CANDIDATES[arguments.size]
     result = {"machine": machine("cpu"), **final_losses(candidates, arguments)}
     print(narrow_formats(result))

@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 
 
 def sized(usual: Value, smoke: Value) -> Value:
-    """Return the usual value of a setting, or that of a run of seconds with `--smoke`."""
+    """Return the usual value of a setting, or with `--smoke` that of a run of a few seconds."""
     return smoke if SMOKE in os.environ else usual
 
 

@@ -61,7 +61,7 @@ _BATCH = (
 )
 _RANKS = "the launcher starts the ranks; run `distmp launch --nproc-per-node N -- OPTIONS`"
 _POLICY = "set precision.policy, for example to bf16"
-# What to do instead of settings that people know from other tools, and of values for sections.
+# Advice for names of settings in other tools, and for values in place of sections.
 _ADVICE = {
     **dict.fromkeys(
         ("batch", "batch_size", "micro_batch_size", "per_device_train_batch_size"), _BATCH
@@ -515,7 +515,7 @@ def _read_as(cls: type[Config], argv: Sequence[str], prog: str, description: str
 
 
 def _unusable(value: Any) -> str | None:
-    """Return why no setting can have a value, or None."""
+    """Return why a value is invalid for every setting, or None."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, (list, tuple)):

@@ -146,7 +146,7 @@ class TrainingError(DistmpError, RuntimeError):
 
 
 class LostPeerError(TrainingError):
-    """Another rank has ended, so that this rank cannot continue; the other rank has the cause."""
+    """Another rank has ended, so this rank cannot continue; the other rank reports the cause."""
 
     exit_code = LOST_PEER_EXIT_CODE
 

@@ -22,7 +22,7 @@ _LAST_WORDS = (
 _ENDINGS = ("key", "token")
 # The names of settings that count tokens.
 _COUNTS = ("until_tokens",)
-# In any place. Values that are numbers are hidden too.
+# Anywhere in a name. For these names, numbers are hidden too.
 _ANYWHERE = re.compile(r"secret|passw|passphrase|passcode|credential|pwd|(?:^|_)pass(?:_|$)")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
@@ -39,7 +39,7 @@ _VALUE = re.compile(_GROUP + r"|(?:(?:basic|bearer|digest|token)\s+)?[^\s,;}\]&]
 _ENTRY_VALUE = re.compile(_GROUP + r"|[^,;}\]\n]+", re.S)
 _ASSIGNMENT = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)=(?=.)", re.S)
 _SCHEME = re.compile(r"(?<=\b[Bb]earer )[\w.~+/=-]{6,}|(?<=\b[Bb]asic )[\w+/=]{8,}(?!\w)")
-# What a message about the form of a setting says in place of a value.
+# Placeholders of values in messages about the syntax of a setting.
 _PLACEHOLDER = re.compile(r"\.\.\.|VALUE\b")
 _LONE_NAME = re.compile(r"-{0,2}[A-Za-z_][\w.-]*")
 
@@ -74,7 +74,7 @@ def masked(value: Any, name: str = "") -> Any:
         return "" if isinstance(value, str) and not value else HIDDEN
     if isinstance(value, str) and (text := masked_text(value)) != value:
         return text
-    return value  # itself, because its class may determine how it is shown
+    return value  # the same object, because its class may determine how it is shown
 
 
 def masked_text(text: str) -> str:

@@ -2,8 +2,8 @@
 
     accelerate launch --multi-gpu --num-processes 2 examples/accelerate_fp16.py --bad-batch-at 5
 
-It runs on CPUs as well, whatever the launcher calls them. Rank 1 gets a batch of infinities at
-step 5: both ranks skip that step, the loss scale is halved, and the learning rate rests.
+Despite `--multi-gpu` it also runs on CPUs. Rank 1 gets a batch of infinities at step 5: both ranks
+skip that step, the loss scale is halved, and the learning rate schedule does not advance.
 """
 
 from __future__ import annotations

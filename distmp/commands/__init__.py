@@ -1,1 +1,1 @@
-"""The subcommands of `distmp`, and what each of them needs."""
+"""Subcommands of `distmp`, one module or package for each."""

@@ -190,7 +190,7 @@ def _limits(config: RunConfig) -> Iterator[CheckResult]:
 
 
 def _disk(config: RunConfig) -> Iterator[CheckResult]:
-    """Write a file to the nearest existing directory of the run's; check the free space."""
+    """Write a file to `run_dir`, or its nearest existing parent; check the free space."""
     remedy = "free space for checkpoints, or use another run_dir"
     path = Path(config.run_dir).absolute()
     # A path below a file, and one that this user may not see, exist only for `lexists`.

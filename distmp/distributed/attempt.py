@@ -1,12 +1,12 @@
 """Agree with all ranks on the number of this attempt: how often the job started them before.
 
 torchrun's TORCHELASTIC_RESTART_COUNT is local to an agent: after a rank is killed, it is 1 on the
-machine of that rank and 0 on all others, which only follow. A change of membership restarts ranks
-and counts nowhere. So the ranks agree through the store, which outlives them:
+machine of that rank and 0 on all others. If machines join or leave, ranks restart and no agent
+counts it. So the ranks agree through the store, which outlives them:
 
 1. Each rank publishes a random number, which identifies its process.
-2. When all numbers are there, rank 0 proposes them, and proposes again when one of them changes:
-   processes of an earlier attempt may have left theirs.
+2. When all ranks have published, rank 0 proposes these numbers. It proposes again when one of them
+   changes, because some may be from processes of an earlier attempt.
 3. A rank acknowledges a proposal that contains its own number.
 4. When all ranks have acknowledged the last proposal, rank 0 publishes the number of the attempt.
 
@@ -37,7 +37,7 @@ _POLL_SECONDS = (0.005, 0.25)
 
 
 class AttemptError(DistmpError):
-    """The ranks of this attempt did not find each other."""
+    """Some ranks of this attempt did not start, or the store cannot be reached."""
 
 
 class Agreement:
@@ -48,7 +48,7 @@ class Agreement:
         environment: Rank and number of ranks.
         restarts: Restarts that the agent of this rank counts. The number of the attempt is at
             least that of rank 0.
-        limit_seconds: Time without a further rank after which `number` fails.
+        limit_seconds: Seconds without a new rank after which `number` fails.
 
     Attributes:
         rank: Global rank of this process.
@@ -116,7 +116,7 @@ class Agreement:
             if now - started > SAY_AFTER_SECONDS and not has_said:
                 has_said = True
                 self._say(f"{self._missing()}, up to {self._limit_seconds:g} s for each")
-        # The next attempt does not wait for a process that is not there any more.
+        # So that the next attempt does not wait for this process.
         self._store.compare_set(f"process/{self.rank}", self.process, "")
         return number
 
@@ -133,7 +133,7 @@ class Agreement:
 
     def _propose(self) -> None:
         processes = self._of_all("process")
-        # Another process is rank 0 if the number of this one is not there: that one proposes.
+        # If the number of rank 0 is from another process, that process proposes.
         if all(processes) and processes[0] == self.process.encode() and processes != self._proposed:
             self._proposed = processes
             self._proposal = str(self._store.add("proposals", 1))
@@ -167,7 +167,7 @@ class Agreement:
         return int(self._store.add("arrivals", 0) + self._store.add("proposals", 0))
 
     def _missing(self) -> str:
-        """Name the ranks that have not come so far, with their machines."""
+        """Name the missing ranks, with their machines."""
         ranks = [rank for rank in range(self._world_size) if not self._has_come(rank)]
         places = ranks_by_value({rank: self._place(rank) for rank in ranks})
         named = [f"{rank_names(ranks)} on {place}" for place, ranks in places.items()]

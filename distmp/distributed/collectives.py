@@ -26,7 +26,7 @@ def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def device_of_host_values(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device from which ranks exchange values of the host: the CPU if the group can."""
+    """Return the device to exchange host values between ranks: the CPU if the group supports it."""
     of_devices = backends(group)
     if "nccl" in of_devices.values() and "cpu" not in of_devices:
         return torch.device("cuda", torch.cuda.current_device())
@@ -42,8 +42,8 @@ def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None)
 def has_native_reduce_scatter(device: torch.device) -> bool:
     """Return whether the backend for a device implements reduce-scatter.
 
-    Gloo, for CPUs, does not: torch copies the full tensor, all-reduces the copy, which doubles the
-    traffic, and keeps the copy until the work is waited for.
+    Gloo on CPUs does not: torch all-reduces a copy of the full tensor, which doubles the traffic,
+    and keeps the copy until `wait`.
     """
     return device.type != "cpu"
 
@@ -69,7 +69,7 @@ def all_to_all(
 ) -> dist.Work:
     """Start to send part r of `sent` to rank r, and to receive part r of `received` from it.
 
-    Parts are equal unless their sizes are given.
+    Parts have equal sizes unless sizes are passed.
     """
     current_phase.collective = "all_to_all"
     work = dist.all_to_all_single(
@@ -90,7 +90,7 @@ _created: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = 
 def exchange_groups(
     group: dist.ProcessGroup, device: torch.device, *, copies: int = 1
 ) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which to sum one after the other, instead of over `group` at once.
+    """Return the groups to sum over, one after the other, instead of over `group`.
 
     If `group` has several ranks on each of several machines, these are the ranks of this machine,
     then the ranks with the same local rank on all machines. A network card then carries 1 / (ranks
@@ -98,7 +98,7 @@ def exchange_groups(
     `group` alone, for example if machines have different numbers of ranks, or if a launcher does
     not number the ranks machine by machine.
 
-    Every rank of the default group has to call it. The answer is found once for each group.
+    Every rank of the default group has to call it. The result is cached for each group.
 
     Args:
         group: The group of this rank.
@@ -120,7 +120,7 @@ def _ranks_per_machine(device: torch.device) -> int:
     """Return the number of ranks on every machine, or 1 if machines or numberings differ."""
     own = local_world_size(dist.get_world_size())
     in_order = int(os.environ.get("LOCAL_RANK", -1)) == dist.get_rank() % own
-    # Compare even if all ranks seem to be on this machine: other ranks may know of more.
+    # Compare even if all ranks seem to be on this machine: other ranks may see several machines.
     common = torch.tensor([own, -own, int(in_order)], device=device)
     dist.all_reduce(common, dist.ReduceOp.MIN)
     least, most, in_order = common.tolist()

@@ -1,6 +1,6 @@
 """Checks that settings are the same on every rank, and names the ranks that differ.
 
-Ranks compare small checksums. Only if these differ they exchange the values.
+Ranks compare small checksums, and exchange the values only if the checksums differ.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def differences(
 
     Args:
         by_rank: Values as text by name, of each rank.
-        absent: Stands for the value of a rank that does not have a name.
+        absent: Value of a rank that does not have a name.
     """
     for name in dict.fromkeys(name for values in by_rank.values() for name in values):
         by_value = ranks_by_value({r: values.get(name, absent) for r, values in by_rank.items()})

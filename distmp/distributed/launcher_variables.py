@@ -79,7 +79,7 @@ PROCESSES = (
     _prefixed("JSM_NAMESPACE_"),
     LauncherVariables("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "", "FLUX_TASK_LOCAL_ID"),
     LauncherVariables("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    # PMIx provides no number of processes; mpirun sets this one beside it.
+    # PMIx provides no number of processes; mpirun also sets this one.
     LauncherVariables("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", head=""),
 )
 
@@ -120,7 +120,7 @@ def refuse_several(variables: Variables = os.environ) -> None:
     """Refuse to train alone if a launcher has started several processes.
 
     Raises:
-        ConfigError: If so; names the variable that shows the others.
+        ConfigError: If it has; names the variable that shows it.
     """
     started = [row for row in (*PROCESSES, _SLURM_STEP) if row.show_several(variables)]
     if started:
@@ -156,8 +156,8 @@ def _refuse_requested(variables: Variables) -> None:
 def _is_batch_script_of_several(variables: Variables) -> bool:
     """Return whether this process runs in a Slurm batch script with several tasks, without srun.
 
-    In a shell of salloc, where SLURM_PROCID is not set or a step has one task, people do run single
-    processes.
+    In a shell of salloc, where SLURM_PROCID is not set or a step has one task, a single process is
+    intended.
     """
     in_script = "SLURM_PROCID" in variables and "SLURM_STEP_ID" not in variables
     return in_script and variables.get("SLURM_NTASKS", "1") != "1"

@@ -61,7 +61,7 @@ def source_address(address: str) -> str:
     """Return the address of this machine from which it reaches another one.
 
     Raises:
-        OSError: If no route leads there.
+        OSError: If there is no route to it.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as datagrams:

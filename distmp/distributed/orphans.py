@@ -52,8 +52,8 @@ def end_with_launcher() -> Iterator[None]:
     intact. If native code holds the GIL, Linux kills the process after 16 seconds. Without torchrun
     or `distmp launch`, this does nothing.
 
-    Use it around the training loop of your own script if its ranks should not outlive torchrun.
-    Your script decides what SIGTERM does; by default it kills the process.
+    Use it around a custom training loop if its ranks should not outlive torchrun. The script
+    decides what SIGTERM does; by default it kills the process.
     """
     global _launcher
     if not is_under_torchrun():

@@ -71,7 +71,7 @@ class PhaseTracker:
     def enter(
         self, phase: str, number: int = 0, *, transfers: bool = False, step: int | None = None
     ) -> None:
-        """Enter a phase; the arguments are fields of `CurrentPhase`, `step` None for the same."""
+        """Enter a phase; the arguments are fields of `CurrentPhase`. `step=None` keeps the step."""
         before = self.now
         step = before.step if step is None else step
         self._set(CurrentPhase(phase, number, time.monotonic(), step, transfers, before.starting))

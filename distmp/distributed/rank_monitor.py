@@ -1,4 +1,4 @@
-"""The presence of ranks: what each rank does, shown to the others through the store.
+"""Shares what each rank is doing with the other ranks, through the store.
 
 A rank that waits for others cannot see why: another rank may be late, in other code, or dead. So
 each rank runs one thread that looks at the store once a second, and answers questions of other
@@ -78,7 +78,7 @@ class RankMonitor:
         rank: This rank.
         world_size: Number of ranks.
         process: The process of this rank.
-        own: What this rank has begun: the fields that are counted, not observed.
+        own: The recorded fields of this rank's status; `status` adds those that it observes.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RankMonitor:
         self._caller = threading.get_ident()
         self._pending: PendingDecision | None = None
         self.own = RankStatus(host=self.process.host)
-        # Keys of the latest point, deleted when all ranks have come to the next one.
+        # Keys of the latest point, deleted when all ranks have reached the next one.
         self._last_point: tuple[str, ...] = ()
         self._answered = 0
         self._stopped = threading.Event()
@@ -194,12 +194,12 @@ class RankMonitor:
         problem: Callable[[Statuses], DistmpError | None],
         patience_seconds: float,
     ) -> None:
-        """Wait until all ranks have come to a point of the program.
+        """Wait until all ranks have reached a point of the program.
 
         Args:
-            point: Name of the point, used once. All ranks come to the same points in order.
-            problem: Returns the error if a rank cannot come, from the status of other ranks; called
-                repeatedly while ranks are missing.
+            point: Name of the point, used once. All ranks reach the same points in order.
+            problem: Returns the error if a rank cannot reach it, from the status of each rank;
+                called repeatedly while ranks are missing.
             patience_seconds: Seconds until the status of the others is queried, and between two
                 queries.
 
@@ -389,7 +389,7 @@ class RankMonitor:
 def current() -> RankMonitor | None:
     """Return the monitor of this rank; None if no other rank could answer.
 
-    It is that of the job, see `use`, or else one that is started for the default process group.
+    This is the monitor passed to `use`, or else one started for the default process group.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size() == 1 or dist.get_backend(world) == "fake":
@@ -407,7 +407,7 @@ def current() -> RankMonitor | None:
 
 
 def use(monitor: RankMonitor | None) -> None:
-    """Let `current` return a monitor that all ranks of the job have started; None ends that."""
+    """Make `current` return this monitor, which all ranks have started; None reverts that."""
     global _of_job
     _of_job = monitor
 

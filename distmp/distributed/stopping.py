@@ -132,9 +132,9 @@ class StopSignals:
 def default_signal_handlers() -> Iterator[None]:
     """Let SIGTERM and SIGINT kill this process inside the context.
 
-    For native code that waits, in which Python runs no handler: a rank that connects to ranks that
-    have ended would keep torchrun waiting for half a minute. Nothing that is worth saving may exist
-    yet.
+    For native code that blocks, during which Python runs no signal handlers: torchrun would wait
+    half a minute for a rank that connects to ended ranks. Use it only before there is state to
+    save.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}

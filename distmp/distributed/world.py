@@ -45,7 +45,7 @@ def backend_for(device: torch.device, store: Store, world_size: int) -> dict[str
 
 
 def _all_have_own_gpu(device: torch.device, store: Store, world_size: int) -> bool:
-    """Compare the GPUs of all ranks: `device_count` differs from their number if each sees one."""
+    """Compare the GPUs of all ranks; `device_count` is 1 if each rank sees only its own GPU."""
     if not _has_own_gpu(device, store):
         store.add("without own GPU", 1)
     if store.add("ranks", 1) == world_size:
@@ -171,8 +171,8 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
     Args:
         device: The device of this rank; None uses the GPU of its local rank if there is one.
         seed: Seeds torch, numpy and Python's `random`, with the same value on every rank, so that
-            all ranks build the same model. In the steps of an engine, each rank draws random
-            numbers of its own. None leaves the generators unchanged.
+            all ranks build the same model. In the steps of an engine, ranks draw different
+            random numbers. None leaves the generators unchanged.
 
     Raises:
         ConfigError: If the device or the seed is invalid or another one than in the first call, or
@@ -355,7 +355,7 @@ def leave() -> None:
 def _release_reducers() -> None:
     """Free what DDP modules hold of the group, so that none has the last reference to it.
 
-    A reference from Python would do no harm: its release unlocks the interpreter.
+    A reference from Python is safe: its release unlocks the interpreter.
     """
     for part in gc.get_objects():
         if issubclass(type(part), DistributedDataParallel):  # isinstance may run code of users

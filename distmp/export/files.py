@@ -128,7 +128,7 @@ def write(
         weights: The weights.
         architecture: Content of config.json, see `distmp.models.architecture`; None: no such file.
         dtype: Dtype of the weights, for config.json.
-        max_shard_size: Maximum size of one file, in bytes; a larger tensor has one of its own.
+        max_shard_size: Maximum size of one file, in bytes; a larger tensor gets a separate file.
         tokenizer: Directory whose tokenizer is copied; None: no tokenizer.
         writes: Whether this rank writes the files.
 

@@ -62,10 +62,10 @@ def save_weights(
 
 
 def _checked(state: Mapping[str, Tensor] | None, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the state to write; None stands for the engine's own one.
+    """Return the state to write; None selects the state of the engine.
 
     Raises:
-        ConfigError: If it lacks a weight of the engine, or has another one.
+        ConfigError: If it lacks a weight of the engine, or has an unknown weight.
     """
     if state is None:
         return own

@@ -33,8 +33,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     Args:
         model: All its parameters and persistent buffers are overwritten.
         directory: A directory from `distmp export` or another program, with the names of the
-            model's
-            `state_dict`; or a file.
+            model's `state_dict`; or a file.
 
     Raises:
         ConfigError: If the weights do not fit; one message lists all misfits, and the model is

@@ -1,9 +1,10 @@
 """Detect ranks that hang or are gone, report which and where, and end the others.
 
 The thread of every rank (`distmp.distributed.rank_monitor`) also publishes a heartbeat each second,
-and counts in the store whether its main thread has made progress (`distmp.distributed.progress`).
-The sum of all ranks is in the answer. When it has not changed for longer than the limit, no rank
-has made progress: one rank asks all others what they do, reports it once, and all ranks end.
+and increments a counter in the store if its main thread has made progress
+(`distmp.distributed.progress`). The store returns the sum of all ranks. If the sum does not change
+for longer than the limit, no rank has made progress: one rank queries all others and reports the
+hang once, and all ranks end.
 
 A rank whose process is stopped, or whose native code holds the GIL, publishes no heartbeats. Its
 last heartbeat shows where it stopped. Each rank watches the processes of its machine, and the

@@ -1,1 +1,1 @@
-"""distmp in other frameworks."""
+"""Precision policies and loss scaling of distmp in other frameworks."""

@@ -39,7 +39,7 @@ else:
 logger = logging.getLogger("distmp")
 
 _IGNORED_LABEL = -100
-# Under a policy without a loss scale, the scaler only skips steps that are not finite.
+# Under a policy without a loss scale, the scaler only skips steps with non-finite gradients.
 _UNSCALED = LossScaleConfig(dynamic=False, init=1.0)
 
 
@@ -129,14 +129,15 @@ class TrainerMixin(_TrainerBase):
     ) -> tuple[list[Any], Tensor | int | None]:
         """Return the microbatches of a step, and keep the weights of their losses.
 
-        If the data of a rank ends before, no rank gets any: Transformers would not step, and add
-        the gradients of these microbatches to those of the next epoch.
+        If the data of a rank ends before the step is complete, no rank gets microbatches:
+        Transformers would not update the weights, and would add these gradients to those of the
+        next epoch.
         """
         if self._normalizes_itself:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        if epoch_iterator is self._ended_iterator:  # Transformers asks until `max_steps`
+        if epoch_iterator is self._ended_iterator:  # Transformers calls this until `max_steps`
             return [], None
-        # No gather of its own.
+        # Skip the gather of Transformers; the one below replaces it.
         with mock.patch.object(self.args, "average_tokens_across_devices", False):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counted = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
@@ -264,7 +265,7 @@ class _Microbatch(NamedTuple):
 
 
 class _TrainerAccelerator(Accelerator):
-    """Weights the loss of each microbatch, and skips non-finite steps under every policy.
+    """Weights each microbatch's loss; skips steps with non-finite gradients under every policy.
 
     Attributes:
         loss_weight: Factor of the loss in `backward`; None outside of a training step.

@@ -1,1 +1,1 @@
-"""Starting the ranks of a run, and telling a rank who it is."""
+"""Starts the ranks of a run on one machine, over ssh, or under a scheduler."""

@@ -150,7 +150,7 @@ def _notes(present: list[str], variables: Variables) -> tuple[str, ...]:
     )
 
 
-# Any launcher that starts one process per machine, and tells each its rank and the first machine
+# Any launcher that starts one process per machine, and passes it its rank and the first machine
 
 
 def _numbered_evidence(variables: Variables) -> str:
@@ -340,7 +340,7 @@ def scheduled_job(variables: Variables) -> tuple[str, int, str | None] | None:
 
     Returns:
         The name, how often the job was requeued, and the name of the array that it is a task of;
-        None if no scheduler that tells all this has started the job.
+        None without a scheduler that provides them.
     """
     if "SLURM_JOB_ID" not in variables:
         return None

@@ -135,11 +135,11 @@ def _run_with_others(endpoint: Endpoint, options: Namespace) -> int:
 
 
 def _store_variables(endpoint: Endpoint) -> dict[str, str]:
-    """Return the variables by which the ranks use the launcher's store for everything.
+    """Return the variables that make the ranks use only the launcher's store.
 
-    torchrun's agent of rank 0 hosts a second one. It publishes its address once, so an agent that
-    joins later waits for it in vain, and if another agent becomes the one of rank 0, the others
-    keep the address of the first store (torch 2.13).
+    By default, torchrun's agent of rank 0 hosts a second store. It publishes the address once, so
+    an agent that joins later waits forever; and if rank 0 moves to another agent, the others keep
+    the old address (torch 2.13).
     """
     return {
         STORE_VARIABLE: f"{endpoint.run_id}@{endpoint}",

@@ -1,7 +1,7 @@
 """Stop a launcher: forward the signal to its ranks, wait for them, and do not restart them.
 
-torchrun itself kills ranks 30 seconds after SIGTERM, dies of SIGUSR1, and restarts ranks after any
-exit code other than 0.
+torchrun itself kills ranks 30 seconds after SIGTERM, is killed by SIGUSR1, and restarts ranks after
+any exit code other than 0.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class OrderlyStop:
         if self.received is not None and self.killed:
             return 128 + self.received
         if self._interrupts > 1:
-            # The user did not wait for a checkpoint: how each rank ended is a consequence.
+            # The user did not wait for a checkpoint, so the exit codes of the ranks do not matter.
             return INTERRUPTED_EXIT_CODE
-        # The signal kills ranks without handlers yet; they have lost nothing.
+        # The signal kills ranks that have no handlers yet; these have nothing to save.
         expected = {0, *_ORDERLY, *(() if self.received is None else (-self.received,))}
         failures = sorted(self._codes - expected, key=lambda code: code == LOST_PEER_EXIT_CODE)
         if failures:

@@ -348,7 +348,7 @@ def port_of(name: str) -> ExplainedValue[int]:
 
 
 def random_port() -> ExplainedValue[int]:
-    """Return a port that others cannot predict, for a launcher that tells it to all machines."""
+    """Return a port that others cannot predict, for a launcher that passes it to all machines."""
     return ExplainedValue(secrets.choice(_PORTS), "random, new for every launch")
 
 

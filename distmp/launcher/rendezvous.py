@@ -1,8 +1,8 @@
 """The rendezvous of a run's machines: opened on the first one, awaited on the others.
 
-torchrun waits silently and ends with a traceback. The launcher opens or reaches the store before
-torchrun starts, which then shares it. So one message reports a port in use, a host that does not
-respond, or one that never joined.
+torchrun waits silently and ends with a traceback. So the launcher opens or reaches the store first,
+and reports in one message a port in use, a host that does not respond, or one that never joined.
+torchrun then shares this store.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ _RUN = "distmp/run"
 
 
 class LaunchError(DistmpError, RuntimeError):
-    """The machines of a run did not find each other, or lost each other."""
+    """The machines of a run could not connect, or have lost their connection."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Rendezvous:
         return list(dict.fromkeys(self._launchers()))
 
     def _launchers(self) -> list[Member]:
-        """Return the machine of each launcher; one that was started again is there twice."""
+        """Return the machine of each launcher; a restarted launcher counts twice."""
         count = self.store.add(ROSTER, 0)
         entries = [self.store.get(f"{ROSTER}/{number}") for number in range(1, count + 1)]
         return [Member(*json.loads(entry)) for entry in entries]

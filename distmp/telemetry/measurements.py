@@ -114,7 +114,7 @@ LARGEST, SATURATED, UNDERFLOWED, ELEMENTS = range(len(STATISTICS))
 
 
 def summarize(statistics: MatmulStatistics) -> dict[str, dict[str, Any]]:
-    """Wait for the step, and return the statistics of each operand that is low_precision.
+    """Wait for the step, and return the statistics of each low-precision operand.
 
     Returns:
         For each of `OPERANDS`: "saturated", the share of the values that are saturated or not

@@ -50,7 +50,7 @@ class RankTimes(NamedTuple):
 
     @property
     def own(self) -> float:
-        """Time of a step without waiting for collectives, which wait for the last rank."""
+        """Time of a step without exposed communication, which includes the wait for other ranks."""
         return self.step - self.exposed
 
 

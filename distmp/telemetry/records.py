@@ -60,8 +60,8 @@ class StepRecord:
         divergence: What was out of bounds in this step (`problem`, `action`), and in the first step
             after a rollback its cause and origin (`rolled_back`).
         unit: What the weight counts, in the singular: "token", "sample" or another word.
-        rank_seconds: Own time of each rank in seconds, if ranks were compared after this step; NaN
-            for a rank that was not measured.
+        rank_seconds: Compute time of each rank in seconds, if ranks were compared after this step;
+            NaN for a rank that was not measured.
         validation_metrics: Metrics of the validation after this step, by name; None without one.
         formats: The policy of `precision.phases` in this step; None without phases.
         low_precision_operands: How well the operands of low-precision matmuls fit their formats, in

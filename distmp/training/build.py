@@ -202,7 +202,7 @@ class _Builder:
     ) -> None:
         """Report what changed since the checkpoint, and load it."""
         if progress.step >= self._config.steps:
-            # `steps` would change the learning rates of later steps, and there are none.
+            # A change of `steps` affects the learning rates of later steps, and none are left.
             changes.consequential.pop("steps", None)
         current_phase.enter("loading a checkpoint", transfers=True)
         if self._world.rank == 0:

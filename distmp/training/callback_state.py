@@ -1,7 +1,7 @@
 """State of callbacks in checkpoints.
 
 Tensors are stored as `callbacks/NAME/KEY`, other values in the numbers of the checkpoint. NAME is
-that of the class, with a number if several callbacks have the same one.
+the name of the class, with a number if several callbacks have the same class name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CallbackStates:
         self._quiet = quiet
 
     def register(self, callbacks: Sequence[Callback]) -> None:
-        """Use these callbacks: all of the run, in the same order on every rank."""
+        """Set the callbacks: all callbacks of the run, in the same order on every rank."""
         self._callbacks = dict(_named(callbacks))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ class CallbackStates:
         }
 
     def check(self) -> None:
-        """Refuse states that a checkpoint cannot hold.
+        """Refuse states that a checkpoint cannot store.
 
         Raises:
             ConfigError: Naming the first callback with such a state.

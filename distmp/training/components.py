@@ -253,7 +253,7 @@ def build_engine(
 
 
 def round_frozen(config: RunConfig, parts: RunComponents, policy: PrecisionPolicy) -> None:
-    """Hold the frozen weights of a model with adapters as the policy computes with them."""
+    """Cast the frozen weights of a model with adapters to the compute dtype of the policy."""
     if config.model.peft is not None:
         adapters.round_frozen(parts.model, policy)
 

@@ -47,8 +47,8 @@ def advice(
         phase: What the rank was doing, as text.
 
     Returns:
-        The message of torch, which for a GPU has the memory in use, and which settings need less;
-        None for other errors.
+        torch's message, the memory in use, and the settings that need less memory; None for other
+        errors.
     """
     if not is_out_of_memory(error):
         return None

@@ -46,8 +46,8 @@ def record(
         world: The ranks.
         configuration: The resolved configuration, nested.
         first_step: Steps done before this start.
-        low_precision_matmuls: Which products have fewer than 16 bits, see
-            `distmp.quantization.layers.formats_record`; None if none has.
+        low_precision_matmuls: The low-precision matmuls, see
+            `distmp.quantization.layers.formats_record`; None without any.
 
     Raises:
         SetupError: On every rank, if the file exists and is not a manifest.

@@ -143,7 +143,7 @@ class Restarts:
     def follows(self, received: Collection[int | None]) -> bool:
         """Return whether torchrun stopped the ranks to start them again with more machines.
 
-        It sends SIGTERM, as somebody does who stops the run. So this looks for launchers that wait.
+        It sends SIGTERM, as a user may do to stop the run. So this checks for waiting launchers.
 
         Args:
             received: The signal that each rank has received, if any.

@@ -221,7 +221,7 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def _resolve_warmup(settings: dict[str, Any]) -> None:
-    """Replace null by the number of warm-up updates that it stands for: that is what may change."""
+    """Replace null by the default number of warm-up updates, because the number is compared."""
     if settings.get("schedule.warmup_steps", 0) is None:
         schedule = ScheduleConfig(settings["schedule.name"], warmup_steps=None)
         settings["schedule.warmup_steps"] = schedule.warmup(settings["steps"])

@@ -30,7 +30,7 @@ from distmp.utils.processes import ProcessIdentity
 
 logger = logging.getLogger("distmp")
 
-# Time for the last write of a process that is about to end; storage that hangs must not keep it.
+# Time for the last write of a process that is about to end; storage that hangs must not block it.
 _RELEASE_SECONDS = 2.0
 
 
@@ -125,7 +125,7 @@ class RunLease:
 
         Raises:
             RunDirectoryInUseError: If another job owns them.
-            StoppedWaitError: If this process is asked to stop while it waits.
+            StoppedWaitError: If this process receives a request to stop while it waits.
         """
         told: set[Owner] = set()
 
@@ -307,7 +307,7 @@ class DirectoryChoice:
         while True:
             directory = create_run(config.run_dir, config.checkpoint.path)
             if self._found_none and first.path != directory.path:
-                # The same command, started twice: the other one was a moment earlier.
+                # Another job, perhaps of the same command, has created the first directory.
                 directory.path.rmdir()
                 self._claim(first)
                 self.release()

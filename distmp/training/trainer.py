@@ -177,7 +177,7 @@ class Trainer:
         self._stop = StopSignals()
         self._stopping = False
         self._unfinished = False
-        # Why the run ends before its last step, with all of its work done.
+        # Why the run ends early and counts as finished; None if it does not.
         self._finished_early: str | None = None
 
     def run(self, stop: StopSignals) -> bool:
@@ -244,7 +244,7 @@ class Trainer:
         return leave
 
     def train(self) -> None:
-        """Run the remaining steps, or until any rank is asked to stop."""
+        """Run the remaining steps, or until any rank has a request to stop."""
         self._train_steps()
         while self.rollback_from is not None:
             self._roll_back(self.rollback_from)
@@ -356,7 +356,7 @@ class Trainer:
             callback.on_save(self, step, seconds)
 
     def is_asked_to_stop(self) -> bool:
-        """Return whether this rank is asked to stop, by a signal or by a callback."""
+        """Return whether this rank has a request to stop, from a signal or a callback."""
         return self._stop_reason() is not None
 
     def stop_unfinished(self) -> None:

@@ -5,8 +5,8 @@ device, but no memory. The operations on them are recorded and can be run later,
 parameter at a time. Whatever the constructor does (`reset_parameters`, `self.apply(init)`,
 `torch.randn(n) * 0.02`, a deep copy of a layer) is repeated on a real tensor of the same shape.
 
-Each random operation has a seed of its own, so values depend neither on the order in which
-parameters are computed nor on the ranks that compute them.
+Each random operation has a separate seed, so values depend neither on the order in which parameters
+are computed nor on the ranks that compute them.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class _Replay:
 
 
 class _Seeded(TorchDispatchMode):
-    """Gives each random operation a seed of its own, and seeds numpy and Python at the beginning.
+    """Gives each random operation a separate seed, and seeds numpy and Python at the beginning.
 
     Args:
         seed: Determines all of these seeds.
@@ -456,9 +456,9 @@ _recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDi
 
 # Errors of a constructor that reads the address or the memory of a tensor without memory.
 _UNSUPPORTED = (NotImplementedError, RuntimeError, TypeError)
-# What a constructor does with `parameter.data = tensor`, if the tensor has memory.
+# Message for `parameter.data = tensor` in a constructor, if the tensor has memory.
 _ASSIGNS = "assigns the data of {}, which is not recorded"
-# What torch says if `module.half()` converts fake parameters.
+# torch's error if `module.half()` converts fake parameters.
 _CONVERSION = "Couldn't swap"
 _CONVERTS = "converts its parameters to another dtype, which precision.policy should do"
 

@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and reading of files that may be anything."""
+"""Replaces files atomically, and reads regular files safely."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from distmp.errors import ConfigError
 
-# Suffixes of files of weights and checkpoints, which the directories of distmp do not have.
+# Suffixes of weight and checkpoint files, refused in names of directories.
 _OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # Permissions of files that may contain secrets: only the user can read them.
 PRIVATE = 0o600
@@ -64,8 +64,7 @@ def check_directory_name(setting: str, directory: str | os.PathLike[str]) -> Non
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """Return the content of a regular file.
 
-    A pipe, whose writer may never come, and a device such as `/dev/zero`, which has no end, are not
-    opened.
+    Does not open pipes, which may block, or devices such as `/dev/zero`, which have no end.
 
     Args:
         path: The file, or a link to it.
@@ -111,7 +110,7 @@ def visible_files(
         ]
         for name in names:
             path = os.path.join(parent, name)
-            # Broken links and sockets are skipped, and are not the user's mistake.
+            # Skip broken links and sockets without an error: they are not the user's mistake.
             if not name.startswith(".") and os.path.isfile(path):
                 yield os.path.relpath(path, directory).replace(os.sep, "/")
 
@@ -125,8 +124,8 @@ _BLOCK_BYTES = 4096
 def sampled_digests(files: Mapping[str, Path]) -> dict[str, str]:
     """Return the size and a digest of each file, or why it cannot be read.
 
-    Of large files the beginning, the end and blocks at pseudo-random offsets are read, and of more
-    than 4,096 files only the sizes.
+    Of large files, only the beginning, the end and blocks at pseudo-random offsets are read. With
+    more than 4,096 files, only the sizes count.
 
     Args:
         files: The files by the names that they have on every machine.

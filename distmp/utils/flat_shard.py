@@ -186,7 +186,7 @@ def _view(flat: Tensor, part: Rectangle) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor or `FlatShard`, bit for bit; plain tensors as they are.
+    """Return the full tensor of a DTensor or `FlatShard`, bit for bit; other tensors unchanged.
 
     Collective over the ranks that have a part of it.
     """

@@ -20,7 +20,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def cpu_number(tensor: Tensor) -> float:
-    """Return the number in CPU memory, which takes no operation of torch; 1 for a fake tensor.
+    """Return the number in a CPU tensor without an operation of torch; 1 for a fake tensor.
 
     Args:
         tensor: On the CPU, of one element.

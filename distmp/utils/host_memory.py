@@ -8,11 +8,11 @@ import torch
 
 
 def return_freed_memory() -> None:
-    """Return memory that glibc keeps for later allocations to the system.
+    """Return to the system the freed memory that glibc keeps.
 
-    glibc keeps freed tensors of up to 32 MiB in its heap, and steps use them again. What the start
-    of a run or a load has freed is more than a step needs. Takes milliseconds, so call it once and
-    not in every step. Does nothing with other C libraries.
+    glibc keeps freed tensors of up to 32 MiB in its heap, and steps reuse them. The start of a run
+    and a load free more than a step needs. Takes milliseconds, so call it once and not in every
+    step. Does nothing with other C libraries.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -21,7 +21,7 @@ NICENESS = 10
 
 
 class ProcessIdentity(NamedTuple):
-    """A process of a machine that has not been restarted.
+    """Identifies a process until its machine restarts.
 
     Attributes:
         machine: The boot of the machine and the PID namespace, in which `pid` is unique.

@@ -57,7 +57,7 @@ class HeldTensor(NamedTuple):
     Attributes:
         holder: The submodule in which it is registered.
         key: Its name there.
-        name: Its name in the whole module.
+        name: Its full name in the module.
         tensor: The parameter or buffer.
     """
 
@@ -78,7 +78,7 @@ def own_tensors(part: nn.Module, prefix: str) -> list[HeldTensor]:
 
     Args:
         part: The submodule.
-        prefix: Its name in the whole module.
+        prefix: Its name in the module that contains it.
     """
     own = [
         *part.named_parameters(recurse=False, remove_duplicate=False),

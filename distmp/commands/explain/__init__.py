@@ -1,1 +1,1 @@
-"""What a run will store, compute, send and need, before it runs: `distmp explain`."""
+"""`distmp explain`: predicts dtypes, memory and communication of a run before it starts."""

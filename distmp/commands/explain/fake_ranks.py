@@ -92,7 +92,7 @@ BACKEND = "fake_ranks"
 
 
 class FakeRanks(FakeTensors):
-    """Replaces other ranks by fake collectives, too."""
+    """Makes tensors fake, and replaces other ranks by fake collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -101,7 +101,7 @@ class FakeRanks(FakeTensors):
 
 
 class FakeCollectives(TorchDispatchMode):
-    """Replaces other ranks of real tensors; what they would send is not written."""
+    """Replaces other ranks by fake collectives for real tensors; received data is not written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -111,7 +111,7 @@ class FakeCollectives(TorchDispatchMode):
 
 def _communicate(func: Any, args: Any) -> Any:
     if func is torch.ops.c10d.allgather_.default:
-        # Ranks compare these values: the others have the same.
+        # Ranks compare these values: pretend that all ranks have the same ones.
         for outputs, value in zip(args[0], args[1], strict=True):
             for output in outputs:
                 output.copy_(value)

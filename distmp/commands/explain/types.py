@@ -28,7 +28,7 @@ class ModuleGroup:
         modules: Number of modules.
         parameters: Number of elements of their own parameters; shared ones count once.
         stored: Dtype of the module's parameters, or of a rank's shards.
-        updated: Dtype of the parameters that the optimizer steps.
+        updated: Dtype of the parameters that the optimizer updates.
         computed: Dtype of the inputs of operations; None if autocast selects it per operation.
         reduced: Communication dtype of gradients.
         accumulated: Dtype in which gradients of microbatches are summed.
@@ -104,7 +104,7 @@ def _group(
     fp32 = torch.float32
     sharded = strategy in SHARDED_STRATEGIES
     updated = fp32 if kept else policy.param_dtype
-    # The optimizer steps FSDP's shards, which are cast when they are gathered.
+    # The optimizer updates FSDP's shards, which are cast when they are gathered.
     held = policy.param_dtype if sharded else policy.module_dtype
     own = [*part.parameters(recurse=False)]
     if sharded and not any(value.requires_grad for value in own):

@@ -31,8 +31,7 @@ class Run:
         records: The step records; never empty.
         config: The resolved configuration by dotted name; empty if missing.
         environment: Machine and versions by dotted name; empty if missing.
-        low_precision_matmuls: Lines on the products that have fewer than 16 bits; empty without
-            any.
+        low_precision_matmuls: Lines on the low-precision matmuls; empty without any.
     """
 
     name: str

@@ -54,7 +54,7 @@ def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
 
 
 def scale_rules(policy: PrecisionPolicy, given: LossScaleConfig | None) -> LossScaleConfig | None:
-    """Return the rules of the loss scale; warn about given ones that have no effect.
+    """Return the rules of the loss scale; warn about rules in `given` that have no effect.
 
     Raises:
         ConfigError: If policy and rules name two different scales.
@@ -282,7 +282,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
     def register(self, *optimizers: Optimizer) -> None:
         """Make optimizers of one backward apply or skip together; see `DistributedGradScaler`.
 
-        Do not register optimizers with a backward of their own, as in a GAN.
+        Do not register optimizers that have separate backward passes, as in a GAN.
         """
         if self.scaler is not None:
             self.scaler.register(*(_unwrapped(optimizer) for optimizer in optimizers))
@@ -331,7 +331,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         return torch.autocast(self.device, dtype=self.policy.compute_dtype, cache_enabled=cache)
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs of a Fabric module to FP32, as the policy says.
+        """Cast floating-point inputs of a Fabric module to FP32, as the policy specifies.
 
         A batch of the Trainer also contains targets, and stays unchanged.
         """

@@ -112,7 +112,7 @@ class StepWeights:
         """Turn the gradients of the sum into those of the mean; waits for the device.
 
         Args:
-            optimizer: The optimizer that steps next.
+            optimizer: The optimizer whose step is next.
             divided_by: What the framework has divided each loss by.
 
         Raises:

@@ -152,7 +152,7 @@ class TrainingLoop(Protocol):
         """Report a complete checkpoint to all callbacks."""
 
     def is_asked_to_stop(self) -> bool:
-        """Return whether this rank is asked to stop, by a signal or by a callback."""
+        """Return whether this rank has a request to stop, from a signal or a callback."""
 
     def stop_unfinished(self) -> None:
         """Stop after this step as unfinished: the run has to be resumed. Call it on every rank."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def exit_context(manager: AbstractContextManager[Any], error: BaseException | None) -> None:
-    """Leave a context manager as a `with` block does that ends with `error`, or without one."""
+    """Exit a context manager as a `with` block that ends with `error`, or without an error."""
     traceback = None if error is None else error.__traceback__
     manager.__exit__(None if error is None else type(error), error, traceback)
 
@@ -67,7 +67,7 @@ class Checkpointing(Callback):
         # The step after which this process started.
         self._first_step = run.progress.step
         self._is_prepared = False
-        # The step after which a save was asked for.
+        # The step after which `keep` has requested a save.
         self._requested: int | None = None
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
@@ -135,8 +135,8 @@ class Checkpointing(Callback):
     def give_up(self, trainer: TrainingLoop, problem: str) -> str:
         """Return which checkpoint a run that cannot continue goes back to. Collective.
 
-        If steps were skipped since the last update, this saves the weights as unhealthy, which
-        holds for checkpoints since then, too: they have the same weights.
+        If steps were skipped since the last update, this saves the weights as unhealthy.
+        Checkpoints since then are unhealthy too: they have the same weights.
 
         Args:
             trainer: The trainer.

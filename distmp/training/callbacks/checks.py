@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AdapterCheck(Callback):
-    """Prints the adapters without a gradient: a model may read a weight without its layer."""
+    """Prints the adapters without a gradient: a model may use a weight without its layer."""
 
     def __init__(self) -> None:
         self._is_done = False

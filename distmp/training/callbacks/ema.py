@@ -1,4 +1,4 @@
-"""Averages the weights, as the section `ema` says."""
+"""Averages the weights, as configured in the section `ema`."""
 
 from __future__ import annotations
 

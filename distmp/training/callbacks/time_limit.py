@@ -80,7 +80,7 @@ def job_started() -> float:
 
 
 class TimeLimit(Callback):
-    """Measures steps and saves, and asks to stop while there is time for the last save.
+    """Measures steps and saves, and requests a stop while there is time for the last save.
 
     Args:
         run: The run.

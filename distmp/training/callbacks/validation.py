@@ -42,8 +42,8 @@ class Validation(Callback):
 
     Args:
         run: The run.
-        ema: Has the average of the weights, which is evaluated, too; None without one.
-        writer: May be copying the weights.
+        ema: Its average of the weights is evaluated, too; None without an average.
+        writer: Writes checkpoints; it may be copying the weights.
     """
 
     def __init__(self, run: Run, ema: Ema | None, writer: CheckpointWriter) -> None:
@@ -54,7 +54,7 @@ class Validation(Callback):
         self._metrics = find_metrics(settings.metrics)
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
-        """Repeat the last validation of a run that has no steps left: it may have been stopped."""
+        """Repeat the last validation of a run with no steps left: it may have been interrupted."""
         if trainer.progress.step == trainer.config.steps:
             self._validate(trainer, last=True)
 

@@ -38,7 +38,7 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], section: str = "") -> 
     Absent settings keep their defaults. Conversion is strict: an integer is accepted for a float, a
     list for a tuple, an empty section for the defaults, and nothing else.
 
-    `cls` may define `advice`: what to do, by names that are no settings of it and by sections.
+    `cls` may define `advice`: what to do instead, by unknown name or by section.
 
     Args:
         cls: Dataclass whose fields are int, float, str, bool, None, Literal, tuple, dict, Any,
@@ -112,7 +112,7 @@ def unknown_setting(cls: type[Any], setting: str, known: frozenset[str]) -> str:
     if setting in known:
         return f"unknown name; write {name!r} as a line below the section {section!r}"
     siblings = [full for full in known if full.rpartition(".")[0] == section]
-    # The shortest name that ends so comes last.
+    # Of names with the same ending, the last one wins: a sibling, else the shortest one.
     candidates = sorted(known, key=lambda full: (full in siblings, -len(full), full))
     full_names = {full.rpartition(".")[2]: full for full in candidates}
     close = [name] if name in full_names else difflib.get_close_matches(name, full_names, n=1)

@@ -106,7 +106,7 @@ def _load(text: str | bytes) -> Any:
 
 
 def _without_aliases(value: Any, places: Iterator[int]) -> Any:
-    """Copy a value for each alias of it; aliases of aliases stand for any number of values."""
+    """Copy a value for each alias of it; nested aliases can expand to any number of values."""
     if next(places, None) is None:
         raise ValueError(f"more than {_MOST_VALUES} values, with those of aliases")
     if isinstance(value, dict):
