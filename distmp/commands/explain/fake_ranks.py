@@ -101,7 +101,7 @@ class FakeRanks(FakeTensors):
 
 
 class FakeCollectives(TorchDispatchMode):
-    """Replaces other ranks by fake collectives for real tensors; received data is not written."""
+    """Replaces other ranks by fake collectives of real tensors; only `allgather_` writes data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
