@@ -35,7 +35,7 @@ _REFUSED = {
 
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the engine can step an optimizer.
+    """Check that the engine supports an optimizer.
 
     Args:
         optimizer: An optimizer on the tensors that it updates.

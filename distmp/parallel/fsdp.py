@@ -91,7 +91,7 @@ class FullySharded(Strategy):
     every shard group has a copy.
 
     FSDP sets zero gradients for a parameter that no rank has used, if its group was reduced at all.
-    `UsedParameters` determines which of these the optimizer steps.
+    `UsedParameters` determines which of these the optimizer updates.
 
     All ranks have to run the same modules in every microbatch. `CollectiveOrder` raises an error if
     they do not.

@@ -76,7 +76,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that the optimizer steps, with the parameter names of the model."""
+        """Return the tensors that the optimizer updates, with their parameter names."""
 
     def check_model(self) -> None:  # noqa: B027 - optional
         """Refuse a model whose parameters are no longer those that are trained.
@@ -166,12 +166,12 @@ class Strategy(ABC):
         return tensor
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:
-        """Return how a matrix is divided over `shard_group`; None if every rank steps all of it."""
+        """Return how `shard_group` divides a matrix; None if every rank updates all of it."""
         return None
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share one copy of what the optimizer steps."""
+        """The ranks that share one copy of the optimizer's tensors."""
         return None
 
     def prepare_optimizer_grads(self) -> None:  # noqa: B027 - optional
@@ -323,7 +323,7 @@ def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
 def sixteen_bit_parameters(
     module: nn.Module, dtype: torch.dtype, except_for: Iterable[nn.Module]
 ) -> None:
-    """Round trainable parameters to the dtype that the optimizer steps, in place."""
+    """Round trainable parameters to `dtype`, in which the optimizer updates them, in place."""
     kept = {id(parameter) for part in except_for for parameter in part.parameters()}
     for parameter in module.parameters():
         if parameter.requires_grad and id(parameter) not in kept:
