@@ -434,7 +434,7 @@ class Fp32GradBuckets:
             ):
                 parameter.grad_dtype = torch.float32
                 computed: list[bool] = []
-                if parameter._post_accumulate_grad_hooks:  # of the user, which run before ours
+                if parameter._post_accumulate_grad_hooks:  # user hooks, which run before ours
                     parameter.register_hook(_recorder(computed))
                 hook = _hook(weakref.ref(self), bucket, index, computed)
                 parameter.register_post_accumulate_grad_hook(hook)

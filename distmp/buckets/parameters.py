@@ -13,7 +13,7 @@ from distmp.distributed.collectives import all_gather
 from distmp.errors import ConfigError
 from distmp.utils.host_copy import HostCopy
 
-# Steps before which copies of master weights are compared with what was published.
+# Number of steps before which copies of master weights are compared with the published values.
 WATCHED_STEPS = 4
 WRITTEN = (
     "was written to (for example by {}), but its value is copied from the optimizer's FP32 master "
@@ -62,7 +62,7 @@ class OptimizerParameters:
         self._versions = [held.parameter._version for held in self._held]
 
     def check_storage(self) -> None:
-        """Refuse parameters in other memory, and those whose new values would be lost.
+        """Refuse parameters that were moved, and writes that would be lost.
 
         Raises:
             ConfigError: Naming the first one.
