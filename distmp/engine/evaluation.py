@@ -147,7 +147,7 @@ def _same_number(microbatches: Iterable[Any], setup: Setup) -> Iterator[Any]:
 
 @contextmanager
 def recorded_outputs(module: nn.Module, *, active: bool) -> Iterator[list[Any]]:
-    """Record what calls of a module return; models that compute their loss return logits.
+    """Record the outputs of a module; models that compute their loss return logits.
 
     Args:
         module: The module that the loss function calls.

@@ -4,7 +4,7 @@ Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule
 `low_precision/`, `unused/` or `engine/`.
 
 Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
-updates what is derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
+updates the values derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
 live tensors in place.
 """
 

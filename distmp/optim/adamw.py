@@ -156,7 +156,7 @@ class AdamW(torch.optim.AdamW):
             weights.copy_(flat.view(weights.shape))
 
     def _count(self, step: Tensor) -> Tensor | None:
-        """Count an update unless it is skipped; return whether it is, 0-dim bool; None if unknown."""
+        """Count an update unless it is skipped; return whether it is, 0-dim bool, or None."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is None:
             step += 1

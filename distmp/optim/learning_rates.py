@@ -229,7 +229,7 @@ class LearningRates:
         return self._rows[update] if self._build_schedule and update < len(self._rows) else []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what the rates depend on besides the number of updates: FP64 copies by name.
+        """Return the state of the rates besides the number of updates: FP64 copies by name.
 
         `rates` has the rate of each group, in shape (groups,).
         """

@@ -45,7 +45,7 @@ class GradientReduction(NamedTuple):
         groups: The gradients are summed over these groups, one after the other.
         accumulates: Whether the next backward only accumulates gradients, as under `no_sync`.
         divisor: The number that the sum is divided by; None if it is unknown.
-        unknown: What reduces gradients in a way that distmp does not know, such as a hook.
+        unknown: Name of the hook or method that makes the divisor unknown; None if it is known.
     """
 
     groups: tuple[dist.ProcessGroup, ...]

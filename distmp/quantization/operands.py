@@ -7,7 +7,7 @@ blocks, so that the same rounded weight is used in forward and, transposed, in b
 - "tensor", "row" and "block32": Scales are powers of two (block32: OCP MX, rounded up, so that
   nothing saturates).
 - "block16": NVFP4. The scale of a block is an e4m3 number, multiplied by a power of two for the
-  whole operand.
+  operand.
 """
 
 from __future__ import annotations
