@@ -1,4 +1,4 @@
-"""FP32 gradient accumulation, reduction over ranks, and the tensors that the optimizer steps."""
+"""FP32 accumulation and reduction of gradients, and the tensors that the optimizer updates."""
 
 from distmp.buckets.gradients import Fp32GradBuckets
 from distmp.buckets.parameters import FlatParameters, PureParameters

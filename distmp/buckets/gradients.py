@@ -71,8 +71,8 @@ class _Slot:
         parameter: The parameter that backward computes gradients of.
         bucket: Index of the bucket.
         index: Index of the parameter within the bucket.
-        target: The tensor that the optimizer steps: the parameter, its FP32 master weight, or this
-            rank's shard of one of them (1-dim).
+        target: The tensor that the optimizer updates: the parameter, its FP32 master weight, or
+            this rank's shard of one of them (1-dim).
         has_gradient: Whether the bucket holds a gradient of this parameter and step (of this
             microbatch if microbatches are summed separately).
     """
@@ -234,7 +234,7 @@ class Fp32GradBuckets:
         return {slot.name: self._total.views[slot.bucket][slot.index] for slot in self._slots}
 
     def attach(self, bucket: int, index: int, target: Tensor) -> None:
-        """Assign the gradient of a parameter to another tensor, which the optimizer steps instead.
+        """Assign the gradient of a parameter to the tensor that the optimizer updates instead.
 
         Args:
             bucket: Index of the bucket.
@@ -434,7 +434,7 @@ class Fp32GradBuckets:
             ):
                 parameter.grad_dtype = torch.float32
                 computed: list[bool] = []
-                if parameter._post_accumulate_grad_hooks:  # of the user, which run before ours
+                if parameter._post_accumulate_grad_hooks:  # user hooks, which run before ours
                     parameter.register_hook(_recorder(computed))
                 hook = _hook(weakref.ref(self), bucket, index, computed)
                 parameter.register_post_accumulate_grad_hook(hook)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 
-# Elements. Every parameter and every shard starts at a multiple of the blocks of 8-bit optimizer
+# In elements. Every parameter and every shard starts at a multiple of the blocks of 8-bit optimizer
 # state, and so on a 64-byte boundary, which suits vectorized kernels.
 ALIGNMENT = 32
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

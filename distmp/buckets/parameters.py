@@ -1,4 +1,4 @@
-"""Flat buffers of parameters, and the tensors that the optimizer steps."""
+"""Flat buffers of parameters, and the tensors that the optimizer updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distmp.distributed.collectives import all_gather
 from distmp.errors import ConfigError
 from distmp.utils.host_copy import HostCopy
 
-# Steps before which copies of master weights are compared with what was published.
+# Number of steps before which copies of master weights are compared with the published values.
 WATCHED_STEPS = 4
 WRITTEN = (
     "was written to (for example by {}), but its value is copied from the optimizer's FP32 master "
@@ -39,12 +39,12 @@ class _HeldParameter(NamedTuple):
 
 
 class OptimizerParameters:
-    """The tensors that the optimizer steps for the parameters of some buckets.
+    """The tensors that the optimizer updates for the parameters of some buckets.
 
     Attributes:
         named: The tensors by the parameter's name, in bucket order.
         shard_ranges: With sharded buckets, by name, which elements of the flattened parameter this
-            rank steps.
+            rank updates.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class OptimizerParameters:
         self._versions = [held.parameter._version for held in self._held]
 
     def check_storage(self) -> None:
-        """Refuse parameters in other memory, and those whose new values would be lost.
+        """Refuse parameters that were moved, and writes that would be lost.
 
         Raises:
             ConfigError: Naming the first one.
@@ -85,7 +85,7 @@ class OptimizerParameters:
         """Let `check_copies` find writes in a forward or through `.data` in the next steps."""
 
     def round_gradients(self) -> None:
-        """Round gradients to the dtype of 16-bit weights that the optimizer steps."""
+        """Round gradients to the dtype of 16-bit weights that the optimizer updates."""
 
     def publish_weights(self) -> None:
         """Copy the optimizer's weights to the parameters of the module."""
@@ -138,7 +138,7 @@ class _Flat(NamedTuple):
     """The flat buffers of one bucket.
 
     Attributes:
-        updated: The weights that the optimizer steps, FP32: all of them, or this rank's shard.
+        updated: FP32 weights that the optimizer updates: all of them, or this rank's shard.
         own: The same elements in the dtype of the module, a view of `parameters`.
         parameters: All parameters of the bucket in the dtype of the module.
     """
@@ -151,13 +151,13 @@ class _Flat(NamedTuple):
 class FlatParameters(OptimizerParameters):
     """Parameters in flat buffers with the layout of the buckets, updated by one copy per bucket.
 
-    The optimizer steps FP32 tensors (`named`) whose `.grad` is a view of the gradient buckets:
+    The optimizer updates FP32 tensors (`named`) whose `.grad` is a view of the gradient buckets:
 
     - FP32 master weights of 16-bit parameters: 4 more bytes per parameter, divided by the number of
       ranks if the buckets are sharded;
     - FP32 parameters themselves, or this rank's shards of them.
 
-    With sharded buckets each rank steps its own shards, and the ranks gather the parameters in the
+    With sharded buckets each rank updates its shards, and the ranks gather the parameters in the
     dtype of the module (ZeRO stage 1: Rajbhandari et al. 2020).
 
     Args:
@@ -166,10 +166,10 @@ class FlatParameters(OptimizerParameters):
             there are never two FP32 copies of the full model.
 
     Attributes:
-        named: The tensors that the optimizer steps, FP32, by the parameter's name, in bucket order.
+        named: The FP32 tensors to update, by the name of the parameter, in bucket order.
             With sharded buckets they are 1-dim, and empty if other ranks hold the parameter.
         shard_ranges: With sharded buckets, by name, which elements of the flattened parameter this
-            rank steps.
+            rank updates.
     """
 
     def __init__(self, buckets: Fp32GradBuckets, values: dict[str, Tensor]) -> None:
@@ -249,7 +249,7 @@ class FlatParameters(OptimizerParameters):
 
 
 class PureParameters(OptimizerParameters):
-    """16-bit parameters that the optimizer steps directly, without master weights.
+    """16-bit parameters that the optimizer updates directly, without master weights.
 
     Their gradients are summed in the FP32 buckets like all others, and rounded once for the
     optimizer. FP32 parameters are updated directly with FP32 gradients.
@@ -258,7 +258,7 @@ class PureParameters(OptimizerParameters):
         buckets: The gradient buckets of the parameters, not sharded.
 
     Attributes:
-        named: The tensors that the optimizer steps, by the parameter's name: FP32 parameters, and
+        named: The tensors that the optimizer updates, by the parameter's name: FP32 parameters, and
             for 16-bit parameters a leaf tensor that shares their memory and has a 16-bit `.grad`.
         shard_ranges: Empty; nothing is sharded.
     """

@@ -45,7 +45,7 @@ def is_finite(tensor: Tensor) -> bool:
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())  # NaN is in both
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())  # NaN propagates to both
 
 
 class Written(NamedTuple):
@@ -125,7 +125,7 @@ def read(
 
 @contextmanager
 def _one_error(ranks: Ranks, goal: str) -> Iterator[None]:
-    """Turn the error of torch.distributed.checkpoint, which all ranks raise, into ours."""
+    """Turn the error of DCP, which all ranks raise, into a `CheckpointError`."""
     try:
         yield
     except CheckpointException as error:

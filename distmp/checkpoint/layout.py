@@ -19,7 +19,7 @@ def final_path(directory: Path, step: int) -> Path:
 
 
 def has_checkpoint(directory: Path, step: int) -> bool:
-    """Return whether the checkpoint of `step` is there; True if the directory cannot be read."""
+    """Return whether the checkpoint of `step` exists; True if the directory cannot be read."""
     try:
         return step in _by_step(LocalStorage(directory))
     except OSError as error:
@@ -43,7 +43,7 @@ def discard(directory: Path, step: int) -> None:
 def tidy(directory: Path, step: int, retention: Retention) -> None:
     """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
-    As many of those that were set aside are kept as of the others, the latest ones.
+    Keeps the latest of those set aside, as many as `retention.last`.
 
     A failure is logged and not raised: the new checkpoint is complete anyway.
     """

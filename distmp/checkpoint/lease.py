@@ -174,7 +174,7 @@ class Lease:
 
     @property
     def is_valid(self) -> bool:
-        """Whether this job owns the directory, without a look at the file."""
+        """Whether this job owns the directory, without reading the file."""
         owned = self._number is not None and self._lost_to is None
         return owned and self._clock() < self._expires
 
@@ -182,7 +182,7 @@ class Lease:
         """Become the owner. Waits while the directory may still belong to a job that has ended.
 
         Args:
-            on_wait: Called before each look with the owner that this job waits for. It may raise an
+            on_wait: Called before each check with the owner that the job waits for. It may raise an
                 exception to end the wait.
 
         Raises:
@@ -227,7 +227,7 @@ class Lease:
                 self._lose(_latest(self.directory))
 
     def check(self) -> None:
-        """Check that this job owns the directory; looks at the file only if the lease has expired.
+        """Check that this job owns the directory; reads the file only if the lease has expired.
 
         Raises:
             HeldError: If another job does.
@@ -252,7 +252,7 @@ class Lease:
                 self._overwrite(number, replace(self._content, state=RELEASED))
 
     def _is_free(self, number: int, on_wait: Callable[[Owner], object]) -> bool:
-        """Return whether the owner has gone, after a wait; False if there is another one now."""
+        """Wait for the owner to end; return False if another one has replaced it."""
         seen, since = _read(self.directory, number), self._clock()
         while True:
             content = Content.decode(seen)
@@ -297,12 +297,12 @@ class Lease:
         return True
 
     def _overwrite(self, number: int, content: Content) -> bool:
-        """Write this job's own file; return whether the lease had not expired before the end."""
+        """Write this job's file; return whether the write ended before the lease expired."""
         path, data = _path(self.directory, number), _encode(content)
         try:
             with path.open("r+b") as file:
                 file.write(data)
-        except FileNotFoundError:  # the directory was deleted, or a later owner has tidied it
+        except FileNotFoundError:  # deleted with the directory, or by a later owner
             return False
         return self._clock() < self._expires
 

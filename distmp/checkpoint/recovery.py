@@ -169,7 +169,7 @@ def _problem_of(path: Path) -> str | None:
 
 
 def _examined(directory: Path, before: int | None = None) -> Iterator[tuple[Entry, str | None]]:
-    """Yield the directories of checkpoints, the latest first, and why unhealthy ones are.
+    """Yield the directories of checkpoints, the latest first, and why one is unhealthy.
 
     Args:
         directory: The directory.

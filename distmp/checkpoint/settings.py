@@ -1,4 +1,4 @@
-"""Settings of section `checkpoint`, and which checkpoints stay."""
+"""Settings of section `checkpoint`, and the rules that select checkpoints to keep."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class HostBuffer(NamedTuple):
     """A tensor in host memory.
 
     Attributes:
-        tensor: The tensor, contiguous, in a storage of its own.
+        tensor: The tensor, contiguous, in a separate storage.
         pinned: Whether a GPU can copy to it while the host continues.
     """
 
@@ -112,7 +112,7 @@ def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     if (free := free_host_bytes()) < size + SPARE_BYTES:
         raise MemoryError(f"{bytes_text(size)} needed, {bytes_text(free)} free")
-    # In pages of its own: memory is pinned in whole pages.
+    # In separate pages, because memory is pinned page by page.
     return _register(torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape))
 
 
@@ -294,7 +294,7 @@ class Snapshot:
         return self._tensors
 
     def cancel(self) -> None:
-        """Let `release` return although the copies may be missing; nothing may write them then."""
+        """Let `release` return although copies may be missing; do not write the snapshot then."""
         self._copied.set()
 
     def _start_copies(

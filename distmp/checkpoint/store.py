@@ -58,8 +58,9 @@ def save(
 ) -> Path:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
-    The checkpoint is atomic: it appears completely, under its final name, or not at all. One of the
-    same step is replaced. Later ones, from before the run went back, are set aside; see `storage`.
+    The checkpoint is atomic: it appears completely, under its final name, or not at all. A
+    checkpoint of the same step is replaced. Later ones, from before the run returned to an
+    earlier step, are set aside; see `storage`.
 
     An unhealthy state is written, too, for examination, and marked in `state.json`. It never
     displaces a healthy one, and `recovery` skips it. A state that was saved after a skipped step

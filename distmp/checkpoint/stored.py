@@ -155,7 +155,7 @@ class StoredCheckpoint:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers that `store.save` received. Raises what `state` raises."""
+        """The numbers that `store.save` received. Raises the errors of `state`."""
         return self.state.numbers
 
     @cached_property
@@ -170,7 +170,7 @@ class StoredCheckpoint:
 
     @property
     def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Global shape and dtype of every tensor, by name. Raises what `index` raises."""
+        """Global shape and dtype of every tensor, by name. Raises the errors of `index`."""
         return {
             name: (entry.size, entry.properties.dtype)
             for name, entry in self.index.state_dict_metadata.items()

@@ -35,7 +35,7 @@ from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
 from distmp.utils.processes import lower_priority
 
-# How long a rank that fails on its own waits for a pending save.
+# How long a rank that fails alone waits for a pending save.
 PATIENCE_SECONDS = 10.0
 
 
@@ -230,7 +230,7 @@ class CheckpointWriter:
         return self._pending is not None and self._pending.thread.is_alive()
 
     def release(self) -> None:
-        """Wait until the tensors that the pending save copies may change; it may go on writing."""
+        """Wait until the tensors that the pending save copies may change; it continues to write."""
         if self._pending is not None:
             started = time.perf_counter()
             self._pending.snapshot.release()
@@ -302,7 +302,7 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001  # a lost rank, or a bug in distmp
             pending.problem = f"cannot save {path}: {type(error).__name__}: {error}"
         finally:
-            pending.snapshot.cancel()  # if it has not even been copied
+            pending.snapshot.cancel()  # release a training thread that waits for the copies
             pending.seconds = time.perf_counter() - started
 
     def _join(self, timeout: float | None) -> None:

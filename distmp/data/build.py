@@ -47,7 +47,7 @@ def build_datasets(config: DataConfig) -> Datasets:
 
 
 def is_held_out(name: str, share: float) -> bool:
-    """Return whether a file is used for validation. Only a hash of its name decides.
+    """Return whether a file is used for validation, which a hash of its name determines.
 
     Args:
         name: Path relative to the directory, with forward slashes.
@@ -203,7 +203,7 @@ def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
 
 
 def identity(datasets: Datasets) -> dict[str, Any]:
-    """Return what a checkpoint records about the training data, as numbers and text.
+    """Return the identity of the training data for checkpoints, as numbers and text.
 
     Args:
         datasets: The datasets of the run. A training set may have a method `digest() -> str`;

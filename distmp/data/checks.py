@@ -13,11 +13,11 @@ from distmp.errors import ConfigError
 
 
 def check_dataset(setting: str, dataset: Any, workers: int) -> None:
-    """Refuse what is not a dataset, or is divided over ranks or workers already.
+    """Refuse an object that is no dataset, or one that is already divided over ranks or workers.
 
     Args:
         setting: Name of the argument that holds the dataset, for messages.
-        dataset: What the user has passed.
+        dataset: The object that the user passed.
         workers: Processes that read it.
 
     Raises:

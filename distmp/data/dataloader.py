@@ -29,7 +29,7 @@ class DataLoader:
     Args:
         dataset: A map-style dataset (`__len__` and `__getitem__`), such as those of torch and
             Hugging Face, or an iterable one. Every rank passes the same dataset; of an iterable
-            one, every rank reads all samples and keeps its own.
+            one, every rank reads all samples and keeps its share.
         batch_size: Samples of one step, over all ranks.
         microbatch_size: Samples of one forward and backward on one rank. None makes one microbatch
             per rank and step, of `batch_size / ranks` samples.
@@ -40,7 +40,7 @@ class DataLoader:
         seed: Seed of the order, and of the random numbers that the dataset or `collate_fn` draws
             from the generators of torch, numpy and Python.
         shuffle: None shuffles a map-style dataset, in another order in each epoch. An iterable one
-            keeps its own order.
+            keeps its order.
         first_sample: Number of samples consumed before, by all ranks together.
 
     If torchrun has started several processes and the default process group does not exist, it is
@@ -182,7 +182,7 @@ class DataLoader:
         try:
             return next(self._steps)
         except BaseException:
-            self._steps = None  # has ended with the error
+            self._steps = None  # the generator ended with the error
             raise
 
     def _open(self) -> Generator[Step, None, None]:

@@ -146,8 +146,8 @@ def steps(
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         pin_memory: Whether tensors are in page-locked memory.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-        group: Ranks that compare their datasets: once, and a stream in every step. None compares
-            nothing.
+        group: Ranks that compare their datasets: map-style ones once, streams in every step. None
+            disables the comparison.
         setting: Name of the setting that holds the dataset, for error messages.
 
     Raises:
@@ -187,7 +187,7 @@ def check_same_data(
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether samples of a dataset have no index, and are read in its own order."""
+    """Return whether samples of a dataset have no index, and are read in its order."""
     if isinstance(dataset, IterableDataset):  # inherits a `__getitem__`
         return True
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
@@ -203,7 +203,7 @@ def _has_peers(group: dist.ProcessGroup | None) -> bool:
 
 
 def _check_same(group: dist.ProcessGroup | None, setting: str, description: str) -> None:
-    """Check that all ranks read the same samples, of which each then keeps its own.
+    """Check that all ranks read the same samples, of which each then keeps its share.
 
     Raises:
         ConfigError: On every rank, with the descriptions by rank.
@@ -243,7 +243,7 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
     (index,) = sampler.indices(range(position, position + 1))
     with generators_kept():
         once, again = (sample_checksum(seeded.sample(position, index)) for _ in range(2))
-    # A dataset may draw from generators of its own, which are not seeded.
+    # A dataset may draw from other generators, which are not seeded.
     content = f"checksum {once:08x} of sample {index:,}" if once == again else "random samples"
     return f"{sampler.size:,} samples, {content}, in steps of {batch:,}"
 

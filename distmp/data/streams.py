@@ -72,7 +72,7 @@ class Stream:
     @property
     def ahead(self) -> Any:
         """The next sample."""
-        if self._ahead is _END:  # of a pass: the next one begins when it is needed
+        if self._ahead is _END:  # begin the next pass only when it is needed
             self._begin(self._dataset)
             if not self._draw():
                 self._end_pass()
@@ -106,7 +106,7 @@ class Stream:
             self._read, self._position = count, self._position + count
             if self._draw():
                 return True
-            # Shorter than that: count its samples.
+            # The pass is shorter: read it again to count its samples.
             self._position -= count
         self._begin(self._dataset)
         found = self._draw()
@@ -116,7 +116,7 @@ class Stream:
 
     def _begin(self, samples: Any) -> None:
         self._read = 0
-        # On the copy that `skip` returns, too: Hugging Face's does not keep it.
+        # Also on the result of `skip`: with Hugging Face it is a copy that loses the epoch.
         if hasattr(samples, "set_epoch"):
             samples.set_epoch(self.epoch)
         if self._seeded:
@@ -204,7 +204,7 @@ class StreamSteps(IterableDataset[Step]):
 
 
 def length_of(dataset: Any) -> int | None:
-    """Return the number of samples of a dataset; None if it does not know it."""
+    """Return the number of samples of a dataset; None if it has no length."""
     try:
         return len(dataset)
     except TypeError:

@@ -19,7 +19,7 @@ from distmp.data.windows import Windows
 from distmp.errors import ConfigError, DataError
 from distmp.utils.files import visible_files
 
-# Ends of names of files whose text has to be extracted from records.
+# Suffixes of files whose text has to be extracted from records.
 _RECORDS = (".jsonl", ".ndjson", ".parquet")
 
 _TOKENIZE = (
@@ -34,7 +34,7 @@ def encode(text: str) -> Tensor:
 
 
 def decode(ids: Iterable[int] | Tensor) -> str:
-    """Return the text of token ids. Ids that are not bytes are skipped, bad UTF-8 is replaced.
+    """Return the text of token ids. Ids that are not bytes are skipped, invalid UTF-8 is replaced.
 
     Args:
         ids: Token ids, an iterable or a tensor int64 [tokens].

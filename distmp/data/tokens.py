@@ -43,7 +43,7 @@ def count_tokens(path: Path, dtype: str, setting: str = "data.path") -> int:
 class TokenFiles(Windows):
     """Windows over the ids of files.
 
-    Each access maps only its own window into memory, so files may be larger than memory.
+    Each access maps only one window into memory, so files may be larger than memory.
 
     Args:
         files: Files of ids, little-endian, without a header.

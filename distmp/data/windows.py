@@ -81,5 +81,5 @@ class Windows(Dataset[dict[str, Tensor]], ABC):
         Args:
             file: Number of the file.
             first: First token, counted from the start of the file.
-            last: The one after the last.
+            last: Token after the last one.
         """

@@ -363,7 +363,7 @@ def _forward_advice(origin: ForwardOverflow | None, context: OverflowContext) ->
 
 
 def _origin(origin: ForwardOverflow | None) -> str:
-    """Return the first module with a non-finite value in forward, for the end of a clause."""
+    """Return the first module with a non-finite value in forward, as the end of a clause."""
     if origin is None:
         return ", but the outputs of all modules are"
     module = repr(origin.module) if origin.module else "the model"

@@ -149,7 +149,7 @@ def count_exponents(values: Tensor) -> Tensor:
 
 
 def _rounded_kind(row: int, fraction_class: int, scale_exponent: int) -> str:
-    """Return the kind of number to which float16 rounds such a value times 2^scale_exponent."""
+    """Return the kind of number that float16 has for such a value times 2^scale_exponent."""
     # Subnormal FP32 numbers become zero: even times 2^100 they are below 2^-25.
     exponent = row - BIAS + scale_exponent
     if row == 0 or exponent < HALF_OF_SMALLEST:

@@ -19,7 +19,7 @@ logger = logging.getLogger("distmp")
 
 
 class WeightAverage:
-    """The average of the trained weights of an engine. Each rank averages what it holds.
+    """Averages the trained weights of an engine. Each rank averages its local tensors.
 
     The average begins with the weights that the engine has when it is built. Skipped steps do not
     count. Frozen parameters and buffers are not averaged.
@@ -107,7 +107,7 @@ class WeightAverage:
         and `Engine.save` to store it.
 
         Raises:
-            TrainingError: At the end, if a state was loaded inside; and as `update`.
+            TrainingError: On exit, if a state was loaded inside; on entry, as for `update`.
         """
         self._check_not_replaced()
         self._check_not_exchanged("average.as_weights()")

@@ -39,8 +39,8 @@ class EngineCalls:
         model: The model of the engine; calls of its `load_state_dict` are counted.
 
     Attributes:
-        number: Number of the engine among those of several ranks in this process, from 1; 0 for an
-            engine of a single process. Ranks compare it, since two engines may be of one kind.
+        number: Number of the engine, from 1, among the multi-rank engines of this process; 0 for an
+            engine of a single process. Ranks compare it to detect calls of different engines.
         counts: Number of calls on this rank of each method that changes the training state. Ranks
             compare these numbers in every step.
     """
@@ -65,8 +65,8 @@ class EngineCalls:
             waits: Wait until all ranks have made the call.
 
         Raises:
-            TrainingError: Inside of another call; after a call that did not fail on all ranks; and
-                if another rank makes a different call.
+            TrainingError: Inside another call; after a call that failed on some ranks only; or if
+                another rank makes a different call.
             LostPeerError: If another rank has ended or does not answer.
         """
         if self._current:
@@ -107,7 +107,7 @@ def _count(counts: dict[str, int], module: nn.Module, keys: object) -> None:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the methods of an engine share, and the settings of a step on this rank.
+    """The parts of an engine that its methods share.
 
     Attributes:
         setup: The model, its strategy and its optimizer.
@@ -162,7 +162,7 @@ class EngineParts:
 
 
 class CallCheck:
-    """Finds, once, the low-precision layers that no rank called in the first step.
+    """Warns once about low-precision layers that no rank called in the first step.
 
     Args:
         layers: The layers with low-precision matmuls; None: there are none.
@@ -172,10 +172,10 @@ class CallCheck:
         self._layers = layers
 
     def warning(self, statistics: MatmulStatistics | None) -> str | None:
-        """Return the warning about a completed step; None if there is none, or after the first.
+        """Return the warning about a completed step; None without one, or after the first check.
 
         Args:
-            statistics: Those of the step, over all ranks.
+            statistics: Statistics of the step, over all ranks.
         """
         if self._layers is None or statistics is None:
             return None
@@ -207,7 +207,7 @@ def _counts_calls(layers: LowPrecisionLayers, name: str) -> bool:
 
 
 class CompletedSteps:
-    """Checks the latest completed step: on a device that is the step before the one just taken.
+    """Checks the latest completed step; unless the host waits, the one before the latest.
 
     Args:
         parts: The parts of the engine.
@@ -230,7 +230,7 @@ class CompletedSteps:
         """Yield warnings about the latest completed step; every rank has to call it.
 
         Args:
-            outcome: That of the step just taken.
+            outcome: Outcome of the step just taken.
 
         Raises:
             ConfigError: If ranks took the step with different settings.

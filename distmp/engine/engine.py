@@ -65,7 +65,7 @@ class Engine:
     Args:
         model: A module, which is trained in place, or a function that returns it. With a function,
             a rank of a sharded strategy computes one parameter at a time and keeps its shard. The
-            same holds for parameters on the meta device. Others get the values of rank 0.
+            same holds for parameters on the meta device. Other parameters are copied from rank 0.
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
             its weight (the number of summed tokens or samples), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be updated.
@@ -272,7 +272,7 @@ class Engine:
         return outcome
 
     def _checked(self, microbatches: Iterable[Any], count: int | None) -> list[Any]:
-        """Check what a step would train and on what; return its microbatches."""
+        """Check model, optimizer and microbatches before a step; return the microbatches."""
         check_gradients_enabled()
         batches = listed_microbatches(microbatches, count)
         if self.holds_average:
@@ -298,7 +298,7 @@ class Engine:
 
         Args:
             outcome: The outcome of one of the last two steps. The replay is exact if no update was
-                applied since, which is always so directly after the step.
+                applied since then, as directly after the step.
 
         Returns:
             The same report on every rank, also stored in `outcome.overflow_report`. None for a step
@@ -373,9 +373,9 @@ class Engine:
     def gather(self, values: T, samples: Tensor | None = None) -> T:
         """Gather values per sample from all ranks, for a metric; every rank has to call it.
 
-        Without `samples`, the result holds the rows of rank 0, then those of rank 1, and so on:
-        also the samples that a data loader repeats, to give all ranks the same number. With
-        `samples`, each sample is in the result once, in the order of the indices.
+        Without `samples`, the result holds the rows of rank 0, then those of rank 1, and so on,
+        including samples that a data loader repeats to give all ranks the same number. With
+        `samples`, the result holds each sample once, in the order of the indices.
 
         Args:
             values: A tensor, or nested dicts, lists and tuples of tensors, with the same structure
@@ -411,10 +411,10 @@ class Engine:
         return self._state.tensors()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights that the optimizer steps: live tensors by parameter name.
+        """Return the weights that the optimizer updates: live tensors by parameter name.
 
-        They are those of `state_dict`. Call `publish_weights` after changing them. The host waits
-        for the copy that a save in the background makes of them.
+        The tensors are those of `state_dict`. Call `publish_weights` after changing them. If a save
+        in the background is copying them, the host waits for the copy.
         """
         if self._saves is not None:
             self._saves.writer.release()
@@ -543,8 +543,7 @@ class Engine:
         Args:
             directory: A checkpoint, or a directory of checkpoints, whose newest healthy one is
                 loaded; damaged ones are logged. If it has none, its directories `step-100`,
-                `epoch_3`,
-                `checkpoints` ... are searched.
+                `epoch_3`, `checkpoints` ... are searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
             optimizer: Whether to load the optimizer state. With False it starts from scratch, so
                 that the engine may have another optimizer than the checkpoint.

@@ -52,13 +52,13 @@ class MetricSums:
         self._microbatches = 0
 
     def add(self, batch: Any, loss_sum: Tensor, weight: Tensor, outputs: list[Any]) -> None:
-        """Add a microbatch. If its loss has no weight, its metrics do not count, either.
+        """Add a microbatch. Its metrics do not count if the weight of its loss is 0.
 
         Args:
             batch: The microbatch on the device.
             loss_sum: Sum of its losses, 0-dim.
             weight: Weight of the loss, 0-dim.
-            outputs: What the model returned in each of its calls.
+            outputs: Return value of each call of the model.
         """
         self._microbatches += 1
         rows = [torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])]
@@ -68,14 +68,14 @@ class MetricSums:
         # A microbatch of weight 0 pads the number of microbatches of a rank with repeated samples,
         # which must not count twice.
         values[1:] = torch.where(weight == 0, 0.0, values[1:])
-        # A mean with negative weights would be wrong without looking wrong.
+        # A mean with negative weights would be wrong, but look plausible.
         self._total += torch.where(values[:, 1:] < 0, math.nan, values)
 
     def result(self, group: dist.ProcessGroup | None, *, may_be_empty: bool) -> Evaluation:
         """Return the means over all ranks, in one all-reduce; the host waits.
 
         Raises:
-            ConfigError: On all ranks, if there was no microbatch, unless there may be none.
+            ConfigError: On all ranks, if there was no microbatch, unless `may_be_empty`.
         """
         totals = torch.cat([self._total, self._total.new_tensor([[self._microbatches, 0]])])
         if group is not None:
@@ -147,7 +147,7 @@ def _same_number(microbatches: Iterable[Any], setup: Setup) -> Iterator[Any]:
 
 @contextmanager
 def recorded_outputs(module: nn.Module, *, active: bool) -> Iterator[list[Any]]:
-    """Record what calls of a module return; models that compute their loss return logits.
+    """Record the outputs of a module; models that compute their loss return logits.
 
     Args:
         module: The module that the loss function calls.

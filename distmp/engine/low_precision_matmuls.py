@@ -52,7 +52,7 @@ class LowPrecisionMatmuls:
     Attributes:
         layers: The layers with low-precision matmuls; None: there are none.
         step: Number of steps taken since the start of training.
-        statistics: Those of the last step; None before, and without layers.
+        statistics: Statistics of the last step; None before the first step and without layers.
         schedule: Sets the formats of each step; None without phases.
         formats: The policy of `precision.phases` in the last step; None without phases.
         layer_formats: The formats of each layer in the last step, by name.
@@ -125,7 +125,7 @@ class LowPrecisionMatmuls:
             self.schedule.end_step(decision)
 
     def continue_from(self, step: int) -> None:
-        """Continue after so many steps, from the state that was loaded."""
+        """Continue from the loaded state, after `step` steps."""
         self.step = step
         if self.schedule is not None:
             self.schedule.continue_from_state()

@@ -1,4 +1,4 @@
-"""Looks at steps for likely mistakes of the caller, without changing what they compute."""
+"""Checks steps for likely mistakes of the caller, without changing their results."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from distmp.utils.tensor_trees import checksum
 
 
 class StepObserver:
-    """Looks at steps until it is done. Every hook may raise an error, which ends the step.
+    """Checks steps until it is done. Every hook may raise an error, which ends the step.
 
     Attributes:
-        is_done: Whether later steps need not be looked at.
+        is_done: Whether the check is complete, so that later steps skip it.
     """
 
     is_done = False
 
     def before(self, batch: Any) -> None:
-        """Look at the first microbatch of a step; all ranks call it."""
+        """Check the first microbatch of a step; all ranks call it."""
 
     def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
-        """Look at a microbatch and what the loss function returned for it."""
+        """Check a microbatch and the result of the loss function."""
 
     def after_gradients(self, stats: MicrobatchStats) -> None:
-        """Look at the reduced gradients."""
+        """Check the reduced gradients."""
 
     def after(self) -> list[str]:
         """End the step, and return warnings."""
@@ -47,7 +47,7 @@ class StepObserver:
 
 
 class FirstStep(StepObserver):
-    """Looks at the first step, in which the host may wait to read values.
+    """Checks the first step, in which the host may wait to read values.
 
     Args:
         world: The ranks; all of them make the same calls.
@@ -67,7 +67,7 @@ class FirstStep(StepObserver):
             ] = None
 
     def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
-        """Refuse a negative weight, and look for mistakes in what the loss function returned."""
+        """Refuse a negative weight, and find mistakes in the result of the loss function."""
         weight = float(weight)
         check_weight(weight)
         self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
@@ -86,7 +86,7 @@ class FirstStep(StepObserver):
 
 
 class EmbeddingIds(StepObserver):
-    """Refuses ids that no embedding has. On a GPU, a kernel would read out of bounds.
+    """Refuses ids outside of an embedding. On a GPU, its kernel would read out of bounds.
 
     Args:
         model: The model, whose embeddings are checked.
@@ -100,7 +100,7 @@ class EmbeddingIds(StepObserver):
 
     def before(self, batch: Any) -> None:
         """Check the arguments of embeddings in this step."""
-        self._hooks.close()  # those of a step that failed
+        self._hooks.close()  # a failed step leaves its hooks
         for part in self._embeddings:
             self._hooks.callback(part.register_forward_pre_hook(self._check).remove)
 
@@ -209,7 +209,7 @@ class EvaluationMode:
 
 
 def _drops_nothing(module: nn.Module) -> bool:
-    """Return whether a module would drop values, but for its evaluation mode."""
+    """Return whether a module drops no values only because it is in evaluation mode."""
     if isinstance(module, nn.RNNBase):
         return module.dropout > 0 and _is_trained(module)
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0

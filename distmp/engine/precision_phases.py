@@ -1,11 +1,11 @@
-"""Changes the policy of matmuls between steps, as the list `precision.phases` says."""
+"""Changes the formats of matmuls between steps, as configured in `precision.phases`."""
 
 # Note [When policies change]
 #
 # The host chooses the formats of a step when it launches the step, and must not wait for the device
 # then. The number of tokens is on the device. The host reads that of step t after it has launched
-# step t + 1, when step t has usually ended, and it counts from step t + 2 on. This delay is fixed:
-# a CPU, which never waits, has it too, so that devices and ranks change formats at the same step.
+# step t + 1, when step t has usually ended, and uses it from step t + 2 on. This delay is fixed: a
+# CPU, which never waits, has it too, so that devices and ranks change formats at the same step.
 #
 # A state after step t + 1 holds the numbers after steps t and t + 1, so that a run that resumes
 # continues with the same formats.

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: their content, and how a user's loop writes and loads them.
+"""Checkpoints of an engine: their content, and saves and loads in a custom training loop.
 
 The trainer and `Engine.save` write the same checkpoints: both use `StateToSave` and the
 `CheckpointWriter`, and both load with `load_checkpoint`.
@@ -51,7 +51,7 @@ OWN_NUMBERS = "custom_loop"
 OPTIMIZER = "optimizer"
 # The engine that saves to a directory, by the directory.
 _owners: weakref.WeakValueDictionary[str, SavedEngine] = weakref.WeakValueDictionary()
-# Writers with a save in the background, which the end of the process waits for.
+# Writers with a save in the background, which has to finish before the process ends.
 _writing: set[CheckpointWriter] = set()
 
 
@@ -108,7 +108,7 @@ class StateToSave(NamedTuple):
 def skipped_in_a_row(counts: Tensor) -> int:
     """Return the number of steps skipped since the last applied update.
 
-    It is 0 before the first update: there is no better state then.
+    It is 0 before the first update, when there is no better state to continue from.
 
     Args:
         counts: Updates applied, steps skipped, and steps skipped since the last update.
@@ -125,7 +125,7 @@ def described_optimizer(engine: SavedEngine) -> dict[str, list[str]]:
 
 
 def check_optimizer(engine: SavedEngine, checkpoint: store.StoredCheckpoint) -> None:
-    """Refuse the state of an optimizer of another class, which would be kept and have no effect.
+    """Refuse the state of another class of optimizer, which would be loaded without effect.
 
     Raises:
         ConfigError: If the classes have no base class in common.
@@ -144,7 +144,7 @@ def check_optimizer(engine: SavedEngine, checkpoint: store.StoredCheckpoint) -> 
 
 
 class Saves:
-    """Writes the checkpoints of an engine in a user's loop. All ranks make the same calls.
+    """Writes the checkpoints of an engine in a custom training loop. All ranks make the same calls.
 
     Args:
         world: The ranks.
@@ -234,13 +234,13 @@ class Saves:
 
 def _finish_all() -> None:
     """Wait for saves in the background at the end of the process, and log those that failed."""
-    error = getattr(sys, "last_value", None)  # what ends the process, if it is an exception
+    error = getattr(sys, "last_value", None)  # the exception that ends the process, if any
     while _writing:
         _writing.pop().__exit__(type(error) if error else None, error, None)
 
 
 def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
-    """Return the directory, unless another engine saves to it.
+    """Return the path of the directory; refuse one to which another engine saves.
 
     Raises:
         ConfigError: If it is named like a file, or checkpoints of both would replace each other.
@@ -280,11 +280,11 @@ def _retention(keep: int | None) -> Retention:
 
 
 def _on_all_ranks(work: Callable[[], T], world: World) -> T:
-    """Return the result of `work`, which checks arguments.
+    """Return the result of `work`, which checks arguments; fail on all ranks if it fails on one.
 
     Raises:
-        ConfigError: What `work` raised on this rank.
-        SetupError: If it raised on another rank only.
+        ConfigError: The error of `work` on this rank.
+        SetupError: If `work` failed on other ranks only.
     """
     try:
         return world.ranks.all_or_none(work, catch=ConfigError)

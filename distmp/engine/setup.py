@@ -1,4 +1,4 @@
-"""What an engine decides once: the model and its strategy, the policy, and the optimizer."""
+"""Builds the fixed parts of an engine: model, strategy, policy and optimizer."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a step uses and does not change by itself.
+    """The parts of an engine that are built once.
 
     Attributes:
         config: The settings, with "auto" resolved.

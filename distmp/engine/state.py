@@ -1,10 +1,10 @@
 """Saves and loads the state of an engine, under flat names.
 
 Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`,
-`low_precision/`,
-`unused/` or `engine/`.
+`low_precision/`, `unused/` or `engine/`.
+
 Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
-updates what is derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
+updates the values derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
 live tensors in place.
 """
 
@@ -70,7 +70,7 @@ logger = logging.getLogger("distmp")
 # Prefix of the names under which a state lists the parameters that no rank has ever used.
 UNUSED = "unused/"
 
-# Prefix of the names of what a schedule needs besides the number of updates.
+# Prefix of the names of a schedule's state; the number of updates is stored separately.
 SCHEDULE = "schedule/"
 
 # Name of the number of tokens that `precision.phases` needs.
@@ -144,7 +144,7 @@ class EngineState:
         return state
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the live tensors that the optimizer steps, by parameter name."""
+        """Return the live tensors that the optimizer updates, by parameter name."""
         return {
             name: self._strategy.as_stored(name, tensor.detach())
             for name, tensor in self._strategy.optimizer_parameters()
@@ -245,7 +245,7 @@ class EngineState:
             tensor.copy_(state[name])
 
     def finish(self, live: Mapping[str, Tensor]) -> None:
-        """Update what is derived from the values that were loaded into the live tensors.
+        """Update values derived from the live tensors, after these were loaded.
 
         Args:
             live: The result of `prepare`.

@@ -1,4 +1,4 @@
-"""One optimizer step over all ranks, readable from top to bottom."""
+"""One optimizer step over all ranks, in the order of execution."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sum_over_ranks(
         empty without them.
     """
     dropped = sum(stats.dropped) if stats.dropped else 0.0
-    # One kernel. The sum of weights with both signs would look right.
+    # In one kernel. A sum of positive and negative weights would look plausible.
     weights = F.threshold(pack(*stats.weights, device=world.device), -sys.float_info.min, math.nan)
     if reproducible:
         total = ordered_total(

@@ -39,7 +39,7 @@ LOSS_ADVICE = (
 
 
 def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
-    """Return the microbatches of a step; refuse what they cannot be drawn from.
+    """Return the microbatches of a step as a list; refuse other types of arguments.
 
     Args:
         microbatches: A list of microbatches, or an iterable of them.
@@ -49,7 +49,7 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
         ConfigError: With the value received.
     """
     refuse_one_batch(microbatches, LIST_ADVICE)
-    # The iterator of torch's loader has a length, too: that of the loader.
+    # The iterator of torch's loader has the length of the loader, so check the type.
     if isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader):
         raise ConfigError(
             "microbatches",

@@ -1,4 +1,4 @@
-"""The optimizer of an engine and its learning rates: built once, and updated by decision."""
+"""Builds the optimizer and its learning rates, and applies or skips its updates."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Updates:
     Args:
         factory: Builds the optimizer on `[(name, tensor), ...]`.
         schedule: Builds a scheduler on the optimizer; None keeps the rates.
-        strategy: Holds the tensors to step and their gradients.
+        strategy: Holds the tensors to update and their gradients.
         policy: The precision policy.
         device: The device that computes the gradients.
 
     Attributes:
         optimizer: The optimizer.
-        names: Name of each tensor that the optimizer steps, by its `id`.
+        names: Name of each tensor that the optimizer updates, by its `id`.
         learning_rates: The learning rates.
         skips_on_device: Whether the optimizer skips on the device, so that the host need not wait.
         max_applied: Upper bound of the updates applied, known without waiting for the device.
@@ -57,10 +57,10 @@ class Updates:
         """Refuse changes of the optimizer that would have no effect.
 
         Args:
-            optimizer: The optimizer as the user sees it.
+            optimizer: The attribute `optimizer` of the engine.
 
         Raises:
-            ConfigError: If it is another one, or has other tensors.
+            ConfigError: If it was replaced, or has other tensors.
         """
         self._updated.check(optimizer)
 

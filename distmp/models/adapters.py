@@ -160,7 +160,7 @@ def _tied(model: nn.Module) -> set[int]:
 def _check_selection(
     model: nn.Module, values: Mapping[str, Any], forwards: Mapping[str, Any]
 ) -> None:
-    """Refuse names that select nothing: peft only needs one that selects a layer."""
+    """Refuse names that select nothing, which peft accepts if another name selects a layer."""
     adapted = [name for name, _ in _layers(model)]
     for setting, names in (("target_modules", adapted), ("exclude_modules", [*forwards])):
         value = values.get(setting)
@@ -203,7 +203,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _create(model: nn.Module, initialization: bool | str) -> None:
-    """Give the adapters of a model memory and peft's initial values, in FP32."""
+    """Allocate the adapters of a model in FP32, with peft's initial values."""
     for _, layer in _layers(model):
         for part in (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]):
             part.weight = nn.Parameter(torch.empty(part.weight.shape))
@@ -250,7 +250,7 @@ def describe(model: nn.Module, base: str | None) -> dict[str, Any]:
 
     Args:
         model: A model after `add_adapters`.
-        base: What adapter_config.json names as the model without adapters.
+        base: Name of the model without adapters in adapter_config.json.
 
     Returns:
         "config", the content of adapter_config.json.

@@ -1,8 +1,7 @@
 """Reads and writes models of Hugging Face transformers in directories: `model.name: hf:DIRECTORY`.
 
 Nothing is downloaded, and no code from a directory is run: weights are read only from safetensors,
-and
-`trust_remote_code` is always false.
+and `trust_remote_code` is always false.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def weights_directory(name: str) -> Path | None:
 
 
 def load(config: ModelConfig) -> tuple[nn.Module, list[str]]:
-    """Build the whole model, and load the weights in its directory with transformers.
+    """Build the full model, and load the weights in its directory with transformers.
 
     Returns:
         The model, and the names of weights that it does not have.
@@ -145,7 +144,7 @@ def prepare_loss(model: nn.Module) -> bool:
 
 
 def _returns_output(model: nn.Module, head: nn.Module) -> bool:
-    """Return whether the logits of a model are what its last layer returns, unchanged."""
+    """Return whether the logits of a model are the unchanged output of its last layer."""
     outputs: list[Tensor] = []
     handle = head.register_forward_hook(lambda _, args, output: outputs.append(output))
     on_meta = {
@@ -155,7 +154,7 @@ def _returns_output(model: nn.Module, head: nn.Module) -> bool:
     try:
         with torch.no_grad(), _quiet():
             tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-            # With a cache, models do not look for packed sequences, whose values they would read.
+            # With a cache, models skip the search for packed sequences, which reads values.
             cache = {"use_cache": True} if _has_cache(model) else {}
             result = torch.func.functional_call(model, on_meta, (tokens,), cache)
     except Exception as error:  # noqa: BLE001  (models run any code)
@@ -181,7 +180,7 @@ def configuration(model: nn.Module) -> dict[str, Any]:
 
 
 def write_configuration(directory: Path, values: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Write what transformers needs to load weights in a directory.
+    """Write the configuration files that transformers needs to load weights in a directory.
 
     Args:
         directory: The directory, for `from_pretrained`.

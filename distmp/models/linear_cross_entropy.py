@@ -27,7 +27,7 @@ _Compute = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tenso
 
 # Smallest number of tokens in a chunk: with fewer, the matrix products are slower.
 MIN_ROWS = 256
-# Largest number of token ids whose gradients one product computes: it is a tensor of its own.
+# Largest number of token ids in one product of weight gradients, which allocates its result.
 MAX_TOKEN_IDS = 2**15
 
 # Note [Gradients in forward]
@@ -44,7 +44,7 @@ MAX_TOKEN_IDS = 2**15
 # torch.compile turns all that follows the product of a chunk (softmax, loss, gradient of the
 # logits) into kernels that read the logits in their own dtype, so that the FP32 logits do not exist
 # in memory. The loop over chunks stays outside: compiled, it would be unrolled, and every number of
-# tokens would be a graph of its own.
+# tokens would need another graph.
 
 
 def linear_cross_entropy(
@@ -188,7 +188,7 @@ class _Product:
     Args:
         hidden: [rows, dimension].
         weight: [vocabulary, dimension].
-        dtype: Dtype of the factors; None: their own.
+        dtype: Dtype of the factors; None: unchanged.
         needed: Whether the gradients of `hidden` and of `weight` are needed.
     """
 

@@ -112,8 +112,8 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
     """Return the cross entropy of the next token, summed over the targets that are not IGNORED.
 
     A model with the attribute `takes_targets` computes the sum itself, in chunks of tokens:
-    distmp's transformer, and Hugging Face models after `huggingface.prepare_loss`. For others, this
-    holds the logits of all tokens.
+    distmp's transformer, and Hugging Face models after `huggingface.prepare_loss`. With
+    others, the logits of all tokens exist at once.
 
     Args:
         model: Called with "inputs"; returns logits [batch, time, vocabulary], or an output with an

@@ -20,7 +20,7 @@ Metric = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
 
 
 def find_metrics(paths: Mapping[str, str]) -> dict[str, Metric]:
-    """Return the functions of `validation.metrics` by name, except what follows from the loss.
+    """Return the functions of `validation.metrics` by name, except those derived from the loss.
 
     Raises:
         ConfigError: See `find_metric`.

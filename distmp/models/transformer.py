@@ -2,7 +2,7 @@
 
 It has RMSNorm before each part, rotary positions, SwiGLU and causal scaled-dot-product attention,
 like Llama 3. Grouped-query attention and norms of queries and keys are options.
-Every module that owns parameters has a `reset_parameters`, which `Engine` uses to initialize a
+Every module with parameters has a `reset_parameters`, which `Engine` uses to initialize a
 model built on the meta device.
 """
 

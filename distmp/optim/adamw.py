@@ -87,7 +87,7 @@ class AdamW(torch.optim.AdamW):
                 raise ConfigError("optimizer", f"a tensor of shape {tuple(tensor.shape)}", problem)
 
     def shard(self, starts: Mapping[Tensor, int]) -> None:
-        """Set which elements the 1-dim shards of flattened parameters have; DTensors know it.
+        """Set which elements of the flattened parameters the 1-dim shards hold; not for DTensors.
 
         Args:
             starts: Index of the first element in the flattened full parameter, by shard.
@@ -156,7 +156,7 @@ class AdamW(torch.optim.AdamW):
             weights.copy_(flat.view(weights.shape))
 
     def _count(self, step: Tensor) -> Tensor | None:
-        """Count an update unless it is skipped; return whether it is, on the device, if known."""
+        """Count an update unless it is skipped; return whether it is, 0-dim bool, or None."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is None:
             step += 1
@@ -210,7 +210,7 @@ class _Update:
             second: Second moment, 1-dim.
             weight_bits: 32 random bits for each element, whose lower 16 round the weights; None:
                 they are rounded to nearest.
-            moment_bits: Those whose upper 16 round the second moment.
+            moment_bits: Random bits whose upper 16 round the second moment.
         """
         gradient = gradient.float()
         if self._grad_scale is not None:

@@ -17,7 +17,7 @@ from distmp.errors import ConfigError
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
 
 
-# Optimizers by the name of their class: what the engine cannot do.
+# Why the engine does not support an optimizer, by the name of its class.
 _REFUSED = {
     "LBFGS": (
         "needs a closure that computes the loss again several times in one step, and the engine "
@@ -35,7 +35,7 @@ _REFUSED = {
 
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the engine can step an optimizer.
+    """Check that the engine supports an optimizer.
 
     Args:
         optimizer: An optimizer on the tensors that it updates.
@@ -66,8 +66,7 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
 
     Raises:
         ConfigError: If `build` cannot be called with an optimizer, does not return a scheduler, or
-            the scheduler follows a metric,
-            changes the momentum, or is built on another optimizer.
+            the scheduler follows a metric, changes the momentum, or is built on another optimizer.
     """
     try:
         schedule: lr_scheduler.LRScheduler = build(optimizer)
@@ -230,7 +229,7 @@ class LearningRates:
         return self._rows[update] if self._build_schedule and update < len(self._rows) else []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what the rates depend on besides the number of updates: FP64 copies by name.
+        """Return the state of the rates besides the number of updates: FP64 copies by name.
 
         `rates` has the rate of each group, in shape (groups,).
         """

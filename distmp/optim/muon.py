@@ -154,7 +154,7 @@ class Muon(torch.optim.Optimizer):
     def shard(
         self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Set how matrices are divided over ranks; every rank has all elements of all others.
+        """Set how matrices are divided over ranks; every rank holds all others in full.
 
         Args:
             matrices: Shape and division of each sharded matrix, by the `id` of its tensor.
@@ -222,7 +222,7 @@ class Muon(torch.optim.Optimizer):
             work[index].update(update, matrices[index].shape)
 
     def _direction(self, matrix: _Matrix) -> Tensor:
-        """Update the momentum of this rank's part of a matrix; return what is orthogonalized."""
+        """Update the momentum of this rank's part of a matrix; return the part to orthogonalize."""
         state = self.state[matrix.tensor]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(matrix.tensor, requires_grad=False)
@@ -314,7 +314,7 @@ def _cost(rows: int, columns: int) -> float:
 
 
 def _check_whole(tensors: Iterable[Tensor]) -> None:
-    """Refuse shards of matrices, the same on all ranks: each rank would orthogonalize its own.
+    """Refuse shards of matrices, on all ranks: each would orthogonalize only its shard.
 
     Raises:
         ConfigError: If a tensor is a flat shard or a sharded DTensor.

@@ -31,8 +31,8 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
 
     Raises:
         ConfigError: If `factory` cannot be called with `parameters`, does not return an optimizer,
-            or one that the engine cannot step,
-            that lacks a tensor, has one twice, or has others.
+            or one that the engine does not support, or that lacks a tensor, has one twice, or has
+            others.
     """
     try:
         optimizer: Any = factory(parameters)
@@ -128,7 +128,7 @@ class OptimizerTensors:
             )
         if self._tensor_ids() != self._updated:
             _check_tensors(optimizer, self._parameters)
-        if optimizer.param_groups is not self._groups:  # by optimizer.load_state_dict
+        if optimizer.param_groups is not self._groups:  # replaced by load_state_dict
             for group, fused in zip(optimizer.param_groups, self._fused, strict=True):
                 if "fused" in group:
                     group["fused"] = fused
@@ -179,7 +179,7 @@ def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters
 
 
 def set_rounding(optimizer: torch.optim.Optimizer, policy: PrecisionPolicy) -> None:
-    """Let an optimizer round weights as a policy says.
+    """Set the rounding of an optimizer to that of a policy.
 
     Raises:
         ConfigError: If it cannot, or was built to round stochastically under another policy.

@@ -3,8 +3,8 @@
 Collectives of FSDP are matched by their order alone. If ranks run different modules, one rank's
 shard of a module is gathered into a different module of another rank, without an error if sizes
 happen to be equal. So each collective is compared with the one at the same position of the previous
-pass. If it differs, or if there is no previous pass, ranks compare what they are about to do before
-the collective starts, through the store. In a steady run this costs a comparison of two tuples, and
+pass. If it differs, or if there is no previous pass, ranks compare their next collectives through
+the store before these start. In a steady run this costs a comparison of two tuples, and
 neither host nor device waits.
 """
 
@@ -25,7 +25,7 @@ Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches", "nex
 
 # How long a rank in a comparison waits for ranks that make no progress, see `AwaitedRanks`.
 ANSWER_SECONDS = 120.0
-# Time after which a rank in a comparison checks what the others do.
+# Time after which a rank in a comparison checks the status of the others.
 PATIENCE_SECONDS = 2.0
 
 _numbers = itertools.count()
@@ -143,7 +143,7 @@ class CollectiveOrder:
         self._differs = self._pass not in self._known
 
     def _compare(self, local: Collective) -> None:
-        """Compare what ranks are about to do.
+        """Compare the next collectives of the ranks.
 
         Raises:
             TrainingError: If ranks differ, or if no rank that this one waits for makes progress.
@@ -192,7 +192,7 @@ class _Waiting:
         self._waiting: dict[int, int] = {}
 
     def problem(self, statuses: Statuses) -> TrainingError | None:
-        """Return the error if ranks differ or do not come; None while they may come."""
+        """Return the error if ranks differ or will not arrive; None while they may arrive."""
         monitor, own = self._monitor, self._monitor.own
         here = {
             rank: status.compares
@@ -217,7 +217,7 @@ class _Waiting:
     def _why_waiting(self, absent: Statuses) -> str:
         """Return which rank waits in the same collective as in the previous check, as text.
 
-        Such a rank will not come.
+        Such a rank will not reach the comparison.
         """
         waiting = {
             rank: status

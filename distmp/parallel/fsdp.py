@@ -62,7 +62,7 @@ from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import is_dtensor
 
-# Forward passes in which a replaced parameter is refused; the check costs host time.
+# Number of first forward passes that check for replaced parameters, which costs host time.
 _WATCHED_FORWARDS = 16
 
 WRITTEN_IN_FORWARD = (
@@ -77,7 +77,7 @@ REPLACED = (
 
 
 def _refuse_direct_use(name: str, gradient: Tensor) -> NoReturn:
-    """Hook of a shard, to which autograd has a gradient only if the shard itself was used.
+    """Hook of a shard, which autograd calls only if the loss used the shard directly.
 
     FSDP reduces gradients of gathered parameters; this gradient would differ between ranks.
     """
@@ -91,7 +91,7 @@ class FullySharded(Strategy):
     every shard group has a copy.
 
     FSDP sets zero gradients for a parameter that no rank has used, if its group was reduced at all.
-    `UsedParameters` determines which of these the optimizer steps.
+    `UsedParameters` determines which of these the optimizer updates.
 
     All ranks have to run the same modules in every microbatch. `CollectiveOrder` raises an error if
     they do not.
@@ -153,7 +153,7 @@ class FullySharded(Strategy):
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
             self.reason = f"{self._replicas} copies on {shards} ranks each; {self.reason}"
-        # Steps in which writes to gathered parameters are looked for.
+        # Number of remaining steps that check for writes to gathered parameters.
         self._watched_steps = 0
         # Whether FSDP may hold gradients or parameters of an unfinished step.
         self._unfinished = False
@@ -248,7 +248,7 @@ class FullySharded(Strategy):
         return [(name, part) for name, part in parts if isinstance(part, FSDPModule)]
 
     def _track_parameters(self, world: World) -> None:
-        """Start to train the parameters that require gradients now."""
+        """Track the parameters that require gradients now."""
         self._trainable = named = trainable(self.module)
         # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
         self._storages = [parameter.untyped_storage() for _, parameter in named]
@@ -260,7 +260,7 @@ class FullySharded(Strategy):
             parameter.register_hook(functools.partial(_refuse_direct_use, name))
 
     def _mark_used(self, parameter: nn.Parameter) -> None:
-        """Record that backward had a gradient of a parameter on this rank."""
+        """Record that backward computed a gradient of a parameter on this rank."""
         name = self._names.get(id(parameter))
         if name is not None:
             self.used.mark_used(name)

@@ -1,10 +1,9 @@
-"""The only file of distmp that touches private attributes of FSDP.
+"""The only file of distmp that uses private attributes of FSDP.
 
 torch 2.13 has no public API to accumulate gradients in FP32 until the last microbatch, to discard
 the gradients of an abandoned step, and to find out which parameters had a gradient and what
-gradients are divided by.
-tests/parallel/test_fsdp_internals.py fails if torch changes these attributes, or if another file
-touches them.
+gradients are divided by. tests/parallel/test_fsdp_internals.py fails if torch changes these
+attributes, or if another file uses them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class GradientReduction(NamedTuple):
         groups: The gradients are summed over these groups, one after the other.
         accumulates: Whether the next backward only accumulates gradients, as under `no_sync`.
         divisor: The number that the sum is divided by; None if it is unknown.
-        unknown: What reduces gradients in a way that distmp does not know, such as a hook.
+        unknown: Name of the hook or method that makes the divisor unknown; None if it is known.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -98,7 +97,7 @@ def accumulate_in_fp32(model: nn.Module) -> None:
 
 
 def refuse_replaced_parameters(model: nn.Module) -> None:
-    """Refuse tensors in place of parameters, which FSDP2 would replace by what it gathers.
+    """Refuse tensors in place of parameters, which the next gather of FSDP2 would replace.
 
     Args:
         model: A sharded model that is about to run.
@@ -152,7 +151,7 @@ def _post_backward(
     added: list[nn.Parameter] = []
     for parameter in group.fsdp_params:
         gathered = getattr(parameter, "_unsharded_param", None)
-        # Not of the gathered one, which a module that did not run yet has from before a thaw.
+        # Not of the gathered one: if its module has not run since an unfreeze, it is out of date.
         if gathered is None or not parameter.sharded_param.requires_grad:
             continue
         if _has_gradient(parameter):
@@ -285,7 +284,7 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
 def written_parameter(model: nn.Module) -> str | None:
     """Return the name of a gathered parameter that was written to; None if there is none.
 
-    FSDP2 fills gathered parameters without counting a version, so each write is the model's.
+    FSDP2 gathers without incrementing the version, so a changed version is a write of the model.
     """
     for parameter in _parameters(model):
         gathered = getattr(parameter, "_unsharded_param", None)

@@ -85,7 +85,7 @@ def check_ties(module: nn.Module, ties: list[list[str]], strategy: str) -> None:
 
     Args:
         module: The module after it was sharded.
-        ties: What `tied_names` returned before.
+        ties: Result of `tied_names` before sharding.
         strategy: The name of the strategy.
 
     Raises:

@@ -93,7 +93,7 @@ def _ddp_reduction(ddp: Any) -> GradientReduction:
 
 
 def _check_single(module: nn.Module, group: Group | None, divisor: float | None) -> None:
-    """Refuse a module without a wrapper that several ranks train."""
+    """Refuse a module without a wrapper if there are several ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     # DTensors may describe how all ranks share the parameters.
@@ -157,7 +157,7 @@ def _ranks(reduction: GradientReduction) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(dist.get_process_group_ranks(group)) for group in reduction.groups)
 
 
-# torch's number of reduction="mean", which nodes of losses in the autograd graph hold.
+# torch's enum value of reduction="mean", which the autograd nodes of losses store.
 MEAN = 1
 
 
@@ -188,15 +188,14 @@ def global_mean(
         loss_sum: Sum of the losses of the samples or tokens of this microbatch on this rank; one
             element, FP32 or FP64, because 16 bits would round the sum and the factor of all
             gradients. A DTensor counts with the value of all its shards.
-        weight: Number of samples or tokens of this rank in the whole step, that is, in all its
-            microbatches together; 0 or more. A number, or a tensor with one element on any device.
+        weight: Number of samples or tokens of this rank in the step, summed over its microbatches;
+            0 or more. A number, or a tensor with one element on any device.
         module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
             `fully_shard` or `replicate` applied, containing such modules, or on a single rank.
         microbatches: Number of microbatches of the step on this rank, which `weight` has to cover.
         group: The ranks that see different samples, a process group or a mesh, if they are not
             the ranks over which the module reduces gradients.
-        divisor: What the sum of gradients over ranks is divided by, if the module does not
-            determine it.
+        divisor: Divisor of the sum of gradients over ranks, if the module does not determine it.
 
     A loss that autograd has computed as a mean, such as that of `cross_entropy` or of a model of
     transformers, causes a warning: its gradient would be divided by the weight twice.
@@ -261,7 +260,7 @@ class _MeanLoss(torch.autograd.Function):
 
 
 def _valid(weight: Tensor | float, device: torch.device) -> Tensor:
-    """Return a weight, 0-dim FP64; NaN, which all ranks see in their sum, for an invalid one."""
+    """Return a weight, 0-dim FP64; NaN for an invalid one, so that its sum over ranks is NaN."""
     if isinstance(weight, Tensor):
         weight = weight.full_tensor() if is_dtensor(weight) else weight
         total = to_device(weight, device).sum().to(torch.float64)
@@ -289,7 +288,7 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
 
 
 def _summed_in(loss: Tensor) -> torch.dtype:
-    """Return the dtype of the loss, or, if it was cast, the one before."""
+    """Return the dtype of the loss, or the dtype before its last cast."""
     node: Any = loss.grad_fn
     if node is not None and node.name().startswith("ToCopyBackward"):
         (node, index), *_ = node.next_functions
@@ -301,10 +300,10 @@ def _summed_in(loss: Tensor) -> torch.dtype:
 def warn_about_mean(
     function: str, loss: Tensor, weight: Tensor | float, microbatches: int = 1
 ) -> None:
-    """Warn about a mean in the place of a loss sum; called by a function that users call.
+    """Warn about a mean in place of a loss sum. Call it directly in a public function.
 
     Args:
-        function: Name of this function.
+        function: Name of the public function.
         loss: The loss, in whose autograd graph a mean is visible.
         weight: The weight of the microbatches.
         microbatches: Number of microbatches. The mean of one sample is its sum.
@@ -336,7 +335,7 @@ def is_mean(
     """
     nodes: list[tuple[Any, float]] = [] if loss.grad_fn is None else [(loss.grad_fn, 1.0)]
     visited, found = {loss.grad_fn}, False
-    # A larger factor may be the weight. That of one of several microbatches is unknown.
+    # A larger factor may be the weight. The weight of one of several microbatches is unknown.
     limit = max(1.5, weight / 2 if microbatches == 1 else 0)
     for node, factor in nodes:  # the loop appends to it
         own = _factor(node, host_waits=host_waits)
@@ -358,7 +357,7 @@ def is_mean(
 
 
 def _factor(node: Any, *, host_waits: bool) -> float:
-    """Return what a node multiplies by: NaN for an unknown factor, 1 for an unknown divisor."""
+    """Return the factor of a node: NaN for an unknown factor, 1 for an unknown divisor."""
     kind = node.name()
     if not kind.startswith(("MulBackward", "DivBackward")):
         return 1.0
@@ -387,4 +386,4 @@ def _check_reduction(module: object, microbatches: object, group: object, diviso
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)  # numbers of numpy, too
+    return isinstance(value, Real) and not isinstance(value, bool)  # also numpy scalars

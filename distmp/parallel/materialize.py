@@ -60,7 +60,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def nothing_to_compute(name: str, device: torch.device) -> Tensor:
-    """Stand in for the initial values of a module without tensors on the meta device."""
+    """Initial values of a module without tensors on the meta device; never called."""
     raise KeyError(name)
 
 
@@ -102,7 +102,7 @@ def materialize_shards(module: nn.Module, values: InitialValues, device: torch.d
 
     Args:
         module: A module that `fully_shard` has sharded.
-        values: The initial values of whole parameters.
+        values: The initial values of full parameters.
         device: Where to compute them, and where the shards are held.
     """
 

@@ -18,7 +18,7 @@ from distmp.utils.dtypes import is_dtensor
 def place_shards(
     optimizer: torch.optim.Optimizer, strategy: Strategy, names: Mapping[int, str]
 ) -> None:
-    """Set which elements the flat shards of AdamW have; other optimizers do not change.
+    """Set which elements the flat shards of AdamW hold; other optimizers do not change.
 
     Args:
         optimizer: The optimizer, on the tensors of the strategy.

@@ -24,14 +24,14 @@ _of_all_engines: weakref.WeakSet[ModuleBuffers] = weakref.WeakSet()
 class ModuleBuffers:
     """Keeps buffers equal on all ranks, and reverts what a skipped step wrote to them.
 
-    After a step every rank has the buffers of rank 0, which torch's DDP broadcasts in the next
+    After a step every rank has the buffers of rank 0; torch's DDP broadcasts them in the next
     forward. A skipped step leaves them unchanged: running statistics never recover from activations
     that are not finite. The same holds for what it wrote to buffers of other engines' modules;
-    these are equal on all ranks again after a step of their own engine, or `broadcast`.
+    these are equal on all ranks again after a step of that engine, or `broadcast`.
 
     With `reproducible`, each microbatch begins with the buffers of the beginning of the step, and
     the step leaves those that the first microbatch of the global batch has written, as if each
-    microbatch ran on a rank of its own. The buffers of other engines' modules stay unchanged.
+    microbatch ran on a separate rank. The buffers of other engines' modules stay unchanged.
 
     Args:
         module: The module; buffers that are registered later are included.

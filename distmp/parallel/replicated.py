@@ -42,9 +42,8 @@ class Replicated(Strategy):
 
     Args:
         module: The model; it is moved to the world's device and gets the values of rank 0.
-        policy: The precision policy. With 16-bit parameters the optimizer steps FP32 master
-            weights, or the parameters if the policy has no master weights; otherwise the
-            parameters.
+        policy: The precision policy. The optimizer updates FP32 master weights if the policy has
+            them, otherwise the parameters.
         world: The ranks, each of which holds a copy.
         settings: How gradients are accumulated, reduced and updated.
         values: The initial values of parameters and buffers that are on the meta device.
@@ -181,7 +180,7 @@ class Replicated(Strategy):
 
 
 def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
-    """Refuse a policy whose weights `shard_optimizer` cannot step.
+    """Refuse a policy whose weights `shard_optimizer` cannot update.
 
     Raises:
         ConfigError: For weights in 16 bits.

@@ -104,10 +104,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class AccumulationSettings:
-    """How the strategies single and ddp accumulate, reduce and step gradients.
+    """How the strategies single and ddp accumulate, reduce and apply gradients.
 
     Attributes:
-        shard_optimizer: Whether every rank keeps and steps only its shard of the FP32 weights and
+        shard_optimizer: Whether every rank keeps and updates only its shard of the FP32 weights and
             the optimizer state.
         reproducible: Whether results are bitwise equal for every power-of-two number of ranks.
         on_nonfinite: "skip_step", or "drop_microbatch" to drop only microbatches with non-finite

@@ -42,7 +42,7 @@ USED_DIRECTLY = (
 
 
 def uses_shard(error: RuntimeError) -> bool:
-    """Return whether torch has refused to compute with a shard and a whole tensor."""
+    """Return whether torch has refused to compute with a shard and a full tensor."""
     return "mixed torch.Tensor and DTensor" in str(error)
 
 
@@ -76,7 +76,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that the optimizer steps, with the parameter names of the model."""
+        """Return the tensors that the optimizer updates, with their parameter names."""
 
     def check_model(self) -> None:  # noqa: B027 - optional
         """Refuse a model whose parameters are no longer those that are trained.
@@ -87,7 +87,7 @@ class Strategy(ABC):
         """
 
     def watch_copies(self) -> None:  # noqa: B027 - optional
-        """Refuse writes of the model to copies of its weights in the first steps, too."""
+        """Also refuse writes of the model to copies of its weights, in the next steps."""
 
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
@@ -105,7 +105,7 @@ class Strategy(ABC):
             self._order.compare_microbatches(microbatches)
 
     def compare_next(self, has_next: bool) -> None:
-        """Compare before each microbatch of an evaluation whether ranks have one.
+        """Compare between ranks whether an evaluation has another microbatch.
 
         Raises:
             TrainingError: If the strategy needs the same number on every rank, and ranks differ.
@@ -122,7 +122,7 @@ class Strategy(ABC):
         """Announce the forward and backward of one microbatch."""
 
     def computing_loss(self, *, computing: bool) -> None:
-        """Refuse a backward while the loss is computed, as the loss function's own one."""
+        """Refuse a backward while the loss is computed, that is, inside the loss function."""
         self.used.computing_loss = computing
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
@@ -162,16 +162,16 @@ class Strategy(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no buckets")
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor of a parameter's state for checkpoints, a shard as a `FlatShard`."""
+        """Return a state tensor of a parameter as checkpoints store it, shards as `FlatShard`."""
         return tensor
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:
-        """Return how a matrix is divided over `shard_group`; None if every rank steps all of it."""
+        """Return how `shard_group` divides a matrix; None if every rank updates all of it."""
         return None
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share one copy of what the optimizer steps."""
+        """The ranks that share one copy of the optimizer's tensors."""
         return None
 
     def prepare_optimizer_grads(self) -> None:  # noqa: B027 - optional
@@ -190,7 +190,7 @@ class Strategy(ABC):
         return [("", self.model)]
 
     def frozen_and_buffers(self) -> dict[str, Tensor]:
-        """Return frozen parameters and buffers by the names of the model, each of them once."""
+        """Return frozen parameters and buffers by name, each tensor once."""
         # By identity, not by name: a tied weight has several names.
         seen = {id(value) for value in self.module.parameters() if value.requires_grad}
         found = {}
@@ -260,7 +260,7 @@ def check_model(model: object) -> None:
 
 
 class KnownParameters:
-    """Detects trained parameters that were replaced or removed, and other ones to train.
+    """Detects trained parameters that were replaced, removed or added.
 
     Args:
         model: The model with its final parameters.
@@ -323,7 +323,7 @@ def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
 def sixteen_bit_parameters(
     module: nn.Module, dtype: torch.dtype, except_for: Iterable[nn.Module]
 ) -> None:
-    """Round trainable parameters to the dtype that the optimizer steps, in place."""
+    """Round trainable parameters to `dtype`, in which the optimizer updates them, in place."""
     kept = {id(parameter) for part in except_for for parameter in part.parameters()}
     for parameter in module.parameters():
         if parameter.requires_grad and id(parameter) not in kept:
@@ -356,7 +356,7 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
-    """Refuse two parameters in the same memory, where they would be trained apart.
+    """Refuse two parameters that share memory, because they would be trained separately.
 
     Args:
         module: The model.

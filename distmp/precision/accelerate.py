@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 ACCELERATE_WORDS = {dtype: word for word, dtype in DTYPE_WORDS.items()} | {torch.float32: "no"}
 
 
-# The policy for each of its words.
+# The policy for each value of accelerate's `mixed_precision`.
 POLICIES = {"no": "fp32", "bf16": "bf16-autocast", "fp16": "fp16-autocast"}
 
 
 def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
-    """Return the policy for accelerate's word for precision; all of them have FP32 weights.
+    """Return the policy for a value of accelerate's `mixed_precision`; it has FP32 weights.
 
     Args:
         word: "no", "bf16" or "fp16".
         setting: Name of the setting, for the message.
 
     Raises:
-        ConfigError: For other words, such as "fp8", which only distmp.Engine computes.
+        ConfigError: For other values, such as "fp8", which only distmp.Engine computes.
     """
     if word not in POLICIES:
         raise ConfigError(setting, word, nearest(word, POLICIES))
@@ -50,14 +50,14 @@ def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
 
 
 def mixed_precision(policy: PrecisionPolicy) -> str:
-    """Return accelerate's word for a policy: "no", "bf16" or "fp16".
+    """Return accelerate's `mixed_precision` for a policy: "no", "bf16" or "fp16".
 
-    With a 16-bit word accelerate steps FP32 weights, which a pure policy does not have.
+    With "bf16" or "fp16" accelerate updates FP32 weights, which a pure policy does not have.
 
     Raises:
         ConfigError: If outputs have 16 bits, which accelerate casts to FP32, the loss is scaled for
             FP32 compute, which accelerate would not unscale, weights are rounded stochastically,
-            which the engine tells the optimizer to do, or matrix products have fewer bits.
+            which only the engine configures, or matrix products have fewer bits.
     """
     refuse_low_precision_matmuls(policy)
     if policy.stochastic_rounding:
@@ -117,7 +117,7 @@ def fsdp_plugin(
 ) -> FullyShardedDataParallelPlugin:
     """Set the precision of a policy in a plugin, for FSDP1 and FSDP2.
 
-    `prepare_to_shard` does what FSDP does not do itself.
+    `prepare_to_shard` applies the parts that FSDP does not implement.
 
     Args:
         policy: The precision policy.

@@ -40,7 +40,7 @@ def autocast_context(
 def autocast_of_dtypes(
     policy: PrecisionPolicy, device: torch.device, *, sharded: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return what `autocast_context` returns; low-precision formats are applied elsewhere.
+    """Return the context of `autocast_context`, also for policies with low-precision matmuls.
 
     Args:
         policy: The policy.
@@ -169,7 +169,7 @@ def _averaging_hook(dtype: torch.dtype) -> CommHook:
         assert work is not None  # None means that this rank is not in the group
         return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
-    # DDP requires its annotation of the bucket, as a type and not as text, or none.
+    # DDP accepts its annotation of the bucket only as a type, not as text; a lambda has none.
     return lambda group, bucket: average(group, bucket)
 
 

@@ -25,8 +25,8 @@ from distmp.utils.tensor_trees import map_tensors
 class Fp32Functions(TorchFunctionMode):
     """Calls the named functions with FP32 copies of 16-bit tensors.
 
-    Results get the 16-bit dtype again, as those of kept modules do, so that the next layer takes
-    them; numbers (0-dim), such as losses, stay FP32 and do not overflow. Every other call of torch
+    Results are rounded to the 16-bit dtype, as those of kept modules, because the next layer needs
+    it; 0-dim results, such as losses, stay FP32 and do not overflow. Every other call of torch
     costs a few microseconds more, so the mode is entered only if the policy names functions.
 
     Args:
@@ -55,7 +55,7 @@ class Fp32Functions(TorchFunctionMode):
         result = func(*map_tensors(in_fp32, args), **map_tensors(in_fp32, kwargs))
         if not copies:
             return result
-        if not torch.compiler.is_compiling():  # compiled code has no storages to look at
+        if not torch.compiler.is_compiling():  # compiled code has no storages to compare
             _refuse_shared(name, copies, result)
         return map_tensors(lambda part: _rounded(part, dtypes[0]), result)
 

@@ -328,7 +328,7 @@ def _gpu(device: torch.device) -> str:
 
 
 def _cpu_features(features: tuple[str, ...]) -> list[str]:
-    """Return those of some features that the CPU has, according to `/proc/cpuinfo`."""
+    """Return which of the features the CPU has, according to `/proc/cpuinfo`."""
     try:
         with open("/proc/cpuinfo") as lines:
             available = {

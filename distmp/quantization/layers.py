@@ -1,4 +1,4 @@
-"""Gives the linear layers of a model low-precision matmuls, and holds their state."""
+"""Replaces the matmuls of linear layers by low-precision ones, and holds their state."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class LowPrecisionLayers:
             self.states[name].formats = value
 
     def describe(self) -> str:
-        """Return which layers have low-precision matmuls, and why others are not, as text."""
+        """Return which layers have low-precision matmuls, and why others do not, as text."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self.high_precision.items():
             reasons.setdefault(reason, []).append(name)
@@ -98,7 +98,7 @@ class LowPrecisionLayers:
 def low_precision_layers(
     model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str], device: torch.device
 ) -> LowPrecisionLayers | None:
-    """Give the linear layers of a model low-precision matmuls in place.
+    """Replace the matmuls of the linear layers of a model by low-precision ones, in place.
 
     Low-precision matmuls of an earlier engine are removed.
 
@@ -114,7 +114,7 @@ def low_precision_layers(
     Raises:
         ConfigError: See `distmp.quantization.selection.select`.
     """
-    # A model may have been in an engine before, whose formats must not remain in this one.
+    # The formats of an earlier engine of this model must not remain.
     _restore_forward(model)
     if not policy.has_low_precision_matmuls:
         return None
@@ -142,7 +142,7 @@ def _replace_forward(
 
 
 def _restore_forward(model: nn.Module) -> None:
-    """Give the low-precision layers of an earlier engine the forward of torch again."""
+    """Restore torch's forward in the low-precision layers of an earlier engine."""
     for module in model.modules():
         if getattr(vars(module).get("forward"), "has_low_precision_matmuls", False):
             del module.forward
@@ -166,7 +166,7 @@ def describe_formats(layers: LowPrecisionLayers) -> str:
 
 
 def formats_record(layers: LowPrecisionLayers) -> dict[str, Any]:
-    """Return what `describe_formats` says, as JSON values.
+    """Return the content of `describe_formats` as JSON values.
 
     Returns:
         "formats", a list of texts; "emulated"; "backend", how products are computed;

@@ -128,7 +128,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         counts: LayerCounts | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # The formats of forward, so that backward has them, too.
+        # Backward uses the formats of this forward.
         ctx.state, ctx.formats, ctx.counts = state, state.formats, counts
         ctx.bias_dtype = None if bias is None else bias.dtype
         formats = state.formats
@@ -189,8 +189,8 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
     if formats.wgrad is None:
         return dy.t() @ x
     dy, x = dy.float(), x.float()
-    # The sum is over tokens, in whole blocks; kernels of FP8 products need a multiple of 16. A
-    # microbatch without tokens has one block of zeros.
+    # The sum is over tokens, padded to full blocks; FP8 kernels need a multiple of 16. A microbatch
+    # without tokens has one block of zeros.
     size = BLOCK_SIZES.get(formats.scaling, 16)
     if padding := -len(x) % size if len(x) else size:
         dy, x = F.pad(dy, (0, 0, 0, padding)), F.pad(x, (0, 0, 0, padding))

@@ -7,7 +7,7 @@ blocks, so that the same rounded weight is used in forward and, transposed, in b
 - "tensor", "row" and "block32": Scales are powers of two (block32: OCP MX, rounded up, so that
   nothing saturates).
 - "block16": NVFP4. The scale of a block is an e4m3 number, multiplied by a power of two for the
-  whole operand.
+  operand.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def round_stochastically(values: Tensor, number_format: NumberFormat, uniform: T
     spacing = (exponents - (number_format.mantissa_bits << _MANTISSA_WIDTH)).view(torch.float32)
     steps = limited / spacing
     below = steps.floor()
-    # Compared, not added: a sum would round numbers of the format up.
+    # Compare instead of adding the random number, which could round up a number of the format.
     return _like(values, (below + (uniform < steps - below)) * spacing)
 
 
@@ -130,8 +130,8 @@ def power_of_two_scales(largest: Tensor, number_format: NumberFormat) -> Tensor:
     return torch.where((largest > 0) & largest.isfinite(), scales, 1.0)
 
 
-# What is counted for each operand: the largest magnitude, the number of values that are saturated
-# or not finite, of nonzero values that were rounded to zero, and of all values.
+# Statistics of each operand: the largest magnitude, and the numbers of values that are saturated or
+# not finite, of nonzero values that were rounded to zero, and of all values.
 STATISTICS = ("largest", "saturated", "underflowed", "elements")
 
 
@@ -154,12 +154,12 @@ class LayerCounts:
         _BY_NUMBER[number] = self
 
     def of(self, operand: int) -> Counts:
-        """Return where the statistics of an operand are added."""
+        """Return the entry for the statistics of an operand."""
         return Counts(self.number, operand)
 
 
 class Counts(NamedTuple):
-    """Where the statistics of an operand are added: the number of a layer, int64, and a row."""
+    """Entry for the statistics of an operand: the number of a layer, int64, and a row."""
 
     number: Tensor
     operand: int
@@ -274,7 +274,7 @@ def quantize(
         square: Whether blocks are square, as those of weights, or parts of a row.
         uniform: Random numbers for stochastic rounding, FP32 from 0 to below 1, of the shape of
             `matrix`; None rounds to nearest.
-        counts: Where statistics of the operand are added; None: nowhere.
+        counts: Receives the statistics of the operand; None: they are not counted.
     """
     matrix, number_format = matrix.float(), FORMATS[format_name]
     size = BLOCK_SIZES.get(scaling, 1)

@@ -87,7 +87,7 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the FP32 product of two FP32 matrices whose values bfloat16 represents exactly."""
     if a.device.type != "cpu":
         return a @ b
-    # An operator, as the compiler could not see that the product depends on the switch.
+    # An operator, because the compiler does not see that the product depends on the switch.
     return _product_on_cpu(a, b) if torch.compiler.is_compiling() else _with_bf16_inputs(a, b)
 
 

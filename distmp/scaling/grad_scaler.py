@@ -163,12 +163,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         # Number of consecutive and of total skips, int64 of shape (2,) on the device of the scale.
         self._skips: Tensor | None = None
         self._latest_found_inf: Tensor | None = None
-        # What the host has not read yet of the last iteration.
+        # Flags of the last iteration that the host has not read yet.
         self._unread: HostCopy | None = None
         self._warned_of_partial_update = False
         self._calls = CallLog()
-        # Decisions of which the host does not know yet whether all ranks made the same calls, with
-        # the reduction, and whether ranks differ.
+        # Decisions for which the host has not read yet whether ranks made different calls: each
+        # with its reduction and the flag.
         self._unchecked: list[tuple[Decision, PendingDecision | None, HostCopy]] = []
         # From now on, other ranks can query the latest call of this one.
         self._monitor: RankMonitor | None = rank_monitor.current()
@@ -318,7 +318,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._check_decisions(self._calls.iteration - 1)
         without_step = not self._totals and new_scale is None
         if any(inspected.found_inf is None for inspected in self._inspected.values()) or (
-            # An error. Join a decision of the other ranks, so that all ranks raise it.
+            # An update without a step is an error. Join the others' decision, so that all raise it.
             without_step and self._ranks.others_decide(MISUSE_SECONDS)
         ):
             self._decide("update", [])
@@ -441,7 +441,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         Raises:
             TrainingError: If the calls differ and the host knows it without waiting.
         """
-        if self._ranks.world_size == 1:  # without an identity of optimizers, which waits
+        if self._ranks.world_size == 1:  # skip the identity of optimizers, which waits
             alone = Fingerprint(0, world_size=1)
             return reduce_flags(waiting, square, scale, self._ranks, alone, has_scaled=True)
         decision = self._calls.decide(

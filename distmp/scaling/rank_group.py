@@ -192,7 +192,7 @@ def _completion_query(device: torch.device) -> Any:
 def _raise_if_ranks_missing(
     monitor: RankMonitor, decision: PendingDecision, error: RuntimeError
 ) -> None:
-    """Raise an error that names the missing ranks, if they are why the reduction failed."""
+    """Raise an error that names the missing ranks, if the reduction failed because of them."""
     call = monitor.own.last_call
     try:
         missing = monitor.missing(decision)

@@ -24,7 +24,7 @@ from distmp.utils.host_copy import cpu_number
 CHUNK = 2**14
 # Number of elements that are copied at once to scale them.
 _BLOCK = 64 * CHUNK
-# FP32 sums of squares are precise for norms from here on, even if small squares become zero.
+# Smallest norm for which an FP32 sum of squares is precise, although small squares underflow.
 _PRECISE_FROM = 2.0**-40
 
 
@@ -60,7 +60,7 @@ def _by_rows(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _of_scaled(tensors: list[Tensor], norms: Tensor) -> Tensor:
-    """Compute norms of values that are multiplied by a power of two, which makes the largest 1."""
+    """Compute the norms again from values that a power of two scales to magnitudes below 1."""
     limits = torch.stack([limit.double() for tensor in tensors for limit in tensor.aminmax()])
     largest = cpu_number(limits.abs().amax())
     if not 0 < largest < math.inf:
@@ -185,7 +185,7 @@ def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
 
 
 def not_finite(norms: Tensor) -> Tensor:
-    """Return where numbers that are not negative are infinite or NaN.
+    """Return which of some nonnegative numbers are infinite or NaN.
 
     Two kernels, where `~norms.isfinite()` launches five.
     """
@@ -302,7 +302,7 @@ def ordered_total(
         counts = torch.cat([counts, exact])
     local = torch.cat([pack(*losses, *weights, device=device), chunk_squares(shards)])
     lengths = [len(losses), len(weights), *(len(shard) // CHUNK for shard in shards)]
-    # For each sum one row per rank; this rank fills its own.
+    # Each sum has one row per rank. A rank fills only its row, so the all-reduce gathers the rows.
     leaves = torch.zeros(world_size * len(local), dtype=torch.float64, device=device)
     own = [rows.view(world_size, -1)[rank] for rows in _split(leaves, lengths, world_size)]
     torch._foreach_copy_(own, local.split(lengths))
