@@ -339,7 +339,7 @@ def test_state_of_other_data_is_refused() -> None:
             loader.load_state_dict(state)
 
 
-def test_step_limit_draws_no_unused_samples() -> None:
+def test_step_limit_before_loader_draws_no_unused_samples() -> None:
     for limited, samples in (
         (lambda loader: zip(range(2), loader, strict=False), 8),
         (lambda loader: islice(loader, 2), 8),

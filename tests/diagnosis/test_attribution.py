@@ -176,7 +176,7 @@ def test_recurring_loss_precedes_one_that_does_not_recur() -> None:
 
 
 @pytest.mark.parametrize("has_masters", [True, False])
-def test_value_written_to_weight_copy_is_overwritten(has_masters: bool) -> None:
+def test_advice_mentions_copies_of_master_weights(has_masters: bool) -> None:
     for bad_stats in (make_stats(1.0), make_stats(losses=[math.nan, 1.0])):
         report = diagnose([bad_stats], make_context(has_masters=has_masters))
         assert report.cause == "not_repeated"

@@ -178,7 +178,7 @@ def test_restart_at_any_time_keeps_attempts_separate(choices: list[tuple[str, in
     assert all(len(ranks) == len(set(ranks)) for ranks in by_number.values())
 
 
-def test_process_of_earlier_attempt_exits() -> None:
+def test_process_of_earlier_attempt_raises_error() -> None:
     store = HashStore()
     old = rank(store, 0)
     old.publish()

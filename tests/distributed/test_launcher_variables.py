@@ -148,7 +148,7 @@ def test_single_process_trains_without_group(variables: dict[str, str]) -> None:
     assert RankEnvironment.from_variables(variables) == RankEnvironment()
 
 
-def test_mpirun_processes_train_together(tmp_path: Path) -> None:
+def test_mpirun_processes_need_address_to_train(tmp_path: Path) -> None:
     """They train together if they know an address, and not at all otherwise."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is missing (apt-get install openmpi-bin)")

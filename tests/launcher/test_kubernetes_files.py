@@ -149,7 +149,7 @@ def test_service_resolves_pods_before_ready() -> None:
 
 
 @pytest.mark.parametrize("file", ["jobset", "trainjob"])
-def test_failed_pod_restarts_all(file: str) -> None:
+def test_failed_pod_restarts_all_except_exit_code_2(file: str) -> None:
     policy = job_set(file)["failurePolicy"]
     assert job_spec(file)["backoffLimit"] == 0
     assert policy["maxRestarts"] == 3

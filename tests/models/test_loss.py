@@ -217,7 +217,7 @@ def test_targets_outside_vocabulary_are_refused(takes: bool, target: int) -> Non
         next_token_loss(model, batch(targets))
 
 
-def test_negative_target_does_not_count_as_first_token() -> None:
+def test_negative_target_raises_out_of_bounds() -> None:
     """Where targets are not checked: on a GPU, and below torch.compile."""
     hidden, weight, targets = torch.randn(4, 8), torch.randn(50, 8), torch.tensor([3, -7, 4, 5])
     with pytest.raises(RuntimeError, match="-7 is out of bounds"):

@@ -116,7 +116,7 @@ def test_state_without_tensor_is_refused_by_name() -> None:
         named_state(optimizer, names_of(named))
 
 
-def test_state_of_frozen_parameters_is_omitted() -> None:
+def test_state_of_untrained_parameters_is_omitted() -> None:
     named = parameters()
     optimizer = OPTIMIZERS["adamw"](named.values())
     stored = {f"gone/{key}": (torch.Size([2]), torch.float32) for key in ("exp_avg", "exp_avg_sq")}

@@ -161,7 +161,7 @@ def test_interval_ends_after_all_of_its_waits(monkeypatch: pytest.MonkeyPatch) -
     assert clock.take() is None
 
 
-def test_waits_are_recorded_on_compute_stream() -> None:
+def test_only_waits_of_compute_stream_are_recorded() -> None:
     device, work = torch.device("cpu"), dist.Work()
     collective_waits.active = True
     with contextlib.suppress(RuntimeError), collective_waits.on_side_stream():

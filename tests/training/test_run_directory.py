@@ -82,7 +82,7 @@ def test_checkpoints_are_stored_in_other_directory(tmp_path: Path) -> None:
     assert create_run(wanted, place).checkpoints == tmp_path / "scratch" / "run-2"
 
 
-def test_run_with_remote_directory_counts(tmp_path: Path) -> None:
+def test_run_with_remote_directory_is_found(tmp_path: Path) -> None:
     place, wanted = tmp_path / "scratch", str(tmp_path / "here" / "run")
     for name in ("run", "run-3", "other", "run-x"):
         (place / name).mkdir(parents=True)

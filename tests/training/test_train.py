@@ -113,7 +113,9 @@ def test_resumed_losses_agree_with_uninterrupted_run(tmp_path: Path, ranks: int)
     assert [record.grad_norm for record in resumed] == [record.grad_norm for record in whole]
 
 
-def test_run_writes_only_in_its_directory(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_writes_expected_files_in_its_directory(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = tiny(cwd, "--steps=3", "--run-dir=runs/here", "--log.every=1")
     threads = torch.get_num_threads()
     assert main(arguments) == 0

@@ -244,7 +244,7 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
-def test_description_names_inputs_of_initial_values() -> None:
+def test_description_changes_with_initial_values() -> None:
     texts = {name: described(change) for name, change in CHANGES.items()}
     for name, change in CHANGES.items():
         assert described(change) == texts[name], name

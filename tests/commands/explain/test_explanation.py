@@ -474,7 +474,7 @@ def refused_on_a_rank() -> None:
         predicted(run(), 2)
 
 
-def test_explain_refuses_several_ranks() -> None:
+def test_explain_under_launcher_is_refused() -> None:
     run_ranks(refused_on_a_rank, 1)
 
 
