@@ -40,7 +40,7 @@ def raising(error: BaseException) -> Callable[[list[str]], int]:
     return main
 
 
-def test_runs_the_subcommand_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subcommand_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
     def main(argv: list[str]) -> int:
@@ -59,7 +59,7 @@ def test_runs_the_subcommand_with_its_arguments(monkeypatch: pytest.MonkeyPatch)
         (CheckpointError("the disk is full"), 1),
     ],
 )
-def test_errors_of_the_user_are_one_message(
+def test_user_errors_are_one_message(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     subcommand(monkeypatch, raising(error))
@@ -73,13 +73,13 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         cli.main(["train"])
 
 
-def test_interrupt_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_returns_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     subcommand(monkeypatch, raising(KeyboardInterrupt()))
     assert cli.main(["train"]) == 130
 
 
 @pytest.mark.parametrize("arguments", [("train", "--help"), ("launch", "--", "--help")])
-def test_a_closed_pipe_ends_without_a_traceback(arguments: tuple[str, ...]) -> None:
+def test_closed_pipe_gives_no_traceback(arguments: tuple[str, ...]) -> None:
     """`distmp train --help | head -1` ends without a traceback."""
     read, write = os.pipe()
     os.close(read)
@@ -97,7 +97,7 @@ def test_a_closed_pipe_ends_without_a_traceback(arguments: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("argument", ["--help", "presets"])
-def test_a_full_output_is_one_message(argument: str) -> None:
+def test_full_output_device_is_one_message(argument: str) -> None:
     with open("/dev/full", "w") as full:
         finished = subprocess.run(
             [sys.executable, "-m", "distmp", argument],
@@ -119,7 +119,7 @@ def test_a_full_output_is_one_message(argument: str) -> None:
         pytest.param("doctor", signal.SIGTERM, -signal.SIGTERM, id="no job of a scheduler"),
     ],
 )
-def test_a_signal_during_the_imports(
+def test_signal_during_imports_gives_no_traceback(
     name: str, number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text(TORCH)
@@ -138,7 +138,7 @@ def test_a_signal_during_the_imports(
 
 
 @pytest.mark.parametrize("name", ["trian", "Train", "lunch", "--verison", "xyzzy"])
-def test_unknown_subcommand(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_subcommand_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name]) == 2
     message = capsys.readouterr().err
     assert repr(name) in message
@@ -158,7 +158,7 @@ def test_every_subcommand_exists(name: str) -> None:
     assert callable(module.main)
 
 
-def test_module_is_the_command() -> None:
+def test_module_runs_like_command() -> None:
     finished = run(python("-m", "distmp", "--version"), Path.cwd())
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith(f"distmp {__version__}, torch ")

@@ -15,12 +15,12 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_shipped_config_loads_and_describes_its_use(path: Path) -> None:
+def test_shipped_configurations_load_and_describe_their_use(path: Path) -> None:
     assert load(["--config", str(path)]) != RunConfig()
     assert path.read_text().startswith("# ")
 
 
-def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
+def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
     config = load(["--config", str(CONFIGS[0]), "--optim.lr", "3e-4", "--optim.max-norm", "None"])
     write_yaml(config, tmp_path / "config.yaml")
     assert from_mapping(RunConfig, read_yaml(tmp_path / "config.yaml")) == config
@@ -90,14 +90,14 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--schedule", "cosine"], "is a section; set schedule.name, schedule.warmup_steps"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(arguments: list[str], message: str) -> None:
+def test_unusable_settings_are_refused_by_name(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(arguments)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_advice_names_settings_and_is_not_for_settings() -> None:
+def test_advice_names_existing_settings() -> None:
     """Advice for the name of a setting would never be printed."""
     leaves, names = {*leaf_names(RunConfig)}, {*setting_names(RunConfig)}
     assert leaves.isdisjoint(RunConfig.advice)
@@ -120,23 +120,23 @@ def test_advice_names_settings_and_is_not_for_settings() -> None:
         ("precision", "bf16", r"precision = 'bf16': is a section; set precision.policy"),
     ],
 )
-def test_advice_in_a_file(name: str, value: object, message: str) -> None:
+def test_unknown_setting_in_file_gives_advice(name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(RunConfig, {name: value})
 
 
-def test_a_configuration_can_be_pickled() -> None:
+def test_configuration_can_be_pickled() -> None:
     config = RunConfig(steps=7)
     copied = pickle.loads(pickle.dumps(config))
     assert copied == config
 
 
-def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
+def test_indivisible_batch_error_names_divisible_sizes() -> None:
     with pytest.raises(ConfigError, match="nearest: 32 or 48"):
         BatchConfig(global_batch_size=40, microbatch_size=16)
 
 
-def test_phases_are_a_list_in_brackets() -> None:
+def test_phases_are_read_from_bracketed_list() -> None:
     phases = "[{until_tokens: 2, policy: bf16}]"
     (phase,) = load(["--precision.policy=fp8", "--precision.phases", phases]).precision.phases
     assert phase == {"until_tokens": 2, "policy": "bf16"}

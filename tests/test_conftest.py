@@ -54,7 +54,7 @@ LEAKS = {
 
 
 @pytest.mark.nightly
-def test_each_leak_fails_its_own_test(tmp_path: Path) -> None:
+def test_each_leak_fails_the_test_that_caused_it(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     root = str(Path(__file__).parents[1])
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS)

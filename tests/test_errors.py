@@ -27,7 +27,7 @@ def test_config_error_names_setting_value_and_remedy() -> None:
         (SetupError({0: "a"}, 7), DistmpError, 7),
     ],
 )
-def test_errors_are_ours_and_have_an_exit_code(
+def test_errors_have_base_class_and_exit_code(
     error: DistmpError, builtin: type[Exception], exit_code: int
 ) -> None:
     assert isinstance(error, DistmpError)
@@ -44,9 +44,7 @@ def test_errors_are_ours_and_have_an_exit_code(
         ({0: "no data", 2: "no disk", 3: "no data"}, "ranks 0, 3: no data; rank 2: no disk"),
     ],
 )
-def test_setup_error_tells_ranks_apart_where_they_differ(
-    messages: dict[int, str], text: str
-) -> None:
+def test_setup_error_groups_ranks_by_message(messages: dict[int, str], text: str) -> None:
     assert str(SetupError(messages, 1)) == text
 
 
@@ -59,5 +57,5 @@ def test_setup_error_tells_ranks_apart_where_they_differ(
         ("adamw2", iter(["sgd", "adamw"]), "did you mean 'adamw'?"),
     ],
 )
-def test_nearest(name: str, choices: list[str], expected: str) -> None:
+def test_nearest_choice_is_suggested(name: str, choices: list[str], expected: str) -> None:
     assert nearest(name, choices) == expected

@@ -75,7 +75,7 @@ def _found() -> list[tuple[int, int, list[str]]]:
 
 
 @pytest.mark.parametrize("arguments", WITHOUT_TORCH, ids=" ".join)
-def test_help_and_wrong_settings_do_not_import_torch(arguments: list[str]) -> None:
+def test_help_and_invalid_settings_do_not_import_torch(arguments: list[str]) -> None:
     code, printed, imported = _found()[WITHOUT_TORCH.index(arguments)]
     assert code == (0 if arguments[-1] in ("--help", "--version", "presets") else 2)
     assert printed > 0
@@ -130,7 +130,7 @@ def test_every_public_name_has_an_example_that_runs(name: str) -> None:
     assert not failed, output.getvalue()
 
 
-def test_importing_brings_nothing_heavy_that_torch_has_not_brought() -> None:
+def test_import_adds_no_heavy_modules_beyond_torch() -> None:
     program = (
         "import sys, torch; before = set(sys.modules); import distmp;"
         f"print([name for name in {HEAVY!r} if name in set(sys.modules) - before])"
@@ -145,7 +145,7 @@ def test_importing_brings_nothing_heavy_that_torch_has_not_brought() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_importing_waits_for_torch_until_something_is_used() -> None:
+def test_torch_is_imported_on_first_use() -> None:
     program = (
         "import sys, distmp; assert 'torch' not in sys.modules;"
         "print(distmp.parallel.ParallelConfig.__name__, distmp.policy('fp32').name)"

@@ -21,7 +21,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_of_secrets(name: str) -> None:
+def test_secret_names_are_masked(name: str) -> None:
     assert is_secret(name)
     assert masked({name: SECRET}) == {name: HIDDEN}
     assert masked({"section": [{name: [SECRET, {"x": SECRET}]}]}) == {
@@ -36,7 +36,7 @@ def test_names_of_secrets(name: str) -> None:
         "precision.phases.until_tokens",
     ],
 )
-def test_other_names(name: str) -> None:
+def test_other_names_are_not_masked(name: str) -> None:
     assert not is_secret(name)
     assert masked({name: "value"}) == {name: "value"}
 
@@ -64,17 +64,17 @@ def test_other_names(name: str) -> None:
         ),
     ],
 )
-def test_texts(text: str, expected: str) -> None:
+def test_secrets_in_text_are_masked(text: str, expected: str) -> None:
     assert masked_text(text) == expected
     assert masked_text(expected) == expected
 
 
-def test_numbers_are_hidden_where_they_can_only_be_secrets() -> None:
+def test_only_numbers_named_password_are_masked() -> None:
     values = {"password": 1234, "key": 7, "token": None, "secret": True, "auth": ""}
     assert masked(values) == values | {"password": HIDDEN}
 
 
-def test_the_word_after_the_name_of_a_secret() -> None:
+def test_value_after_secret_option_is_masked() -> None:
     words = ["python", "--api-key", SECRET, "--seed", "1"]
     assert masked(words) == ["python", "--api-key", HIDDEN, "--seed", "1"]
     words = ["--data.source", "tokens", "--seed", "1"]
@@ -82,7 +82,7 @@ def test_the_word_after_the_name_of_a_secret() -> None:
     assert masked(("Authorization", SECRET)) == ("Authorization", HIDDEN)
 
 
-def test_errors_and_log_messages() -> None:
+def test_errors_and_log_messages_are_masked() -> None:
     url = f"s3://me:{SECRET}@bucket"
     error = ConfigError("checkpoint.path", url, f"{url} cannot be read")
     assert str(error) == "checkpoint.path = 's3://***@bucket': s3://***@bucket cannot be read"
@@ -93,7 +93,7 @@ def test_errors_and_log_messages() -> None:
     assert record.getMessage() == "lost s3://***@bucket"
 
 
-def test_variables() -> None:
+def test_environment_variables_are_masked() -> None:
     variables = {"NCCL_SOCKET_IFNAME": "eth0", "TORCH_PROXY": f"http://a:{SECRET}@b"}
     secret = dict.fromkeys(("TORCH_HUB_PAT", "NCCL_PASSFILE_PASS", "PET_AUTH"), SECRET)
     assert relevant(variables | secret) == {
@@ -132,7 +132,7 @@ nested: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(nested)
-def test_no_secret_remains(value: Any) -> None:
+def test_no_secret_remains_in_settings(value: Any) -> None:
     result = masked(value)
     assert SECRET not in json.dumps(result, default=str)
     assert masked(result) == result

@@ -69,7 +69,7 @@ def new_environment(directory: Path, *requirements: str) -> Path:
     return commands
 
 
-def test_the_sdist_has_every_file_that_git_tracks(built: Distributions) -> None:
+def test_sdist_has_every_tracked_file(built: Distributions) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone")
     tracked, untracked = (
@@ -83,7 +83,7 @@ def test_the_sdist_has_every_file_that_git_tracks(built: Distributions) -> None:
     assert members - tracked - untracked == {"PKG-INFO"}
 
 
-def test_the_wheel_has_the_package_and_the_presets_only(built: Distributions) -> None:
+def test_wheel_has_only_package_and_presets(built: Distributions) -> None:
     package = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "distmp").rglob("*")
@@ -96,7 +96,7 @@ def test_the_wheel_has_the_package_and_the_presets_only(built: Distributions) ->
     assert {"distmp/py.typed", "distmp/commands/report/report.css"} <= members
 
 
-def test_the_metadata(built: Distributions) -> None:
+def test_package_metadata_is_complete(built: Distributions) -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
     with zipfile.ZipFile(built.wheel) as archive:
         text = archive.read(f"distmp-{__version__}.dist-info/METADATA").decode()
@@ -111,7 +111,7 @@ def test_the_metadata(built: Distributions) -> None:
 
 
 @pytest.mark.nightly
-def test_the_wheel_trains_in_an_empty_directory(built: Distributions, tmp_path: Path) -> None:
+def test_wheel_trains_in_empty_directory(built: Distributions, tmp_path: Path) -> None:
     commands = new_environment(tmp_path / "environment", str(built.wheel))
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -140,7 +140,7 @@ def entry_point_of_image() -> list[str]:
 
 
 @pytest.mark.nightly
-def test_the_commands_of_the_image(built: Distributions, tmp_path: Path) -> None:
+def test_docker_image_commands_install_wheel(built: Distributions, tmp_path: Path) -> None:
     """The wheel is built and installed as in the image; torch and users are the image's own."""
     build, torch, install, user = instructions("RUN")
     assert user.startswith("useradd ")
@@ -161,7 +161,7 @@ def test_the_commands_of_the_image(built: Distributions, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("source", [None, "https://example.org/distmp/"])
-def test_the_readme_of_a_package_index_has_no_relative_links(source: str | None) -> None:
+def test_package_index_readme_has_no_relative_links(source: str | None) -> None:
     hook = runpy.run_path(str(ROOT / "hatch_build.py"))
     readme = (ROOT / "README.md").read_text()
     page = hook["for_index"](readme, source)
@@ -173,7 +173,7 @@ def test_the_readme_of_a_package_index_has_no_relative_links(source: str | None)
 
 
 @pytest.mark.nightly
-def test_an_editable_install_precedes_a_directory_with_its_name(tmp_path: Path) -> None:
+def test_editable_install_precedes_directory_of_same_name(tmp_path: Path) -> None:
     """A script beside a clone `distmp` finds the package, not the directory of the clone."""
     commands = new_environment(tmp_path / "environment", "--editable", str(ROOT))
     (tmp_path / "distmp").symlink_to(ROOT)

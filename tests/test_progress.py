@@ -42,17 +42,17 @@ def problem_of(
 
 
 @pytest.mark.parametrize("process", [SLEEPS], indirect=True)
-def test_an_idle_process_hangs(process: subprocess.Popen[bytes]) -> None:
+def test_idle_process_hangs(process: subprocess.Popen[bytes]) -> None:
     assert problem_of(process, 1, 100) == "no progress for 1 s"
 
 
 @pytest.mark.parametrize("process", [SPINS, STARTS_ANOTHER], indirect=True)
-def test_a_busy_process_does_not(process: subprocess.Popen[bytes]) -> None:
+def test_busy_process_does_not_hang(process: subprocess.Popen[bytes]) -> None:
     assert problem_of(process, 1, 100, seconds=3) is None
 
 
 @pytest.mark.parametrize("process", [SPINS], indirect=True)
-def test_processor_time_is_limited(process: subprocess.Popen[bytes]) -> None:
+def test_cpu_time_is_limited(process: subprocess.Popen[bytes]) -> None:
     assert problem_of(process, 100, 0.2) == "more than 0.2 s of processor time"
 
 
@@ -79,7 +79,7 @@ def test_works():
 """
 
 
-def test_a_hanging_test_fails_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_hanging_test_fails_and_next_runs(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     (tmp_path / "conftest.py").write_text((root / "tests" / "conftest.py").read_text())
     (tmp_path / "test_hanging.py").write_text(HANGING_TEST)
@@ -99,7 +99,7 @@ def test_a_hanging_test_fails_and_the_next_one_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("libuv", [True, False])
-def test_torchs_store_listens_on_a_reserved_port(libuv: bool) -> None:
+def test_torch_store_listens_on_reserved_port(libuv: bool) -> None:
     with reserved_port() as port:
         server = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=libuv
@@ -110,7 +110,7 @@ def test_torchs_store_listens_on_a_reserved_port(libuv: bool) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_reserved_port_is_in_use(address: str) -> None:
+def test_reserved_port_is_in_use(address: str) -> None:
     in_use = pytest.raises(OSError, match="Address already in use")
     with reserved_port() as port, socket.socket() as other, in_use:
         other.bind((address, port))

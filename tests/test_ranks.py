@@ -29,7 +29,7 @@ def test_body_runs_on_every_rank(world_size: int, tmp_path: Path) -> None:
 
 class TestMethods:
     @ranks(2)
-    def test_method_of_a_class_is_found(self) -> None:
+    def test_class_methods_run_on_ranks(self) -> None:
         assert dist.get_world_size() == 2
 
 
@@ -53,7 +53,7 @@ def _first_rank_outlives_its_body() -> bool:
     return psutil.Process(pids[0]).status() != psutil.STATUS_ZOMBIE
 
 
-def test_rank_stays_until_all_are_done() -> None:
+def test_rank_waits_until_all_are_done() -> None:
     assert run_ranks(_first_rank_outlives_its_body, 2) == [True, True]
 
 
@@ -63,7 +63,7 @@ def _fail_on_rank_1() -> None:
     dist.barrier()
 
 
-def test_first_cause_is_shown_not_its_effects() -> None:
+def test_first_cause_is_shown_without_effects() -> None:
     start = time.monotonic()
     with pytest.raises(pytest.fail.Exception) as failure:
         run_ranks(_fail_on_rank_1, 3)
@@ -89,7 +89,7 @@ def _die_on_rank_1(number: int) -> None:
     dist.barrier()
 
 
-def test_death_without_a_word_is_named() -> None:
+def test_rank_killed_without_message_is_named() -> None:
     with pytest.raises(pytest.fail.Exception, match="rank 1 of 2 died of signal SIGKILL"):
         run_ranks(_die_on_rank_1, 2, signal.SIGKILL)
 
@@ -99,7 +99,7 @@ def _hang_on_rank_0() -> None:
         time.sleep(100)
 
 
-def test_hang_is_ended_and_named() -> None:
+def test_hanging_rank_is_ended_and_named() -> None:
     start = time.monotonic()
     with pytest.raises(pytest.fail.Exception) as failure:
         run_ranks(_hang_on_rank_0, 2, timeout=3)
@@ -116,7 +116,7 @@ def _skip_on_rank_1() -> None:
     dist.barrier()
 
 
-def test_skip_in_a_rank_skips_the_test() -> None:
+def test_skip_on_one_rank_skips_test() -> None:
     with pytest.raises(pytest.skip.Exception, match="needs something"):
         run_ranks(_skip_on_rank_1, 2)
 
@@ -125,7 +125,7 @@ def _exit_badly() -> None:
     multiprocessing.util.Finalize(None, os._exit, args=(7,), exitpriority=0)
 
 
-def test_crash_on_the_way_out_fails() -> None:
+def test_crash_at_exit_fails_test() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 1 returned, then .* exit code 7"):
         run_ranks(_exit_badly, 1)
 
@@ -139,7 +139,7 @@ def _own_pid() -> int:
     return os.getpid()
 
 
-def test_no_process_is_left() -> None:
+def test_no_process_remains() -> None:
     pids = run_ranks(_own_pid, 2)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(pytest.fail.Exception):
@@ -147,7 +147,7 @@ def test_no_process_is_left() -> None:
     assert _processes_of_ranks() == set()
 
 
-def test_interrupt_ends_the_ranks() -> None:
+def test_interrupt_ends_all_ranks() -> None:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 1.0)
     try:
@@ -164,7 +164,7 @@ def _print_and_environment() -> tuple[str | None, str]:
     return os.environ.get("DISTMP_TEST_VALUE"), os.getcwd()
 
 
-def test_environment_directory_and_output(
+def test_ranks_get_environment_directory_and_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cwd: Path
 ) -> None:
     monkeypatch.setenv("DISTMP_TEST_VALUE", "seen")
@@ -177,11 +177,11 @@ def _not_initialized() -> bool:
     return dist.is_initialized()
 
 
-def test_process_group_can_be_left_to_the_test() -> None:
+def test_test_can_initialize_process_group() -> None:
     assert run_ranks(_not_initialized, 2, initialize=False) == [False, False]
 
 
-def test_world_size_must_be_given() -> None:
+def test_world_size_is_required() -> None:
     def body() -> None: ...
 
     with pytest.raises(TypeError, match="world_size"):

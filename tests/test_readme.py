@@ -23,31 +23,31 @@ def blocks(language: str, page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
-def test_900_words_at_most(page: str) -> None:
+def test_readme_has_at_most_900_words(page: str) -> None:
     assert len(page.split()) <= 900
 
 
-def test_the_readme_begins_with_the_problem_in_three_sentences() -> None:
+def test_readme_begins_with_problem_in_three_sentences() -> None:
     introduction = README.partition("\n## ")[0].partition("\n\n")[2]
     assert len(re.findall(r"\.(?:\s|$)", introduction)) == 3
 
 
-def test_the_examples_of_the_readme_are_short() -> None:
+def test_readme_examples_are_short() -> None:
     (engine,), (scaler,) = blocks("python", README), blocks("py", README)
     assert len([line for line in engine.splitlines() if line]) <= 10
     assert len(scaler.splitlines()) == 6
 
 
-def test_the_presets_are_those_of_the_code() -> None:
+def test_readme_presets_agree_with_code() -> None:
     for name in PRESETS:
         assert f"`{name}`" in README
 
 
-def test_the_figures_are_those_of_the_results() -> None:
+def test_page_figures_agree_with_results() -> None:
     assert with_figures(README) == README
 
 
-def test_every_file_that_is_named_exists() -> None:
+def test_named_files_exist() -> None:
     text = "".join(page.read_text() for page in PAGES)
     named = re.findall(r"(?:--config|accelerate launch [^\n]*?) ((?:configs|examples)/\S+)", text)
     assert named
@@ -64,9 +64,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_shown_are_settings(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shown_settings_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Whether a logger is installed does not matter here.
     monkeypatch.setattr("distmp.telemetry.trackers.find", lambda name: name)
     for block in blocks("yaml", page.read_text()):

@@ -284,7 +284,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", [STATE_FILE, INDEX_FILE, "__0_0.distcp"])
 @pytest.mark.parametrize("kind", ODD)
-def test_a_file_that_is_no_small_regular_file(kind: str, name: str, tmp_path: Path) -> None:
+def test_irregular_or_large_file_is_reported_damaged(kind: str, name: str, tmp_path: Path) -> None:
     first, second = (save_weight(tmp_path, step) for step in (1, 2))
     (second / name).unlink()
     ODD[kind](second / name)
@@ -324,7 +324,7 @@ def rewrite(path: Path, **values: Any) -> None:
         ({"numbers": [1]}, "its numbers are a list"),
     ],
 )
-def test_numbers_that_disagree_are_refused(
+def test_contradicting_numbers_are_refused(
     values: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     first, second = (save_weight(tmp_path, step) for step in (1, 2))
@@ -345,7 +345,7 @@ def test_numbers_that_disagree_are_refused(
         ({"step": 1, "samples": 8, "ranks": 3}, "ranks is a int"),
     ],
 )
-def test_a_run_does_not_continue_without_its_position(
+def test_run_without_stored_position_is_refused(
     numbers: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     path = save_weight(tmp_path, 1, numbers)

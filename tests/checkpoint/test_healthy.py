@@ -37,19 +37,19 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_value_in_a_tensor_of_any_dtype_is_found(dtype: torch.dtype, bad: float) -> None:
+def test_non_finite_value_is_found_in_every_dtype(dtype: torch.dtype, bad: float) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     assert is_finite(values.to(dtype))
     values[777] = bad
     assert not is_finite(values.to(dtype))
 
 
-def test_large_values_whose_sum_overflows_are_finite() -> None:
+def test_large_values_with_overflowing_sum_are_finite() -> None:
     assert is_finite(torch.full((64, 64), 6e4, dtype=torch.float16))
     assert is_finite(torch.full((4,), 3e38).expand(1000, 4).t())
 
 
-def test_what_holds_no_floats_is_finite() -> None:
+def test_integers_and_empty_tensors_are_finite() -> None:
     assert is_finite(torch.arange(5))
     assert is_finite(torch.empty(0, 3))
     assert is_finite(torch.tensor(True))
@@ -78,9 +78,7 @@ def marks(directory: Path) -> dict[int, str | None]:
     }
 
 
-def test_non_finite_values_are_marked_in_the_manifest_and_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_manifest_marks_non_finite_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
     assert messages_in(caplog) == []
     save(tmp_path, 2, weight=math.nan)
@@ -94,7 +92,7 @@ def test_non_finite_values_are_marked_in_the_manifest_and_reported(
     ]
 
 
-def test_a_mark_keeps_the_number_of_skipped_steps(tmp_path: Path) -> None:
+def test_mark_keeps_number_of_skipped_steps(tmp_path: Path) -> None:
     health = Health(skipped_in_a_row=3)
     store.save(tmp_path, 9, state(math.nan), {}, 2, finite={"weight"}, health=health)
     assert manifest.read(tmp_path / "step-000009").health == Health(MARK, 3)
@@ -105,7 +103,7 @@ def test_infinite_buffers_are_healthy(tmp_path: Path) -> None:
     assert marks(tmp_path) == {1: None}
 
 
-def test_a_mark_is_covered_by_the_checksum(tmp_path: Path) -> None:
+def test_checksum_covers_mark(tmp_path: Path) -> None:
     save(tmp_path, 1, weight=math.nan)
     file = tmp_path / "step-000001" / STATE_FILE
     content = json.loads(file.read_text())
@@ -116,7 +114,7 @@ def test_a_mark_is_covered_by_the_checksum(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_values_on_one_rank_mark_the_checkpoint_on_all(tmp_path: Path) -> None:
+def test_values_of_one_rank_mark_checkpoint_on_all(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.ones(4, 3)
     whole[3, 1] = math.nan  # in the shard of rank 1
@@ -129,7 +127,7 @@ def test_values_on_one_rank_mark_the_checkpoint_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_the_writer_checks_what_the_optimizer_updates(tmp_path: Path, asynchronous: bool) -> None:
+def test_writer_checks_values_updated_by_optimizer(tmp_path: Path, asynchronous: bool) -> None:
     writer = CheckpointWriter(
         CheckpointConfig(asynchronous=asynchronous, keep=3),
         tmp_path,
@@ -146,7 +144,7 @@ def test_the_writer_checks_what_the_optimizer_updates(tmp_path: Path, asynchrono
             assert marks(tmp_path)[step] == [None, MARK, "10 steps were skipped"][step - 1]
 
 
-def test_unhealthy_checkpoints_displace_no_healthy_one(tmp_path: Path) -> None:
+def test_unhealthy_checkpoints_do_not_replace_healthy_one(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
     for step in (40, 50, 60):
@@ -157,7 +155,7 @@ def test_unhealthy_checkpoints_displace_no_healthy_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["auto", "its directory"])
-def test_a_run_continues_from_the_last_healthy_one(
+def test_run_continues_from_last_healthy_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str
 ) -> None:
     save(tmp_path, 1)
@@ -172,7 +170,7 @@ def test_a_run_continues_from_the_last_healthy_one(
     assert store.newest_healthy(tmp_path) == found.path
 
 
-def test_one_that_is_named_is_used_with_a_warning(
+def test_named_unhealthy_checkpoint_is_used_with_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)
@@ -187,7 +185,7 @@ def test_one_that_is_named_is_used_with_a_warning(
     ]
 
 
-def test_without_a_healthy_one_there_is_one_message(tmp_path: Path) -> None:
+def test_missing_healthy_checkpoint_is_one_message(tmp_path: Path) -> None:
     save(tmp_path, 1, weight=math.nan)
     with pytest.raises(CheckpointError) as caught:
         store.resolve("auto", tmp_path)
@@ -199,7 +197,7 @@ def test_without_a_healthy_one_there_is_one_message(tmp_path: Path) -> None:
     assert store.newest_healthy(tmp_path) is None
 
 
-def test_a_rollback_passes_over_unhealthy_ones(tmp_path: Path) -> None:
+def test_rollback_skips_unhealthy_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2, weight=math.nan)
     assert checkpoint_before(tmp_path, 3).path == tmp_path / "step-000001"
@@ -217,7 +215,7 @@ def manifest_only(directory: Path, step: int, skipped: int, retention: Retention
     layout.tidy(directory, step, retention)
 
 
-def test_a_skipped_step_before_a_save_counts_until_the_next_update(tmp_path: Path) -> None:
+def test_skipped_steps_count_until_next_update(tmp_path: Path) -> None:
     retention = Retention(last=1, every=100)
     for step, skipped in [(100, 0), (200, 1), (205, 6)]:
         manifest_only(tmp_path, step, skipped, retention)
@@ -227,7 +225,7 @@ def test_a_skipped_step_before_a_save_counts_until_the_next_update(tmp_path: Pat
     assert left(tmp_path) == [100, 205, 300, 350], "205 is the first checkpoint of its interval"
 
 
-def test_checkpoints_that_were_all_saved_after_a_skipped_step(tmp_path: Path) -> None:
+def test_checkpoints_kept_if_all_follow_skipped_steps(tmp_path: Path) -> None:
     for step, skipped in [(100, 1), (200, 1), (300, 1), (310, 11), (320, 21)]:
         manifest_only(tmp_path, step, skipped, Retention(last=2))
     assert left(tmp_path) == [100, 200, 320]
@@ -242,7 +240,7 @@ def test_checkpoints_that_were_all_saved_after_a_skipped_step(tmp_path: Path) ->
     st.sampled_from([0, 7, 20]),
 )
 @example(streaks=[(1, 0), (1, 10), (1, 10)], every=1, keep=2, keep_every=0)
-def test_what_remains_after_streaks_of_skipped_steps(
+def test_checkpoints_kept_after_streaks_of_skipped_steps(
     streaks: list[tuple[int, int]], every: int, keep: int, keep_every: int
 ) -> None:
     """Each streak is a number of applied updates, then one of skipped steps."""
@@ -275,7 +273,7 @@ def test_what_remains_after_streaks_of_skipped_steps(
                 assert found >= newest, "it must not be lost"
 
 
-def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
+def test_checkpoints_with_weights_of_marked_one_are_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def save_after(step: int, skipped: int, problem: str | None = None) -> None:
@@ -309,7 +307,7 @@ def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
     assert store.newest_healthy(tmp_path) == found.path
 
 
-def test_the_number_of_skipped_steps_is_covered_by_the_checksum(tmp_path: Path) -> None:
+def test_checksum_covers_number_of_skipped_steps(tmp_path: Path) -> None:
     store.save(tmp_path, 4, state(), {}, 2, health=Health(skipped_in_a_row=3))
     read = manifest.read(tmp_path / "step-000004")
     assert (read.health.skipped_in_a_row, read.updated_at) == (3, 1)

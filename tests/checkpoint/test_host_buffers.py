@@ -77,7 +77,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_memory_is_pinned_before_the_first_save(driver: Driver) -> None:
+def test_memory_is_pinned_before_first_save(driver: Driver) -> None:
     live, buffers = values(1), HostBuffers()
     allocate(live, buffers)
     memory = {name: buffers.like(name, 0, live[name]) for name in live}
@@ -92,7 +92,7 @@ def test_memory_is_pinned_before_the_first_save(driver: Driver) -> None:
     assert driver.pinned == 0
 
 
-def test_a_rank_pins_memory_only_for_what_it_writes(driver: Driver, tmp_path: Path) -> None:
+def test_rank_pins_memory_only_for_its_share(driver: Driver, tmp_path: Path) -> None:
     pinned: list[set[str]] = []
     for rank in (0, 1):
         world = World(rank, 2, torch.device("cpu"), None)
@@ -105,7 +105,7 @@ def test_a_rank_pins_memory_only_for_what_it_writes(driver: Driver, tmp_path: Pa
     assert not pinned[0] & pinned[1]
 
 
-def test_a_tensor_of_another_size_gets_other_memory(driver: Driver) -> None:
+def test_tensor_of_other_size_gets_new_memory(driver: Driver) -> None:
     live, buffers = values(1), HostBuffers()
     allocate(live, buffers)
     live["weight 0"] = torch.arange(7, dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_a_tensor_of_another_size_gets_other_memory(driver: Driver) -> None:
     assert driver.pinned == 5, "the memory of the former size is released"
 
 
-def test_a_tensor_of_another_dtype_is_not_converted() -> None:
+def test_tensor_of_other_dtype_is_not_converted() -> None:
     buffers = HostBuffers()
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
         live = {"weight": torch.full((3,), 1 + 2**-7, dtype=dtype)}
@@ -124,7 +124,7 @@ def test_a_tensor_of_another_dtype_is_not_converted() -> None:
         assert_equal(found, live)
 
 
-def test_every_part_of_a_tensor_is_pinned(driver: Driver) -> None:
+def test_every_part_of_tensor_is_pinned(driver: Driver) -> None:
     # The end of a row and the start of the next one.
     shard = FlatShard.of(torch.arange(6.0), torch.Size([4, 6]), 3)
     copied = take({"shard": shard}, HostBuffers())["shard"]
@@ -148,7 +148,7 @@ def _no_memory(_: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
         (_no_memory, "MemoryError: 60 B needed, 1.0 GiB free"),
     ],
 )
-def test_memory_that_cannot_be_pinned_is_reported_once(
+def test_failed_pinning_is_reported_once(
     fail: Callable[[Driver, pytest.MonkeyPatch], None],
     cause: str,
     driver: Driver,
@@ -169,7 +169,7 @@ def test_memory_that_cannot_be_pinned_is_reported_once(
     assert all(buffers.like(name, 0, live[name]).tensor is found[name] for name in live)
 
 
-def test_memory_of_the_host_is_not_pinned() -> None:
+def test_memory_for_host_tensors_is_not_pinned() -> None:
     live, buffers = values(1), HostBuffers()
     allocate(live, buffers)
     assert not any(buffers.like(name, 0, live[name]).pinned for name in live)
@@ -205,7 +205,7 @@ def test_memory_to_be_pinned_is_page_aligned(driver: Driver, dtype: torch.dtype)
 
 
 @pytest.mark.gpu
-def test_memory_for_copies_from_a_gpu_is_pinned_while_it_lives() -> None:
+def test_memory_for_gpu_copies_stays_pinned() -> None:
     for elements in (100, 3 << 18):
         source = {"x": torch.arange(elements, device="cuda")}
         for _ in range(3):  # pinned again at the same address
@@ -217,7 +217,7 @@ def test_memory_for_copies_from_a_gpu_is_pinned_while_it_lives() -> None:
 
 
 @pytest.mark.gpu
-def test_a_snapshot_of_a_gpu_is_that_of_its_step() -> None:
+def test_gpu_snapshot_holds_state_of_its_step() -> None:
     """Tensors are written right before and after it, and the host does not wait for them."""
     held, other = torch.zeros(300, device="cuda"), torch.zeros(20, device="cuda")
     live, buffers = {"held": held, "other": other}, HostBuffers()
@@ -238,7 +238,7 @@ def test_a_snapshot_of_a_gpu_is_that_of_its_step() -> None:
 
 
 @pytest.mark.gpu
-def test_a_copy_to_memory_that_is_not_pinned_waits_for_the_stream_that_trains() -> None:
+def test_copy_to_unpinned_memory_waits_for_training_stream() -> None:
     weight, buffers = torch.zeros(300, device="cuda"), HostBuffers()
     buffers._has_failed = True
     torch.cuda.synchronize()

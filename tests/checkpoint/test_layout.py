@@ -39,12 +39,12 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_latest_of_nothing(tmp_path: Path) -> None:
+def test_latest_is_none_without_checkpoints(tmp_path: Path) -> None:
     assert listing.latest(tmp_path / "missing") is None
     assert listing.latest(tmp_path) is None
 
 
-def test_latest_is_by_number_not_by_letters(tmp_path: Path) -> None:
+def test_latest_compares_step_numbers(tmp_path: Path) -> None:
     save(tmp_path, 999_999)
     save(tmp_path, 1_000_000)
     assert listing.latest(tmp_path) == tmp_path / "step-1000000"
@@ -56,7 +56,7 @@ def test_keep(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000030", "step-000040", "step-000050"]
 
 
-def test_unfinished_and_foreign_directories_are_not_checkpoints(tmp_path: Path) -> None:
+def test_unfinished_and_unrelated_directories_are_ignored(tmp_path: Path) -> None:
     save(tmp_path, 1)
     write(tmp_path, 2)
     save(tmp_path / "elsewhere", 3)
@@ -66,14 +66,14 @@ def test_unfinished_and_foreign_directories_are_not_checkpoints(tmp_path: Path) 
     assert listing.latest(tmp_path) == tmp_path / "step-000001"
 
 
-def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_crash_are_removed(tmp_path: Path) -> None:
     write(tmp_path, 1)
     (tmp_path / "step-000003.removing").mkdir()
     save(tmp_path, 2)
     assert names(tmp_path) == ["step-000002"]
 
 
-def test_discard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_discard_removes_unfinished_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
     write(tmp_path, 2)
     (tmp_path / "step-000001.writing").mkdir()
@@ -85,7 +85,7 @@ def test_discard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records == []
 
 
-def test_same_step_is_replaced(tmp_path: Path) -> None:
+def test_save_replaces_checkpoint_of_same_step(tmp_path: Path) -> None:
     save(tmp_path, 1, content="old")
     save(tmp_path, 1, content="new")
     assert names(tmp_path) == ["step-000001"]
@@ -102,7 +102,7 @@ def test_later_steps_are_set_aside(tmp_path: Path) -> None:
     assert is_checkpoint(tmp_path / "step-000030.abandoned")
 
 
-def test_the_latest_of_those_set_aside_stay(tmp_path: Path) -> None:
+def test_latest_checkpoints_set_aside_stay(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step, keep=9)
     save(tmp_path, 15, keep=2)
@@ -151,7 +151,7 @@ def found(directory: Path) -> tuple[int, str] | None:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
-def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
+def test_latest_survives_kill_at_any_operation(tmp_path: Path, step: int) -> None:
     """The latest checkpoint is the old or the new one, and the next save succeeds."""
     for lives in itertools.count():
         directory = tmp_path / str(lives)
@@ -168,7 +168,7 @@ def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
     assert lives > 3
 
 
-def test_killed_twice_while_the_run_goes_back(tmp_path: Path) -> None:
+def test_latest_survives_two_kills_during_rollback(tmp_path: Path) -> None:
     """The checkpoint that the first crash left without its replacement stays the latest."""
     for lives in itertools.count():
         directory = tmp_path / str(lives)

@@ -73,7 +73,7 @@ def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_released_directory_is_taken_at_once(directory: Path) -> None:
+def test_released_directory_is_taken_immediately(directory: Path) -> None:
     clock, first, second = pair(directory)
     first.claim(pytest.fail)
     assert first.is_valid
@@ -89,7 +89,7 @@ def test_a_released_directory_is_taken_at_once(directory: Path) -> None:
     assert found.job == "b"
 
 
-def test_a_job_that_goes_on_keeps_its_directory(directory: Path) -> None:
+def test_running_job_keeps_its_directory(directory: Path) -> None:
     waited_for: list[Owner] = []
     clock, first, second = pair(directory)
     first.claim()
@@ -102,7 +102,7 @@ def test_a_job_that_goes_on_keeps_its_directory(directory: Path) -> None:
     assert not second.is_valid
 
 
-def test_a_job_that_says_nothing_any_more_loses_its_directory(directory: Path) -> None:
+def test_silent_job_loses_its_directory(directory: Path) -> None:
     waited_for: list[Owner] = []
     clock, first, second = pair(directory)
     first.claim()
@@ -117,7 +117,7 @@ def test_a_job_that_says_nothing_any_more_loses_its_directory(directory: Path) -
     assert second.is_valid
 
 
-def test_a_job_that_ends_is_waited_for(directory: Path) -> None:
+def test_ending_job_is_waited_for(directory: Path) -> None:
     clock, first, second = pair(directory)
     first.claim()
     first.renew(leases.ENDING)
@@ -127,7 +127,7 @@ def test_a_job_that_ends_is_waited_for(directory: Path) -> None:
     assert 95 <= clock.now < 100
 
 
-def test_a_stopped_job_that_nobody_replaced_goes_on(directory: Path) -> None:
+def test_stopped_job_without_successor_continues(directory: Path) -> None:
     clock = Clock()
     first = lease(directory, "a", clock)
     first.claim()
@@ -138,7 +138,7 @@ def test_a_stopped_job_that_nobody_replaced_goes_on(directory: Path) -> None:
     assert files(directory) == ["lease-000002.json"]
 
 
-def test_who_replaces_whom(tmp_path: Path) -> None:
+def test_replacement_depends_on_process_and_scheduler_job(tmp_path: Path) -> None:
     here = ProcessIdentity.of_this_process()
     job = owner("a", process=here, scheduler=SchedulerJob("7", 1))
     assert job.replaces(owner("a"))
@@ -165,7 +165,7 @@ def parent() -> str:
     return stat.rpartition(")")[2].split()[19]
 
 
-def test_a_file_that_is_being_written_belongs_to_somebody(tmp_path: Path) -> None:
+def test_incomplete_lease_file_counts_as_owned(tmp_path: Path) -> None:
     (tmp_path / "lease-000004.json").write_bytes(b"")
     clock = Clock()
     second = lease(tmp_path, "b", clock)
@@ -174,7 +174,7 @@ def test_a_file_that_is_being_written_belongs_to_somebody(tmp_path: Path) -> Non
     assert files(tmp_path) == ["lease-000005.json"]
 
 
-def test_content_is_kept(tmp_path: Path) -> None:
+def test_lease_content_round_trips(tmp_path: Path) -> None:
     here = ProcessIdentity.of_this_process()
     content = Content(Owner("a", "host", here, SchedulerJob("1_2", 3, "1")), "ending", 4, 5.0, 6.0)
     assert Content.decode(content.encode()) == content
@@ -182,7 +182,7 @@ def test_content_is_kept(tmp_path: Path) -> None:
         assert Content.decode(damaged) is None
 
 
-def test_a_deleted_directory_is_claimed_again(tmp_path: Path) -> None:
+def test_deleted_directory_is_claimed_again(tmp_path: Path) -> None:
     clock = Clock()
     first = lease(tmp_path / "run", "a", clock)
     first.claim()
@@ -408,7 +408,7 @@ def two(new: Two) -> Two:
     return new
 
 
-def test_a_write_after_the_end_of_the_lease_does_not_count(two: Two) -> None:
+def test_write_after_lease_expiry_is_ignored(two: Two) -> None:
     jobs, first, second = two
     jobs.now = leases.SECONDS - 1
     jobs.until(first, "list")
@@ -418,7 +418,7 @@ def test_a_write_after_the_end_of_the_lease_does_not_count(two: Two) -> None:
     jobs.until(first, "")
 
 
-def test_a_renewal_counts_from_its_start(two: Two) -> None:
+def test_renewal_time_starts_before_write(two: Two) -> None:
     jobs, first, second = two
     jobs.now = 10.0
     jobs.until(first, "overwrite")
@@ -434,7 +434,7 @@ def test_a_renewal_counts_from_its_start(two: Two) -> None:
     assert second.lease.is_valid
 
 
-def test_a_new_lease_counts_from_its_start(new: Two) -> None:
+def test_new_lease_time_starts_before_write(new: Two) -> None:
     jobs, first, second = new
     jobs.until(first, "create")
     jobs.until(second, "sleep")
@@ -446,7 +446,7 @@ def test_a_new_lease_counts_from_its_start(new: Two) -> None:
     assert second.lease.is_valid
 
 
-def test_a_lease_that_is_renewed_after_it_was_read_is_not_taken(two: Two) -> None:
+def test_lease_renewed_after_read_is_not_taken(two: Two) -> None:
     jobs, first, second = two
     jobs.now = leases.SECONDS - 1
     jobs.until(second, "read")
@@ -456,7 +456,7 @@ def test_a_lease_that_is_renewed_after_it_was_read_is_not_taken(two: Two) -> Non
     assert first.lease.is_valid
 
 
-def test_a_late_creation_of_an_older_number_does_not_count(new: Two) -> None:
+def test_late_creation_of_older_number_is_ignored(new: Two) -> None:
     jobs, first, second = new
     jobs.until(second, "mkdir")  # before it creates number 1
     for action in ("claim", "release", "claim"):
@@ -466,7 +466,7 @@ def test_a_late_creation_of_an_older_number_does_not_count(new: Two) -> None:
     assert first.lease.is_valid
 
 
-def test_a_job_that_releases_its_lease_owns_nothing_any_more(two: Two) -> None:
+def test_job_owns_nothing_after_release(two: Two) -> None:
     jobs, first, second = two
     jobs.until(first, "overwrite", "release")
     jobs.until(second, "")
@@ -480,7 +480,7 @@ THIRDS = [ticks for ticks in itertools.product(range(3), repeat=4) if sum(ticks)
 @pytest.mark.nightly
 @pytest.mark.parametrize("suspended", [0, 1], ids=["owner", "other"])
 @pytest.mark.parametrize("owned", [False, True], ids=["new", "owned"])
-def test_a_job_is_suspended_after_any_operation(owned: bool, suspended: int) -> None:
+def test_one_owner_after_suspension_at_any_operation(owned: bool, suspended: int) -> None:
     """All schedules in which one job stops, the other one acts, and both go on."""
     others = [("", ""), ("", "release", "")]
     for operations, actions, ticks in itertools.product(range(1, 11), others, THIRDS):

@@ -8,7 +8,7 @@ from distmp.checkpoint.storage import locate
 from distmp.errors import ConfigError
 
 
-def test_paths() -> None:
+def test_locate_accepts_paths() -> None:
     assert locate("resume", "runs/first") == Path("runs/first")
 
 

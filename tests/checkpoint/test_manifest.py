@@ -35,12 +35,12 @@ def test_round_trip(step: int, numbers: Any) -> None:
     assert (found.step, found.numbers, found.files) == (step, numbers, files)
 
 
-def test_keys_that_json_turns_to_text(tmp_path: Path) -> None:
+def test_keys_become_text_in_json(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_bytes(manifest.encode(1, {"a": {1: 2, None: (3,)}}, {}))
     assert manifest.read(tmp_path).numbers == {"a": {"1": 2, "null": [3]}}
 
 
-def test_every_other_file_is_listed_with_its_size_and_checksum(tmp_path: Path) -> None:
+def test_manifest_lists_size_and_checksum_of_files(tmp_path: Path) -> None:
     tensors = {str(size): torch.randn(size) for size in (0, 3, 5000)}
     path = store.save(tmp_path, 1, tensors, {}, keep=1)
     expected = {
@@ -52,7 +52,7 @@ def test_every_other_file_is_listed_with_its_size_and_checksum(tmp_path: Path) -
     assert expected.keys() == {".metadata", "__0_0.distcp"}
 
 
-def test_checksums_take_no_second_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_need_no_second_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     open_file = Path.open
 
@@ -81,7 +81,7 @@ def test_checksums_take_no_second_reading(tmp_path: Path, monkeypatch: pytest.Mo
         (b"\xff" * 10_000, "is empty or truncated"),
     ],
 )
-def test_unreadable(tmp_path: Path, content: str | bytes, problem: str) -> None:
+def test_unreadable_manifest_is_refused(tmp_path: Path, content: str | bytes, problem: str) -> None:
     data = content.encode() if isinstance(content, str) else content
     (tmp_path / STATE_FILE).write_bytes(data)
     with pytest.raises(CheckpointError, match=problem) as error:
@@ -90,12 +90,12 @@ def test_unreadable(tmp_path: Path, content: str | bytes, problem: str) -> None:
     assert len(str(error.value)) < 500
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_missing_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state\.json is missing"):
         manifest.read(tmp_path)
 
 
-def test_numbers_are_covered_by_the_checksum(tmp_path: Path) -> None:
+def test_checksum_covers_numbers(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, {}, {"samples": 8}, keep=1)
     assert isinstance(path, Path)
     text = (path / STATE_FILE).read_text()

@@ -47,19 +47,19 @@ def messages_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 # auto
 
 
-def test_auto_is_none_where_there_is_none(tmp_path: Path) -> None:
+def test_auto_is_none_without_checkpoints(tmp_path: Path) -> None:
     assert resolved("auto", tmp_path / "missing") is None
     assert resolved("auto", tmp_path) is None
 
 
-def test_auto_is_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_selects_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     *_, newest = save(tmp_path, 1, 2)
     assert resolved("auto", tmp_path) == newest
     assert messages_in(caplog) == []
 
 
 @pytest.mark.parametrize("resume", ["auto", "its path"])
-def test_a_damaged_one_is_reported_and_the_one_before_it_used(
+def test_damaged_checkpoint_is_reported_and_previous_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str
 ) -> None:
     first, second, third = save(tmp_path, 1, 2, 3)
@@ -73,7 +73,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(
         assert message.endswith(f"; continuing from {first}")
 
 
-def test_one_that_was_never_finished_is_reported(
+def test_unfinished_checkpoint_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "step-000002.writing").mkdir()
@@ -85,7 +85,7 @@ def test_one_that_was_never_finished_is_reported(
     assert f"step-000002.writing was not finished; continuing from {first}" in caplog.text
 
 
-def test_a_run_does_not_begin_anew_where_all_are_damaged(tmp_path: Path) -> None:
+def test_run_with_only_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
     reports = [damage(path) for path in reversed(save(tmp_path, 1, 2))]
     for resume in ("auto", str(tmp_path)):
         with pytest.raises(CheckpointError) as error:
@@ -94,7 +94,7 @@ def test_a_run_does_not_begin_anew_where_all_are_damaged(tmp_path: Path) -> None
         assert reports[1] in str(error.value)
 
 
-def test_before_a_step(tmp_path: Path) -> None:
+def test_usable_checkpoint_before_step(tmp_path: Path) -> None:
     first, second, third = save(tmp_path, 1, 2, 3)
     assert store.usable(tmp_path, before=3).checkpoint.path == second
     damage(second)
@@ -106,7 +106,7 @@ def test_before_a_step(tmp_path: Path) -> None:
 # A path
 
 
-def test_a_path(tmp_path: Path) -> None:
+def test_resume_from_path(tmp_path: Path) -> None:
     first, second = save(tmp_path / "run", 1, 2)
     elsewhere = tmp_path / "other"
     assert resolved(str(first), elsewhere) == first
@@ -119,13 +119,13 @@ def test_a_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"), [("missing", "does not exist"), ("", "contains none")]
 )
-def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, name: str, problem: str) -> None:
+def test_path_without_checkpoint_is_refused(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
         store.resolve(str(tmp_path / name), tmp_path)
     assert error.value.setting == "resume"
 
 
-def test_a_named_one_that_is_damaged_is_an_error(tmp_path: Path) -> None:
+def test_named_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
     _, second = save(tmp_path, 1, 2)
     report = damage(second)
     with pytest.raises(CheckpointError) as error:
@@ -133,7 +133,7 @@ def test_a_named_one_that_is_damaged_is_an_error(tmp_path: Path) -> None:
     assert str(error.value).startswith(report)
 
 
-def test_a_named_one_that_lacks_everything_is_damaged(tmp_path: Path) -> None:
+def test_named_empty_checkpoint_is_damaged(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1, 2)
     shutil.rmtree(second)
     second.mkdir()
@@ -147,7 +147,7 @@ def test_a_named_one_that_lacks_everything_is_damaged(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_damage_that_one_rank_sees_counts_for_all(
+def test_damage_seen_by_one_rank_counts_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = save(tmp_path, 1, 2)
@@ -170,7 +170,7 @@ def test_damage_that_one_rank_sees_counts_for_all(
 
 
 @ranks(2)
-def test_ranks_that_see_different_files_use_none_of_them(
+def test_checkpoints_that_differ_between_ranks_are_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [path] = save(tmp_path, 1)
@@ -215,7 +215,7 @@ def test_only_rank_0_logs(tmp_path: Path) -> None:
 # A run
 
 
-def test_a_run_goes_on_from_the_one_before(
+def test_run_continues_from_checkpoint_before_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

@@ -20,11 +20,11 @@ def test_unusable_values_name_the_setting(setting: str, value: Any) -> None:
     assert error.value.setting == f"checkpoint.{setting}"
 
 
-def test_smallest_usable_values() -> None:
+def test_smallest_usable_values_are_accepted() -> None:
     CheckpointConfig(every=0, keep=1, keep_every=0)
 
 
-def test_which_stay() -> None:
+def test_retention_follows_settings() -> None:
     assert CheckpointConfig().retention == Retention(last=2, every=0)
     config = CheckpointConfig(keep=3, keep_every=1000)
     assert config.retention == Retention(last=3, every=1000)
@@ -41,19 +41,19 @@ def staying(retention: Retention, steps: list[int]) -> list[int]:
     return left
 
 
-def test_the_last_stay() -> None:
+def test_last_checkpoints_stay() -> None:
     assert staying(Retention(last=1), [10, 20, 30]) == [30]
     assert staying(Retention(last=2), [10, 20, 30]) == [20, 30]
     assert staying(Retention(last=9), [10, 20, 30]) == [10, 20, 30]
 
 
-def test_every_nth_step_stays_for_good() -> None:
+def test_every_nth_step_stays_permanently() -> None:
     steps = list(range(10, 110, 10))
     assert staying(Retention(last=2, every=30), steps) == [30, 60, 90, 100]
     assert staying(Retention(last=1, every=100), steps) == [100]
 
 
-def test_the_first_at_or_after_every_nth_step_stays_where_none_is_saved_at_it() -> None:
+def test_first_checkpoint_after_every_nth_step_stays() -> None:
     assert staying(Retention(last=1, every=100), [40, 80, 120, 160, 200, 310, 390]) == [
         120, 200, 310, 390,
     ]  # fmt: skip
@@ -62,7 +62,7 @@ def test_the_first_at_or_after_every_nth_step_stays_where_none_is_saved_at_it() 
 @given(
     steps=st.sets(st.integers(0, 200), min_size=1), last=st.integers(1, 5), every=st.integers(0, 60)
 )
-def test_rules(steps: set[int], last: int, every: int) -> None:
+def test_retention_agrees_with_reference(steps: set[int], last: int, every: int) -> None:
     left = steps - set(Retention(last, every).surplus(steps))
     for_good = {
         step

@@ -69,7 +69,7 @@ def complete(snapshot: Snapshot) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("held", [False, True])
 @ranks(2)
-def test_every_kind_of_tensor_is_saved_as_it_was(held: bool, tmp_path: Path) -> None:
+def test_snapshot_saves_every_kind_of_tensor_unchanged(held: bool, tmp_path: Path) -> None:
     rank = dist.get_rank()
     live = every_kind(rank)
     short = live["short"].full_tensor()  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def test_every_kind_of_tensor_is_saved_as_it_was(held: bool, tmp_path: Path) -> 
 
 
 @ranks(2)
-def test_the_memory_is_that_of_what_a_rank_writes_and_is_used_again() -> None:
+def test_snapshot_memory_is_rank_share_and_is_reused() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     live: dict[str, Tensor] = {f"plain {n}": torch.randn(1000) for n in range(6)}
@@ -118,7 +118,7 @@ def test_the_memory_is_that_of_what_a_rank_writes_and_is_used_again() -> None:
 
 
 @ranks(4)
-def test_every_rank_writes_its_share_and_everything_is_written_once() -> None:
+def test_ranks_write_their_shares_once() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2))
     live: dict[str, Tensor] = {f"plain {n}": torch.zeros(100 + n) for n in range(8)}
@@ -139,7 +139,7 @@ def test_every_rank_writes_its_share_and_everything_is_written_once() -> None:
     assert max(counts) <= sum(counts) / 4 + 110
 
 
-def test_held_tensors_are_copied_before_release_returns() -> None:
+def test_release_returns_after_copying_held_tensors() -> None:
     live = {"weight": torch.zeros(10), "buffer": torch.zeros(10)}
     snapshot = Snapshot(live, {"weight"}, HostBuffers())
     live["buffer"].fill_(1)  # not held: copied already
@@ -155,7 +155,7 @@ def test_held_tensors_are_copied_before_release_returns() -> None:
     }
 
 
-def test_a_held_tensor_that_has_changed_fails_the_snapshot() -> None:
+def test_changed_held_tensor_fails_snapshot() -> None:
     live = {"first": torch.zeros(10), "weight": torch.zeros(10)}
     snapshot = Snapshot(live, set(live), HostBuffers())
     live["weight"].fill_(1)
@@ -163,7 +163,7 @@ def test_a_held_tensor_that_has_changed_fails_the_snapshot() -> None:
         complete(snapshot)
 
 
-def test_a_copy_that_takes_too_long_fails_the_snapshot() -> None:
+def test_slow_copy_fails_snapshot() -> None:
     tensor = torch.ones(3)
     snapshot = Snapshot({"a": tensor}, {"a"}, HostBuffers())
     snapshot.release(timeout=0.0)
@@ -172,7 +172,7 @@ def test_a_copy_that_takes_too_long_fails_the_snapshot() -> None:
         snapshot.complete()
 
 
-def test_a_snapshot_does_not_keep_its_sources_alive() -> None:
+def test_snapshot_does_not_reference_its_sources() -> None:
     live = {"weight": torch.zeros(10)}
     source = weakref.ref(live["weight"].untyped_storage())
     snapshot = Snapshot(live, {"weight"}, HostBuffers())
@@ -181,7 +181,7 @@ def test_a_snapshot_does_not_keep_its_sources_alive() -> None:
     assert source() is None
 
 
-def test_a_copy_that_fails_neither_blocks_training_nor_is_written(
+def test_failed_copy_does_not_block_or_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     snapshot = Snapshot({"weight": torch.zeros(10)}, {"weight"}, HostBuffers())
@@ -193,7 +193,7 @@ def test_a_copy_that_fails_neither_blocks_training_nor_is_written(
     training.join()
 
 
-def test_no_memory_fails_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memory_fails_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = HostBuffers()
     monkeypatch.setattr(buffers, "like", _no_memory)
     snapshot = Snapshot({"weight": torch.zeros(10)}, (), buffers)

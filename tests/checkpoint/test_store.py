@@ -77,20 +77,18 @@ def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.Warnin
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_no_tensors(tmp_path: Path) -> None:
+def test_checkpoint_without_tensors_loads(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, {}, {}, keep=1)
     assert store.load(path, {}) == []
 
 
-def test_stored_tensors(tmp_path: Path) -> None:
+def test_stored_tensors_list_shapes_and_dtypes(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in plain_tensors().items()}
     assert store.StoredCheckpoint(path).tensors == expected
 
 
-def test_everything_is_on_disk_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -140,14 +138,14 @@ def _load_sharded(directory: Path, placement: Placement | None) -> None:
 @pytest.mark.parametrize(
     ("world_size", "loaded"), [(1, None), (1, Shard(0)), (4, Shard(0)), (4, Replicate())]
 )
-def test_other_world_size_and_sharding(
+def test_load_at_other_world_size_and_sharding(
     tmp_path: Path, saved: Placement, world_size: int, loaded: Placement | None
 ) -> None:
     run_ranks(_save_sharded, 2, tmp_path, saved)
     run_ranks(_load_sharded, world_size, tmp_path, loaded)
 
 
-def test_plain_tensors_load_into_shards_of_another_dimension(tmp_path: Path) -> None:
+def test_plain_tensors_load_into_shards_of_other_dimension(tmp_path: Path) -> None:
     expected = torch.randn(6, 5)
     store.save(tmp_path, 1, {"weight": expected}, {}, keep=1)
     columns = run_ranks(_load_columns, 2, tmp_path)
@@ -171,7 +169,7 @@ def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_save_in_a_thread_while_the_ranks_talk(tmp_path: Path) -> None:
+def test_save_in_thread_during_collectives(tmp_path: Path) -> None:
     group = dist.new_group()
     tensors = distributed(plain_tensors(), Shard(0))
     with ThreadPoolExecutor(1) as executor:
@@ -204,7 +202,7 @@ def test_misfits_are_listed_in_one_error(tmp_path: Path) -> None:
     assert torch.equal(tensors["b"], torch.zeros(1)), "nothing may be read"
 
 
-def test_five_misfits_are_enough(tmp_path: Path) -> None:
+def test_at_most_five_misfits_are_listed(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
     with pytest.raises(CheckpointError, match=r"no '4' in it; and more$"):
         store.load(path, {str(i): torch.zeros(1) for i in range(6)})
@@ -231,7 +229,7 @@ def test_conversion_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "converted from torch.float32 to torch.bfloat16" in caplog.text
 
 
-def test_a_conversion_is_logged_once_for_all_tensors_that_are_loaded(
+def test_conversion_is_logged_once_for_all_tensors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = store.save(tmp_path, 1, {"a": torch.ones(1), "b": torch.ones(1)}, {}, keep=1)
@@ -275,9 +273,7 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
         ("publish", 0),
     ],
 )
-def test_failure_leaves_the_previous_checkpoint(
-    tmp_path: Path, point: str, failing_rank: int
-) -> None:
+def test_failure_leaves_previous_checkpoint(tmp_path: Path, point: str, failing_rank: int) -> None:
     results = run_ranks(_save_and_fail, 2, tmp_path, point, failing_rank)
     path = tmp_path / "step-000002"
     error = f"cannot save {path}: rank {failing_rank}: OSError: [Errno 28] No space left on device"
@@ -289,7 +285,7 @@ def _save_step_3(directory: Path) -> None:
     store.save(directory, 3, {"mark": torch.tensor(3.0)}, {}, keep=1)
 
 
-def test_save_after_a_failure_cleans_up(tmp_path: Path) -> None:
+def test_save_after_failure_cleans_up(tmp_path: Path) -> None:
     run_ranks(_save_and_fail, 2, tmp_path, "write_data", 1)
     assert (tmp_path / "step-000002.writing").is_dir()
     run_ranks(_save_step_3, 2, tmp_path)
@@ -306,7 +302,7 @@ def _save_to_storage_of_its_own(directory: Path) -> str:
     return str(error.value)
 
 
-def test_storage_must_be_shared(tmp_path: Path) -> None:
+def test_directory_without_shared_storage_is_refused(tmp_path: Path) -> None:
     messages = run_ranks(_save_to_storage_of_its_own, 2, tmp_path)
     assert "all hosts must write to the same, shared storage" in messages[0]
     assert listing.latest(tmp_path) is None
@@ -319,7 +315,7 @@ def test_numbers_must_fit_json(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_damage_seen_by_one_rank_ends_all(tmp_path: Path) -> None:
+def test_damage_seen_by_one_rank_fails_all(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
     tensors = {"layer.weight": torch.zeros(7, 5 + dist.get_rank())}
     with pytest.raises(CheckpointError, match=r"rank 1: it does not fit: 'layer\.weight'"):

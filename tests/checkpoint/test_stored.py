@@ -24,7 +24,7 @@ from distmp.errors import CheckpointError
 from tests.checkpoint.sealing import seal
 
 
-def test_loading_verifies_unless_that_was_done(tmp_path: Path) -> None:
+def test_load_verifies_unless_already_verified(tmp_path: Path) -> None:
     path: Path = store.save(tmp_path, 1, {"weight": torch.ones(300)}, {}, keep=1)
     checkpoint = store.StoredCheckpoint(path)
     data = bytearray((path / "__0_0.distcp").read_bytes())
@@ -72,7 +72,7 @@ def deceive(path: Path) -> None:
         seal(path)
 
 
-def test_same_as_dcp_reads_it(path: Path) -> None:
+def test_index_agrees_with_dcp(path: Path) -> None:
     trusted = pickle.loads((path / INDEX_FILE).read_bytes())
     assert read_index(path) == trusted
 
@@ -94,7 +94,7 @@ def test_code_in_the_index_is_refused(path: Path, function: Callable[..., Any]) 
     assert not mark.exists()
 
 
-def test_pickled_object_in_place_of_a_tensor_is_refused(path: Path) -> None:
+def test_pickled_object_in_place_of_tensor_is_refused(path: Path) -> None:
     mark = path / "executed"
     index = read_index(path)
     index.state_dict_metadata["torch.float32"] = BytesStorageMetadata()
@@ -213,7 +213,7 @@ def test_damage_is_found_before_loading(
         read_index(path)
 
 
-def test_nothing_there(path: Path) -> None:
+def test_missing_checkpoint_is_refused(path: Path) -> None:
     shutil.rmtree(path)
     with pytest.raises(CheckpointError, match=r"state\.json is missing"):
         read_index(path)
@@ -221,7 +221,7 @@ def test_nothing_there(path: Path) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=300))
-def test_random_bytes_as_an_index(data: bytes) -> None:
+def test_random_bytes_as_index_are_refused(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         (path / "state.json").write_bytes(manifest.encode(1, {}, {}))

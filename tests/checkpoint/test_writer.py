@@ -129,7 +129,7 @@ def assert_same(case: str, found: dict[str, Tensor], expected: dict[str, Tensor]
 
 @pytest.mark.nightly
 @ranks(2, timeout=200)
-def test_saving_does_not_change_training_and_saves_the_state_of_its_step(tmp_path: Path) -> None:
+def test_save_holds_state_of_its_step(tmp_path: Path) -> None:
     for name, options in STRATEGIES.items():
         _check_saving(name, options, tmp_path / name)
 
@@ -158,7 +158,7 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Path) -> None:
+def test_gpu_state_is_copied_during_training(tmp_path: Path) -> None:
     wide = torch.nn.Linear(2048, 2048)  # its copy takes longer than a step
     model = torch.nn.Sequential(wide, torch.nn.Linear(2048, 2))
     engine = reference.make_engine(
@@ -210,7 +210,7 @@ def _save_often(directory: Path) -> tuple[list[int], int]:
     return saved, most
 
 
-def test_saves_wait_for_each_other(tmp_path: Path) -> None:
+def test_saves_run_one_after_another(tmp_path: Path) -> None:
     assert run_ranks(_save_often, 2, tmp_path) == [([1, 2, 3, 4], 1)] * 2
     for step in (1, 2, 3, 4):
         found = {"step": torch.tensor(0)}
@@ -218,7 +218,7 @@ def test_saves_wait_for_each_other(tmp_path: Path) -> None:
         assert found["step"] == step
 
 
-def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+def test_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     with make_writer(tmp_path) as saving:
         saving.save(3, {"a": torch.ones(1)}, {"first": True})
         saving.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
@@ -231,7 +231,7 @@ def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [None, CheckpointError("of all ranks"), ValueError("of one")])
-def test_leaving_finishes_the_save(
+def test_writer_exit_finishes_save(
     error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = store.save
@@ -244,7 +244,7 @@ def test_leaving_finishes_the_save(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of one rank")])
-def test_a_save_that_does_not_end_keeps_no_failed_rank_alive(
+def test_hanging_save_does_not_keep_failed_rank_alive(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave = threading.Event()
@@ -261,7 +261,7 @@ def test_a_save_that_does_not_end_keeps_no_failed_rank_alive(
     assert messages == ["the checkpoint of step 1 was not finished"]
 
 
-def test_a_copy_that_does_not_end_keeps_no_failed_rank_alive(
+def test_hanging_copy_does_not_keep_failed_rank_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU whose collectives wait for another rank."""
@@ -280,7 +280,9 @@ def test_a_copy_that_does_not_end_keeps_no_failed_rank_alive(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_writing_gives_way_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_has_lower_priority_than_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -327,7 +329,7 @@ def _disk_full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(tmp_path: Path) -> None:
+def test_failed_save_is_reported_on_all_ranks(tmp_path: Path) -> None:
     for seen_on_rank in run_ranks(_fail_in_both_ways, 2, tmp_path):
         for asynchronous, seen in seen_on_rank.items():
             directory = tmp_path / str(asynchronous)
@@ -341,9 +343,7 @@ def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(tmp_path: Path) -> 
             assert seen["left"] == ["step-000003"]
 
 
-def test_a_failed_save_leaves_nothing_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_writer(tmp_path) as saving:
         saving.save(1, {"a": torch.ones(1)}, {}, wait=True)
         monkeypatch.setattr(LocalStorage, "publish", _disk_full)
@@ -352,7 +352,7 @@ def test_a_failed_save_leaves_nothing_of_it(
 
 
 @pytest.mark.parametrize("reported", ["is_due", "finish"])
-def test_a_failure_is_reported_at_the_next_step(
+def test_save_failure_is_reported_at_next_step(
     reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalStorage, "publish", _disk_full)
@@ -367,7 +367,7 @@ def test_a_failure_is_reported_at_the_next_step(
         assert "no checkpoint has been saved yet; this does not stop the run" in messages[0]
 
 
-def test_a_model_that_changes_its_weights_in_forward_is_told_what_to_do(tmp_path: Path) -> None:
+def test_weights_changed_in_forward_are_reported_with_remedy(tmp_path: Path) -> None:
     weight = torch.ones(3)
     messages: list[str] = []
     with make_writer(tmp_path, messages) as saving:
@@ -379,7 +379,7 @@ def test_a_model_that_changes_its_weights_in_forward_is_told_what_to_do(tmp_path
 
 
 @ranks(2)
-def test_a_rank_without_memory_fails_the_save_of_all(tmp_path: Path) -> None:
+def test_rank_without_memory_fails_save_on_all(tmp_path: Path) -> None:
     messages: list[str] = []
     with make_writer(tmp_path, messages) as saving:
         if dist.get_rank() == 1:
@@ -424,7 +424,7 @@ for owner, point in points:
 
 
 @pytest.mark.nightly
-def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
+def test_kill_during_save_leaves_previous_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = run(command, Path(__file__).parent.parent.parent)
     assert done.stdout.split() == [str(-signal.SIGKILL.value)] * 3, done.stderr
@@ -437,7 +437,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) ->
         assert torch.equal(found["a"], torch.ones(4))
 
 
-def test_a_save_that_fails_before_its_copies_does_not_stop_training(
+def test_save_failing_before_copies_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:

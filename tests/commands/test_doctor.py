@@ -106,7 +106,7 @@ PROBLEMS: dict[str, tuple[Callable[[Path, Patch], object], str, str]] = {
 
 
 @pytest.mark.parametrize("case", PROBLEMS)
-def test_a_problem_has_a_message_and_a_remedy(
+def test_problem_is_reported_with_remedy(
     case: str, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     break_machine, check, text = PROBLEMS[case]
@@ -120,7 +120,7 @@ def test_a_problem_has_a_message_and_a_remedy(
     assert code == check.startswith("FAIL")
 
 
-def test_a_full_shared_memory_is_reported_to_those_who_use_it(
+def test_full_shared_memory_is_reported_where_used(
     tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"/dev/shm": 64 << 20}
@@ -135,7 +135,7 @@ def test_a_full_shared_memory_is_reported_to_those_who_use_it(
 @pytest.mark.parametrize(
     "variables", [{"NCCL_DEBUG": "WARN"}, {"OMP_NUM_THREADS": "2", "CUDA_LAUNCH_BLOCKING": "0"}]
 )
-def test_a_healthy_machine_passes_everything(
+def test_healthy_machine_passes_all_checks(
     variables: dict[str, str],
     tmp_path: Path,
     monkeypatch: Patch,
@@ -152,6 +152,6 @@ def test_a_healthy_machine_passes_everything(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_an_invalid_setting_is_refused() -> None:
+def test_invalid_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match="strategy"):
         main(["--strategy=dpp"])

@@ -48,7 +48,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_documents_are_neither_cut_nor_filled(tokenizer: Path, tmp_path: Path) -> None:
+def test_documents_are_not_truncated_or_padded(tokenizer: Path, tmp_path: Path) -> None:
     """A tokenizer may do so, for the model that it was made for."""
     from tokenizers import Tokenizer
 
@@ -79,7 +79,7 @@ def tokenize(*arguments: str) -> int:
     return cli.main(["data", "tokenize", *arguments])
 
 
-def test_documents_of_a_local_tokenizer(
+def test_local_tokenizer_encodes_documents(
     jsonl: str, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoTokenizer
@@ -118,7 +118,7 @@ def test_documents_of_a_local_tokenizer(
     assert data.train[1]["inputs"].tolist() == expected[8:16]
 
 
-def test_the_output_does_not_depend_on_the_number_of_workers(jsonl: str) -> None:
+def test_output_is_independent_of_number_of_workers(jsonl: str) -> None:
     variables = os.environ
     for workers in (1, 3):
         assert tokenize(jsonl, f"--to={workers}", "--tokenizer=bytes", f"--workers={workers}") == 0
@@ -129,7 +129,7 @@ def test_the_output_does_not_depend_on_the_number_of_workers(jsonl: str) -> None
 
 
 @pytest.mark.usefixtures("cwd")
-def test_every_format() -> None:
+def test_all_input_formats_are_read() -> None:
     from datasets import Dataset
 
     rows = Dataset.from_dict({"body": ["b0", "b1"], "other": [0, 1]})
@@ -146,7 +146,7 @@ def test_every_format() -> None:
     ]
 
 
-def test_a_run_needs_only_the_directory(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 0
     run = ["train", *TINY, "--data.source=tokens", "--data.path=out", "--steps=2"]
     assert cli.main([*run, "--run-dir=run"]) == 0
@@ -195,7 +195,7 @@ def test_errors_are_one_message(
     assert not list(Path.cwd().glob("out*"))
 
 
-def test_another_directory_is_never_replaced(
+def test_unrelated_directory_is_not_replaced(
     jsonl: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [jsonl, "--to=out", "--tokenizer=bytes", "--workers=1"]
@@ -208,13 +208,13 @@ def test_another_directory_is_never_replaced(
     assert "'out': exists; name a new directory, or remove this one" in capsys.readouterr().err
 
 
-def test_a_tokenizer_needs_an_end_of_text(tokenizer: Path, tmp_path: Path) -> None:
+def test_tokenizer_without_end_of_text_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
     with pytest.raises(ConfigError, match="has no end-of-sequence token; set eos_token in"):
         load_encoder(str(tmp_path))
 
 
-def test_a_text_with_the_end_of_text_is_refused(tokenizer: Path) -> None:
+def test_text_containing_end_of_text_is_refused(tokenizer: Path) -> None:
     """A token such as "the" is no special token, and occurs in texts."""
     encoder = load_encoder(str(tokenizer))
     encoder = replace(encoder, end_of_text=encoder.encode(["the"])[0][0])
@@ -223,5 +223,5 @@ def test_a_text_with_the_end_of_text_is_refused(tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
-def test_the_type_follows_from_the_vocabulary(size: int, dtype: str) -> None:
+def test_token_dtype_follows_vocabulary_size(size: int, dtype: str) -> None:
     assert Encoder("x", None, size, 0).dtype == dtype

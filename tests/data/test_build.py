@@ -26,7 +26,7 @@ def text(directory: Path, sizes: dict[str, int]) -> str:
 # --- text ---
 
 
-def test_default_is_the_standard_library_and_quick_to_index() -> None:
+def test_default_text_is_standard_library_indexed_quickly() -> None:
     start = time.perf_counter()
     data = build_datasets(DataConfig())
     assert time.perf_counter() - start < 2.0
@@ -49,19 +49,19 @@ def test_default_is_the_standard_library_and_quick_to_index() -> None:
 
 
 @given(st.text(), st.floats(0, 1), st.floats(0, 1))
-def test_larger_share_holds_out_the_same_files_and_more(name: str, a: float, b: float) -> None:
+def test_larger_share_extends_held_out_files(name: str, a: float, b: float) -> None:
     low, high = sorted((a, b))
     assert is_held_out(name, high) or not is_held_out(name, low)
     assert not is_held_out(name, 0.0)
     assert is_held_out(name, 1.0)
 
 
-def test_share_of_held_out_names_is_as_asked() -> None:
+def test_held_out_share_agrees_with_setting() -> None:
     count = sum(is_held_out(f"directory/file_{i}.py", 0.05) for i in range(20_000))
     assert abs(count - 1000) < 4 * (20_000 * 0.05 * 0.95) ** 0.5
 
 
-def test_new_files_do_not_move_others(tmp_path: Path) -> None:
+def test_new_files_keep_split_of_others(tmp_path: Path) -> None:
     path = text(tmp_path, {f"{i}.py": 50 for i in range(60)})
     config = DataConfig(path=path, held_out=0.3, sequence_length=8)
     before = build_datasets(config)
@@ -87,7 +87,7 @@ def test_nothing_is_held_out_at_zero(tmp_path: Path) -> None:
     assert data.description == f"text below {path}: samples for training: 37, held out: 0"
 
 
-def test_validation_directory_keeps_all_of_the_other_for_training(tmp_path: Path) -> None:
+def test_validation_directory_leaves_all_data_for_training(tmp_path: Path) -> None:
     for name in ("train", "other"):
         (tmp_path / name).mkdir()
     config = DataConfig(
@@ -121,7 +121,7 @@ def test_too_little_text_is_refused(
 @pytest.mark.parametrize(
     ("name", "message"), [("none", "is not a directory"), ("short", "too few")]
 )
-def test_errors_of_the_validation_directory_name_its_setting(
+def test_validation_directory_errors_name_their_setting(
     tmp_path: Path, name: str, message: str
 ) -> None:
     (tmp_path / "short").mkdir()
@@ -154,7 +154,7 @@ def test_last_tokens_are_held_out(tmp_path: Path) -> None:
     assert data.description == f"tokens of {path}: samples for training: 99, held out: 11"
 
 
-def test_validation_file_and_none(tmp_path: Path) -> None:
+def test_validation_from_file_or_none(tmp_path: Path) -> None:
     values: dict[str, Any] = {"source": "tokens", "path": tokens(tmp_path / "a", 100)}
     other = tokens(tmp_path / "b", 50)
     data = build_datasets(DataConfig(**values, validation_path=other, sequence_length=9))
@@ -189,7 +189,7 @@ def tokenized(directory: Path, parts: dict[str, list[int]], **values: Any) -> To
 PARTS = {"b.bin": list(range(70_000, 70_060)), "a.bin": list(range(60))}
 
 
-def test_a_tokenized_directory_needs_no_other_setting(tmp_path: Path) -> None:
+def test_tokenized_directory_needs_no_other_settings(tmp_path: Path) -> None:
     metadata = tokenized(tmp_path / "data", PARTS)
     assert TokenMetadata.read(tmp_path / "data") == metadata
     config = DataConfig(
@@ -218,7 +218,7 @@ def test_a_tokenized_directory_needs_no_other_setting(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("cwd")
-def test_settings_that_contradict_the_metadata_are_refused(
+def test_settings_that_contradict_metadata_are_refused(
     values: dict[str, Any], setting: str, message: str
 ) -> None:
     for name in ("data", "damaged", "later"):
@@ -294,7 +294,7 @@ def test_callable_gets_split_length_and_options() -> None:
         ("squares", {"count": -256}, "it returned a Squares, which has no sample"),
     ],
 )
-def test_callable_of_the_wrong_kind_is_refused(
+def test_callable_of_wrong_kind_is_refused(
     source: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -309,7 +309,7 @@ def test_callable_of_the_wrong_kind_is_refused(
         ("Squares", {"count": 3}, "got an unexpected keyword argument 'split'"),
     ],
 )
-def test_options_that_the_function_does_not_take_are_refused_before_ranks_start(
+def test_unknown_options_are_refused_before_ranks_start(
     source: str, options: dict[str, Any], message: str
 ) -> None:
     problem = (
@@ -340,7 +340,7 @@ def identity_of(directory: Path, files: dict[str, str], **settings: Any) -> dict
 FILES = {"a.py": "x" * 20, "b/c.py": "y" * 30}
 
 
-def test_text_is_known_by_names_and_sizes_wherever_it_lies(tmp_path: Path) -> None:
+def test_text_identity_is_independent_of_location(tmp_path: Path) -> None:
     first = identity_of(tmp_path / "here", FILES)
     assert first["samples"] == (20 + 1 + 30 + 1 - 1) // LENGTH
     assert first["vocabulary"] == 257
@@ -356,12 +356,12 @@ def test_text_is_known_by_names_and_sizes_wherever_it_lies(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("settings", [{"pattern": "*.py"}, {"held_out": 0.4}])
-def test_another_part_of_the_text_is_other_data(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_other_part_of_text_changes_identity(tmp_path: Path, settings: dict[str, Any]) -> None:
     first = identity_of(tmp_path / "here", FILES)
     assert identity_of(tmp_path / "here", FILES, **settings)["digest"] != first["digest"]
 
 
-def test_tokens_are_known_by_number_and_type(tmp_path: Path) -> None:
+def test_token_identity_contains_number_and_dtype(tmp_path: Path) -> None:
     def tokens(size: int, dtype: str = "uint16", **settings: Any) -> dict[str, Any]:
         path = tmp_path / f"{size} {dtype}"
         path.mkdir(exist_ok=True)
@@ -379,7 +379,7 @@ def test_tokens_are_known_by_number_and_type(tmp_path: Path) -> None:
     assert tokens(100, "uint8")["digest"] != first["digest"]
 
 
-def test_data_of_a_user_are_counted_and_may_say_more() -> None:
+def test_identity_of_user_data_has_count_and_extras() -> None:
     config = DataConfig(source="tests.data.test_build:plain")
     assert identity(build_datasets(config)) == {"samples": 3, "vocabulary": None, "digest": None}
 

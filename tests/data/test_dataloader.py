@@ -114,7 +114,7 @@ def flat(lists: Any) -> list[int]:
         ]
     ),
 )
-def test_no_sample_is_lost_or_repeated_by_stops_at_any_number_of_ranks(
+def test_stops_neither_lose_nor_repeat_samples(
     size: int,
     microbatch: int,
     count: int,
@@ -161,7 +161,7 @@ def test_no_sample_is_lost_or_repeated_by_stops_at_any_number_of_ranks(
     assert seen == (expected or [position % size for position in range(len(seen))])
 
 
-def test_passes_of_several_lengths_continue_at_the_right_sample() -> None:
+def test_epochs_of_varying_length_resume_at_right_sample() -> None:
     whole = DataLoader(Numbers(7, 5, 9), 4, 2)
     steps = [*read([whole]), *read([whole]), *read([whole])]
     assert flat(steps) == [*range(7), *range(5), *range(9), 0, 1, 2]
@@ -171,7 +171,7 @@ def test_passes_of_several_lengths_continue_at_the_right_sample() -> None:
         assert read([resumed]) == steps[done:first_epoch]
 
 
-def test_a_stream_with_skip_does_not_read_what_came_before() -> None:
+def test_stream_with_skip_does_not_read_earlier_samples() -> None:
     dataset = Skipping(1000)
     loader = DataLoader(dataset, 4, 2, first_sample=900)
     assert read([loader], 2) == [[900, 901, 902, 903], [904, 905, 906, 907]]
@@ -186,7 +186,7 @@ def values(loader: DataLoader, steps: int | None = None) -> list[int]:
     return [n for microbatches in islice(loader, steps) for m in microbatches for n in m["x"]]
 
 
-def test_a_shuffled_hugging_face_stream_resumes_in_any_epoch() -> None:
+def test_shuffled_hugging_face_stream_resumes_in_any_epoch() -> None:
     loader = DataLoader(shuffled_stream(), 4, 2)
     first, second, third = values(loader), values(loader), values(loader)
     assert sorted(map(int, first)) == sorted(map(int, second)) == list(range(20))
@@ -216,7 +216,7 @@ class DrawsNothing(TensorDataset):
 
 
 @pytest.mark.parametrize("make", [Drawing, lambda: DrawsNothing(torch.arange(10.0))])
-def test_random_numbers_of_samples_and_collate_fn_follow_the_position(make: Any) -> None:
+def test_random_numbers_of_samples_follow_position(make: Any) -> None:
     def drawn(first_sample: int, world_size: int = 1, workers: int = 0) -> torch.Tensor:
         parts = []
         for rank in range(world_size):
@@ -246,7 +246,7 @@ def test_random_numbers_of_samples_and_collate_fn_follow_the_position(make: Any)
     assert multiprocessing.active_children() == []
 
 
-def test_len_does_not_change_during_a_for() -> None:
+def test_len_is_constant_during_iteration() -> None:
     loader = DataLoader(range(10), 4, 2)
     assert [len(loader) for _ in loader] == [3, 3, 3]
     assert [len(loader) for _ in loader] == [2, 2]
@@ -256,7 +256,7 @@ def test_len_does_not_change_during_a_for() -> None:
         len(DataLoader(Numbers(10), 4, 2))
 
 
-def test_lists_of_hugging_face_become_tensors() -> None:
+def test_hugging_face_lists_become_tensors() -> None:
     columns = {"input_ids": [[1, 2, 3], [4, 5, 6]], "text": ["a", "b"], "score": [0.5, 1.0]}
     ((batch,),) = list(DataLoader(rows(**columns), 2, 2, shuffle=False))
     assert batch["input_ids"].tolist() == columns["input_ids"]
@@ -267,7 +267,7 @@ def test_lists_of_hugging_face_become_tensors() -> None:
     assert batch["input_ids"].tolist() == [[1, 2], [4, 5]]
 
 
-def test_samples_of_several_lengths_name_their_shapes() -> None:
+def test_error_for_unequal_samples_names_shapes() -> None:
     ragged = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
     with pytest.raises(DataError, match=r"cannot be stacked.*input_ids: int64 \[2\].*pad"):
         next(iter(DataLoader(ragged, 2, 2, shuffle=False)))
@@ -288,7 +288,7 @@ def test_each_sample_is_evaluated_once() -> None:
             assert sorted(n for part in seen for n in part) == list(range(11))
 
 
-def test_a_step_is_one_microbatch_per_rank_by_default() -> None:
+def test_default_step_is_one_microbatch_per_rank() -> None:
     loader = DataLoader([{"targets": torch.tensor([n])} for n in range(12)], 6)
     assert [len(m["targets"]) for step in loader for m in step] == [6, 6]
 
@@ -322,13 +322,13 @@ def stream_by_node() -> Any:
         (range(9), {"seed": None}, "seed = None: must be an integer"),
     ],
 )
-def test_wrong_use_is_one_message(dataset: Any, options: dict[str, Any], message: str) -> None:
+def test_misuse_is_one_message(dataset: Any, options: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 4, "microbatch_size": 2} | options
     with pytest.raises(ConfigError, match=message):
         DataLoader(dataset() if dataset is stream_by_node else dataset, **arguments)
 
 
-def test_a_state_of_other_data_is_refused() -> None:
+def test_state_of_other_data_is_refused() -> None:
     state = DataLoader(range(10), 4, 2, seed=1).state_dict()
     for loader, name in (
         (DataLoader(range(11), 4, 2, seed=1), "size"),
@@ -339,7 +339,7 @@ def test_a_state_of_other_data_is_refused() -> None:
             loader.load_state_dict(state)
 
 
-def test_a_limit_of_steps_that_comes_first_draws_none_that_is_not_used() -> None:
+def test_step_limit_before_loader_draws_no_unused_samples() -> None:
     for limited, samples in (
         (lambda loader: zip(range(2), loader, strict=False), 8),
         (lambda loader: islice(loader, 2), 8),
@@ -359,12 +359,12 @@ def test_a_limit_of_steps_that_comes_first_draws_none_that_is_not_used() -> None
         ({"samples": None}, "^samples = None: must be an integer of at least 0"),
     ],
 )
-def test_what_is_no_state_is_refused(state: Any, message: str) -> None:
+def test_invalid_state_is_refused(state: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataLoader(range(10), 4, 2).load_state_dict(state)
 
 
-def test_attributes_that_an_iteration_would_not_notice_cannot_be_assigned() -> None:
+def test_fixed_attributes_cannot_be_assigned() -> None:
     loader = DataLoader(range(10), 4, 2, shuffle=False)
     next(iter(loader))
     for name, value in {"batch_size": 8, "samples": 0, "dataset": [1], "seed": 1}.items():
@@ -381,9 +381,7 @@ def test_attributes_that_an_iteration_would_not_notice_cannot_be_assigned() -> N
         (Numbers(10, 0), "gave no sample in pass 2; each call of its __iter__ has to begin"),
     ],
 )
-def test_a_stream_that_cannot_be_repeated_ends_training_with_one_message(
-    dataset: Any, message: str
-) -> None:
+def test_exhausted_stream_is_one_message(dataset: Any, message: str) -> None:
     loader = DataLoader(dataset, 5, 5)
     assert read([loader]) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]  # this epoch is complete
     with pytest.raises(DataError, match=message):
@@ -428,7 +426,7 @@ class CountedReads:
 
 
 @ranks(2)
-def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
+def test_datasets_that_differ_between_ranks_are_refused() -> None:
     rank = torch.distributed.get_rank()
     shares = [range(0, 20, 2), range(1, 20, 2)]
     for dataset in (list(shares[rank]), OfRank(*shares), list(range(20 + rank))):
@@ -460,7 +458,7 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
 
 
 @ranks(2)
-def test_a_rank_that_has_looked_at_a_step_alone_is_told() -> None:
+def test_rank_that_reads_step_alone_is_reported() -> None:
     roll_call.PATIENCE_SECONDS = 0.2
     loader = DataLoader(range(8), 4, 2)
     loader.load_state_dict({"samples": 4 * torch.distributed.get_rank()})

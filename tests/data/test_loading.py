@@ -53,7 +53,7 @@ def inputs(steps: Any, count: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_together_get_the_global_batches(workers: int, world_size: int) -> None:
+def test_ranks_share_global_batches(workers: int, world_size: int) -> None:
     gathered: list[list[int]] = [[], [], []]
     for rank in range(world_size):
         steps = batches(first_sample=7, rank=rank, world_size=world_size, workers=workers)
@@ -65,18 +65,18 @@ def test_ranks_together_get_the_global_batches(workers: int, world_size: int) ->
         assert gathered[step] == sample_indices(3, 7 + 24 * step, 24, 50).tolist()
 
 
-def test_resuming_continues_identically_at_another_world_size() -> None:
+def test_resume_is_identical_at_other_world_size() -> None:
     whole = inputs(batches(), 4)
     halves = [inputs(batches(first_sample=48, rank=r, world_size=2), 2) for r in (0, 1)]
     assert [halves[0][step] + halves[1][step] for step in (0, 1)] == whole[2:]
 
 
-def test_batch_that_does_not_divide_is_refused_at_once() -> None:
+def test_indivisible_batch_is_refused_immediately() -> None:
     with pytest.raises(ConfigError, match=r"batch\.global_batch_size = 24.*nearest: 20 or 30"):
         batches(world_size=5)
 
 
-def test_random_numbers_of_the_model_are_left_alone() -> None:
+def test_loading_does_not_use_model_random_numbers() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def test_random_numbers_of_the_model_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_closing_or_dropping_ends_the_workers(workers: int) -> None:
+def test_closing_or_deleting_loader_ends_workers(workers: int) -> None:
     steps = batches(workers=workers)
     next(steps)
     assert len(multiprocessing.active_children()) == workers
@@ -95,7 +95,7 @@ def test_closing_or_dropping_ends_the_workers(workers: int) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_workers_leave_stop_signals_to_the_training_process() -> None:
+def test_workers_ignore_stop_signals() -> None:
     steps = batches(workers=2)
     next(steps)
     for number in (*STOP_SIGNALS, signal.SIGHUP):
@@ -112,7 +112,7 @@ class Failing(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_errors_of_data_come_through_workers_and_end_them(workers: int) -> None:
+def test_dataset_errors_pass_through_and_end_workers(workers: int) -> None:
     steps = batches(Failing(10), 2, 1, workers=workers)
     with pytest.raises(DataError, match=r"file x\.txt is gone"):
         next(steps)
@@ -130,7 +130,7 @@ def test_errors_of_data_come_through_workers_and_end_them(workers: int) -> None:
     st.integers(1, 7),
     st.integers(1, 6),
 )
-def test_each_sample_is_evaluated_once_and_ranks_run_equally_often(
+def test_ranks_evaluate_each_sample_once_in_equal_steps(
     size: int, samples: int | None, microbatch_size: int, world_size: int
 ) -> None:
     seen: list[int] = []
@@ -166,13 +166,13 @@ def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
     )
 
 
-def test_any_sample_may_be_the_one_that_does_not_count() -> None:
+def test_any_sample_can_serve_as_padding() -> None:
     counted, forward_only = evaluate(Pairs(6))
     assert counted[0].flatten().tolist() == [2, 3]
     assert [part.tolist() for part in forward_only.batch] == [[[0]], [[0.0]]]
 
 
-def test_dataset_that_divides_needs_nothing() -> None:
+def test_divisible_dataset_needs_no_padding() -> None:
     assert [batch[0].flatten().tolist() for batch in evaluate(Pairs(8))] == [[2, 3], [6, 7]]
 
 
@@ -184,7 +184,7 @@ class Collated(Numbers):
         return {"targets": torch.tensor([total])}
 
 
-def test_the_dataset_makes_microbatches_in_training_and_evaluation() -> None:
+def test_dataset_builds_microbatches_in_training_and_evaluation() -> None:
     part: Any = torch.utils.data.Subset(Collated(20), range(10, 16))  # type: ignore[arg-type]
     nested = torch.utils.data.Subset(part, range(6))
     for dataset in (part, nested):

@@ -37,7 +37,7 @@ def scalar_index(seed: int, position: int, size: int) -> int:
             return value
 
 
-def test_order_never_changes_silently() -> None:
+def test_order_agrees_with_recorded_values() -> None:
     # Runs resume from a number of samples only: another order would repeat some and skip others.
     # If this fails, the order needs a version in the checkpoint.
     assert sample_indices(0, 0, 25, 10).tolist() == (
@@ -62,7 +62,7 @@ def test_each_epoch_holds_each_sample_once(seed: int, epoch: int, size: int) -> 
 
 
 @given(seeds, st.integers(0, 10**6), st.integers(0, 500), st.integers(0, 500), sizes)
-def test_any_cut_gives_the_same_order(
+def test_order_is_independent_of_slicing(
     seed: int, first: int, head: int, tail: int, size: int
 ) -> None:
     whole = sample_indices(seed, first, head + tail, size)
@@ -73,26 +73,26 @@ def test_any_cut_gives_the_same_order(
     np.testing.assert_array_equal(whole, np.concatenate(parts))
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_order_differs_between_epochs_and_seeds() -> None:
     orders = [tuple(sample_indices(seed, e * 50, 50, 50)) for seed in (0, 1) for e in (0, 1, 2)]
     assert len(set(orders)) == len(orders)
 
 
-def test_small_permutations_are_about_equally_frequent() -> None:
+def test_small_permutations_are_uniformly_distributed() -> None:
     seen = [tuple(sample_indices(seed, 0, 3, 3).tolist()) for seed in range(3000)]
     counts = [seen.count(order) for order in set(seen)]
     assert len(counts) == 6
     assert sum((count - 500) ** 2 / 500 for count in counts) < 20.5  # chi-square, p = 0.001
 
 
-def test_neighbours_do_not_stay_neighbours() -> None:
+def test_neighboring_samples_are_separated() -> None:
     order = sample_indices(0, 0, 20_000, 20_000)
     assert abs(np.corrcoef(np.arange(20_000), order)[0, 1]) < 4 / 20_000**0.5
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / 20_000**0.5
 
 
 @pytest.mark.parametrize("arguments", [(0, 0, 1, 0), (0, -1, 1, 5), (0, 0, -1, 5)])
-def test_impossible_arguments_are_refused(arguments: tuple[int, int, int, int]) -> None:
+def test_invalid_arguments_are_refused(arguments: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="size >= 1"):
         sample_indices(*arguments)
 
@@ -106,7 +106,7 @@ def test_impossible_arguments_are_refused(arguments: tuple[int, int, int, int]) 
     count=st.integers(1, 4),
     step=st.integers(0, 3),
 )
-def test_ranks_together_read_the_global_batch_in_order(
+def test_ranks_read_global_batch_in_order(
     seed: int, size: int, first: int, microbatch: int, world_size: int, count: int, step: int
 ) -> None:
     batch = microbatch * world_size * count
@@ -122,7 +122,7 @@ def test_ranks_together_read_the_global_batch_in_order(
     assert read == sample_indices(seed, first + step * batch, batch, size).tolist()
 
 
-def test_microbatches_per_rank() -> None:
+def test_microbatches_per_rank_agree_with_sizes() -> None:
     assert microbatches_per_rank(64, 8, 2) == 4
 
 
@@ -136,6 +136,6 @@ def test_microbatches_per_rank() -> None:
         ((8, 0, 1), "microbatch_size = 0: must be at least 1"),
     ],
 )
-def test_batches_that_do_not_divide_are_refused(sizes: tuple[int, int, int], message: str) -> None:
+def test_indivisible_batches_are_refused(sizes: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         microbatches_per_rank(*sizes)

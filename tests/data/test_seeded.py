@@ -54,21 +54,21 @@ def drawn(
 
 
 @pytest.mark.parametrize("dataset", [Augmented(), AugmentedMicrobatch()])
-def test_what_samples_draw_depends_on_their_position_alone(dataset: Augmented) -> None:
+def test_random_numbers_depend_only_on_position(dataset: Augmented) -> None:
     whole = drawn(dataset, 4)
     assert torch.equal(drawn(dataset, 2, first_sample=16), whole[2:])
     assert torch.equal(drawn(dataset, 4, world_size=2), whole)
     assert torch.equal(drawn(dataset, 2, first_sample=16, world_size=2, workers=1), whole[2:])
 
 
-def test_every_sample_and_every_epoch_draws_anew() -> None:
+def test_random_numbers_differ_by_sample_and_epoch() -> None:
     found = drawn(Augmented(), 5).flatten(0, 1)
     assert sorted(found[:10, 0].tolist()) == list(range(10))
     for generator in (1, 2, 3):
         assert len(set(found[:, generator].tolist())) == len(found)
 
 
-def test_nothing_is_taken_from_the_generators_of_the_process() -> None:
+def test_process_generators_are_unchanged() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)

@@ -30,7 +30,7 @@ def test_defaults_are_valid() -> None:
         ({"source": "m:f", "options": {"split": 1}}, "data.options", "'split' is passed by"),
     ],
 )
-def test_impossible_values_are_refused(values: dict[str, Any], setting: str, message: str) -> None:
+def test_invalid_values_are_refused(values: dict[str, Any], setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         DataConfig(**values)
     assert caught.value.setting == setting

@@ -54,7 +54,7 @@ def test_samples_are_windows_of_the_joined_bytes(
             assert sample["inputs"].dtype == sample["targets"].dtype == torch.int64
 
 
-def test_files_are_sorted_by_path_and_empty_ones_left_out(tmp_path: Path) -> None:
+def test_files_are_sorted_and_empty_ones_omitted(tmp_path: Path) -> None:
     write(tmp_path, {"b.py": b"bb", "a/z.py": b"z", "a.py": b"", "a/b/c.py": b"ccc", "x.md": b"x"})
     files = list_text_files(tmp_path, "**/*.py")
     assert [(f.name, f.size) for f in files] == [("a/b/c.py", 3), ("a/z.py", 1), ("b.py", 2)]
@@ -81,7 +81,7 @@ def test_patterns(tmp_path: Path, pattern: str, expected: set[str]) -> None:
     assert {f.name for f in list_text_files(tmp_path, pattern)} == expected
 
 
-def test_skipped_directories_and_dead_links_are_left_out(tmp_path: Path) -> None:
+def test_skipped_directories_and_broken_links_are_omitted(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"1", "site-packages/b.py": b"1"})
     (tmp_path / "dead.py").symlink_to(tmp_path / "nowhere")
     assert [f.name for f in list_text_files(tmp_path, "**/*.py", ["site-packages"])] == ["a.py"]
@@ -108,7 +108,7 @@ def test_directory_without_a_match_is_refused(tmp_path: Path) -> None:
         list_text_files(tmp_path, "*.py")
 
 
-def test_records_are_refused_as_text(tmp_path: Path) -> None:
+def test_record_files_are_refused_as_text(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": b"1", "b/c.jsonl": b'{"text": "1"}'})
     assert [file.name for file in list_text_files(tmp_path, "*.txt")] == ["a.txt"]
     with pytest.raises(ConfigError, match=r"b/c\.jsonl holds records.* `distmp data tokenize`"):
@@ -163,14 +163,14 @@ def directory_of(tmp_path: Path, files: dict[str, bytes], length: int = 4) -> Te
 
 
 @pytest.mark.parametrize("content", [b"123456789ab", b"123"])
-def test_file_that_changed_is_named(tmp_path: Path, content: bytes) -> None:
+def test_changed_file_is_named(tmp_path: Path, content: bytes) -> None:
     data = directory_of(tmp_path, {"a.txt": b"123456789a"})
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=rf"a\.txt had 10 bytes .* and has {len(content)} now"):
         data[0]
 
 
-def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_deleted_file_is_named(tmp_path: Path) -> None:
     data = directory_of(tmp_path, {"a.txt": b"123456789a"})
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"cannot read .*a\.txt any more: No such file"):
@@ -178,14 +178,14 @@ def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 2])
-def test_index_outside_is_an_index_error(tmp_path: Path, index: int) -> None:
+def test_index_out_of_range_raises_index_error(tmp_path: Path, index: int) -> None:
     data = directory_of(tmp_path, {"a.txt": b"12345678"})
     assert len(data) == 2
     with pytest.raises(IndexError):
         data[index]
 
 
-def test_no_file_stays_open_and_copies_are_small(tmp_path: Path) -> None:
+def test_dataset_keeps_no_open_files_and_pickles_small(tmp_path: Path) -> None:
     data = directory_of(tmp_path, {f"{i}.txt": b"x" * 100_000 for i in range(3)}, length=64)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
@@ -199,7 +199,7 @@ def test_no_file_stays_open_and_copies_are_small(tmp_path: Path) -> None:
 
 
 @given(st.text())
-def test_text_survives_encoding(text: str) -> None:
+def test_encoded_text_round_trips(text: str) -> None:
     text = text.encode(errors="replace").decode()
     ids = encode(text)
     assert ids.dtype == torch.int64
@@ -207,5 +207,5 @@ def test_text_survives_encoding(text: str) -> None:
     assert decode(ids) == decode(ids.tolist()) == text
 
 
-def test_decoding_leaves_out_what_is_no_byte_and_replaces_bad_text() -> None:
+def test_decoding_omits_non_bytes_and_replaces_invalid_text() -> None:
     assert decode(np.array([72, 105, END_OF_FILE, 0xFF])) == "Hi\ufffd"

@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ids.bin"
 
 
-def test_id_outside_the_vocabulary_is_named_with_its_position(path: Path) -> None:
+def test_id_outside_vocabulary_is_named_with_position(path: Path) -> None:
     data = TokenFiles([path], "uint16", 50, 10)
     assert data[3]["targets"].tolist() == list(range(31, 41))
     with pytest.raises(
@@ -59,7 +59,7 @@ def test_negative_id_is_refused(tmp_path: Path) -> None:
         TokenFiles([tmp_path / "ids.bin"], "int32", 50, 3)[0]
 
 
-def test_last_range_ends_before_the_file_does(path: Path) -> None:
+def test_last_range_may_end_before_file(path: Path) -> None:
     data = TokenFiles([path], "uint16", 100, 10).part(20, 41)
     assert len(data) == 2
     assert data[1]["targets"].tolist() == list(range(31, 41))
@@ -67,14 +67,14 @@ def test_last_range_ends_before_the_file_does(path: Path) -> None:
         data[2]
 
 
-def test_file_that_shrank_is_named(path: Path) -> None:
+def test_truncated_file_is_named(path: Path) -> None:
     data = TokenFiles([path], "uint16", 100, 10)
     path.write_bytes(b"1234")
     with pytest.raises(DataError, match=r"cannot read .*ids\.bin any more"):
         data[5]
 
 
-def test_copies_are_small(path: Path) -> None:
+def test_pickled_dataset_is_small(path: Path) -> None:
     data = TokenFiles([path], "uint16", 100, 10)
     data[0]
     copy = pickle.dumps(data)
@@ -87,14 +87,14 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         count_tokens(tmp_path / "none.bin", "uint16")
 
 
-def test_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
+def test_size_not_divisible_by_dtype_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"12345")
     with pytest.raises(ConfigError, match=r"5 bytes is not a multiple of 4.*check its tokens.json"):
         count_tokens(tmp_path / "odd.bin", "uint32")
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 8))
-def test_windows_cross_the_ends_of_files(sizes: list[int], length: int, first: int) -> None:
+def test_windows_cross_file_boundaries(sizes: list[int], length: int, first: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         ids, files = np.arange(sum(sizes), dtype=np.uint16), []
         for number, piece in enumerate(np.split(ids, np.cumsum(sizes)[:-1])):
@@ -108,7 +108,7 @@ def test_windows_cross_the_ends_of_files(sizes: list[int], length: int, first: i
             assert data[i]["targets"].tolist() == ids[start + 1 : start + length + 1].tolist()
 
 
-def test_an_id_outside_the_vocabulary_names_the_file_that_holds_it(tmp_path: Path) -> None:
+def test_id_outside_vocabulary_names_its_file(tmp_path: Path) -> None:
     for name, ids in {"a.bin": [1, 2, 3], "b.bin": [4, 9, 5]}.items():
         np.array(ids, np.uint16).tofile(tmp_path / name)
     data = TokenFiles([tmp_path / "a.bin", tmp_path / "b.bin"], "uint16", 9, 4)
@@ -142,7 +142,7 @@ assert size > 16 * room and grown < room / 4, (size, grown)
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+def test_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     path, size = tmp_path / "large.bin", 8 << 30
     with open(path, "wb") as file:
         # One token for the target of the last window. The rest is a hole that takes no space.

@@ -78,13 +78,13 @@ def test_scale_too_high() -> None:
         (2.0**14, "nothing to do: the loss scale is lowered automatically"),
     ],
 )
-def test_what_to_do_depends_on_the_rules_of_the_scale(floor: float | None, advice: str) -> None:
+def test_advice_depends_on_loss_scale_rules(floor: float | None, advice: str) -> None:
     evidence = make_stats(0.5, parameters=[overflow()], largest_at_lowest=3.0)
     report = diagnose([evidence], make_context(floor=floor))
     assert (report.cause, report.advice) == ("scale_too_high", advice)
 
 
-def test_the_fitting_scale_is_below_the_one_that_did_not_fit() -> None:
+def test_fitting_scale_is_below_overflowing_scale() -> None:
     # The gradients of parameters are small; the gradient of an activation overflowed.
     report = diagnose([make_stats(parameters=[overflow()], largest_at_lowest=1e-6)], make_context())
     assert report.fitting_scale == 2.0**15
@@ -99,7 +99,7 @@ def test_range_too_wide_at_the_lowest_scale() -> None:
 
 
 @pytest.mark.parametrize(("small", "cause"), [(5, "range_too_wide"), (4, "scale_too_high")])
-def test_range_too_wide_when_most_gradients_would_be_zero(small: int, cause: str) -> None:
+def test_range_is_too_wide_if_most_gradients_underflow(small: int, cause: str) -> None:
     # At scale 2^1, where the largest value fits, 2^-11 becomes 2^-26.
     evidence = make_stats(
         *[2.0**-11] * small, *[1.0] * 4, parameters=[overflow()], largest_at_lowest=30000.0
@@ -119,7 +119,7 @@ def test_range_too_wide_when_most_gradients_would_be_zero(small: int, cause: str
         (None, ", but the outputs of all modules are", None),
     ],
 )
-def test_overflow_in_the_forward_pass(
+def test_overflow_in_forward_is_attributed(
     origin: ForwardOverflow | None, place: str, module: str | None
 ) -> None:
     losses = [1.0, math.inf]
@@ -143,9 +143,7 @@ SUSPECTS = ("changed in place", "a race or a non-deterministic operation", "memo
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_finite_when_repeated_does_not_blame_the_loss_function(
-    loss: float, exact: bool
-) -> None:
+def test_loss_finite_on_repetition_does_not_blame_function(loss: float, exact: bool) -> None:
     bad_stats = make_stats(losses=[1.0, loss], repeated_losses=[1.0, 2.25])
     report = diagnose([make_stats(), bad_stats], make_context(exact=exact))
     moved = "" if exact else " (one update has changed the weights since then)"
@@ -158,7 +156,7 @@ def test_a_loss_that_is_finite_when_repeated_does_not_blame_the_loss_function(
     assert "loss function" not in report.advice
 
 
-def test_a_loss_that_is_not_finite_only_when_repeated() -> None:
+def test_loss_non_finite_only_on_repetition() -> None:
     odd = make_stats(repeated_losses=[math.nan, 2.0], parameters=[overflow()])
     report = diagnose([odd], make_context())
     assert (report.cause, report.microbatch) == ("not_repeated", 0)
@@ -169,7 +167,7 @@ def test_a_loss_that_is_not_finite_only_when_repeated() -> None:
     assert all(suspect in report.advice for suspect in SUSPECTS)
 
 
-def test_a_loss_that_recurs_on_one_rank_comes_before_one_that_does_not() -> None:
+def test_recurring_loss_precedes_one_that_does_not_recur() -> None:
     bad = [1.0, math.nan]
     report = diagnose(
         [make_stats(losses=bad), make_stats(losses=bad, repeated_losses=bad)], make_context()
@@ -178,14 +176,14 @@ def test_a_loss_that_recurs_on_one_rank_comes_before_one_that_does_not() -> None
 
 
 @pytest.mark.parametrize("has_masters", [True, False])
-def test_a_value_written_to_a_copy_of_a_master_weight_is_overwritten(has_masters: bool) -> None:
+def test_advice_mentions_copies_of_master_weights(has_masters: bool) -> None:
     for bad_stats in (make_stats(1.0), make_stats(losses=[math.nan, 1.0])):
         report = diagnose([bad_stats], make_context(has_masters=has_masters))
         assert report.cause == "not_repeated"
         assert ("copied from FP32 master weights after every step" in report.advice) == has_masters
 
 
-def test_bad_input_comes_before_what_follows_from_it() -> None:
+def test_non_finite_input_precedes_its_effects() -> None:
     bad_stats = make_stats(
         losses=[1.0, math.nan],
         bad_inputs=[0, 7],
@@ -199,7 +197,7 @@ def test_bad_input_comes_before_what_follows_from_it() -> None:
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
-def test_bad_weight(weight: float) -> None:
+def test_non_finite_loss_weight_is_attributed(weight: float) -> None:
     evidence = [make_stats(), make_stats(parameters=[overflow()], loss_weights=[4.0, weight])]
     report = diagnose(evidence, make_context(weight=weight))
     assert (report.cause, report.ranks, report.microbatch) == ("bad_weight", (1,), 1)
@@ -231,7 +229,7 @@ def test_bad_weight(weight: float) -> None:
         ),
     ],
 )
-def test_bad_parameter(
+def test_non_finite_parameter_is_attributed(
     held: dict[str, Any], diagnosis: str, advice: str, holders: tuple[int, ...]
 ) -> None:
     bad_stats = make_stats(bad_parameters=["head.weight"], repeated_losses=[math.nan, math.nan])
@@ -242,7 +240,7 @@ def test_bad_parameter(
     assert advice in report.advice
 
 
-def test_backward_without_a_loss_scale() -> None:
+def test_backward_overflow_without_loss_scale() -> None:
     bad_stats = make_stats(parameters=[overflow()], largest_at_lowest=None)
     for dtype in (torch.float32, torch.bfloat16):
         report = diagnose([bad_stats], make_context(scale=1.0, floor=None, compute_dtype=dtype))
@@ -250,7 +248,7 @@ def test_backward_without_a_loss_scale() -> None:
         assert "root of zero" in report.advice
 
 
-def test_overflow_of_the_sum_over_ranks() -> None:
+def test_overflow_of_sum_over_ranks_is_attributed() -> None:
     report = diagnose(
         [make_stats(1e38), make_stats(3e38)], make_context(compute_dtype=torch.float32)
     )
@@ -259,13 +257,13 @@ def test_overflow_of_the_sum_over_ranks() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_not_repeated(exact: bool) -> None:
+def test_overflow_that_does_not_recur_is_reported(exact: bool) -> None:
     report = diagnose([make_stats(1.0)] * 2, make_context(exact=exact))
     assert (report.cause, report.ranks, report.microbatch) == ("not_repeated", (), None)
     assert ("one update has changed" in report.diagnosis) == (not exact)
 
 
-def test_a_report_names_a_few_parameters_and_counts_all() -> None:
+def test_report_names_few_parameters_and_counts_all() -> None:
     entries = [overflow(f"layers.{index}.weight") for index in range(20)]
     report = diagnose(
         [make_stats(parameters=entries), make_stats(parameters=entries[:1])], make_context()
@@ -274,7 +272,7 @@ def test_a_report_names_a_few_parameters_and_counts_all() -> None:
     assert report.parameters_total == 20
 
 
-def test_the_record_is_json() -> None:
+def test_record_converts_to_json() -> None:
     report = diagnose([make_stats(parameters=[overflow()])], make_context())
     record = json.loads(json.dumps(report.to_record(), allow_nan=False))
     assert record["parameters"][0]["name"] == "layers.3.weight"

@@ -47,19 +47,19 @@ def near_float16_borders(size: int, seed: int) -> Tensor:
 @given(
     values=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), scale=st.integers(-40, 100)
 )
-def test_shares_are_those_of_casting_any_bits(values: list[int], scale: int) -> None:
+def test_shares_agree_with_casting_random_bits(values: list[int], scale: int) -> None:
     tensor = torch.from_numpy(np.array(values, dtype=np.uint32).view(np.float32))
     assert histogram_of(tensor).shares(scale) == shares_by_casting(tensor, scale)
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_shares_are_those_of_casting_next_to_every_border(scale: int) -> None:
+def test_shares_agree_with_casting_at_borders(scale: int) -> None:
     values = near_float16_borders(200_000, seed=scale + 40)
     assert histogram_of(values).shares(scale) == shares_by_casting(values, scale)
 
 
 @pytest.mark.parametrize("scale", [0, 16])
-def test_each_border_by_itself(scale: int) -> None:
+def test_shares_agree_at_each_single_border(scale: int) -> None:
     """In a mixture of values, two errors could cancel."""
     borders = [2.0**-25, 2.0**-24, 2.0**-14 - 2.0**-25, 2.0**-14, 65504.0, 65520.0, 65536.0]
     for border in borders:
@@ -71,7 +71,7 @@ def test_each_border_by_itself(scale: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.floats(width=32, allow_subnormal=False), min_size=1, max_size=100))
-def test_exponents_are_those_of_frexp(values: list[float]) -> None:
+def test_exponents_agree_with_frexp(values: list[float]) -> None:
     array = np.array(values, dtype=np.float32)
     found = histogram_of(torch.from_numpy(array))
     known = array[np.isfinite(array) & (array != 0)]
@@ -83,14 +83,14 @@ def test_exponents_are_those_of_frexp(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_count_as_their_fp32_values(dtype: torch.dtype) -> None:
+def test_16_bit_values_count_as_fp32(dtype: torch.dtype) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     assert torch.equal(count_exponents(every), count_exponents(every.float()))
     assert histogram_of(every).values == 2**16
     assert histogram_of(every).infinite == 2
 
 
-def test_shape_strides_and_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_histogram_is_independent_of_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     values = near_float16_borders(6000, seed=1).view(60, 100)
     whole = count_exponents(values)
     monkeypatch.setattr(histogram, "PIECE", 7)
@@ -99,7 +99,7 @@ def test_shape_strides_and_pieces_do_not_matter(monkeypatch: pytest.MonkeyPatch)
     assert int(count_exponents(torch.tensor(1.0)).sum()) == 1
 
 
-def test_histograms_add_up() -> None:
+def test_histograms_are_additive() -> None:
     values = near_float16_borders(1000, seed=2)
     total = histogram_of(values[:300]) + histogram_of(values[300:])
     assert total.exponents == histogram_of(values).exponents
@@ -120,14 +120,16 @@ def test_histograms_add_up() -> None:
         (2.0**-5, 2.0**-5, 1.0),
     ],
 )
-def test_the_recommended_scale(largest: float, smallest: float, expected: float) -> None:
+def test_recommended_scale_agrees_with_expected(
+    largest: float, smallest: float, expected: float
+) -> None:
     values = torch.tensor([-largest, smallest, 0.0, math.inf, math.nan])
     assert histogram_of(values).recommended_scale() == expected
 
 
 @settings(max_examples=200, deadline=None)
 @given(exponents=st.lists(st.floats(-60, 30), min_size=1, max_size=30), margin=st.integers(0, 6))
-def test_the_recommended_scale_is_the_best_there_is(exponents: list[float], margin: int) -> None:
+def test_recommended_scale_is_optimal(exponents: list[float], margin: int) -> None:
     values = 2.0 ** torch.tensor(exponents, dtype=torch.float64)
     values = values.float()
     scale = histogram_of(values).recommended_scale(margin)
@@ -149,14 +151,14 @@ def test_the_recommended_scale_is_the_best_there_is(exponents: list[float], marg
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [math.inf, math.nan], []])
-def test_without_any_value_there_is_no_recommendation(values: list[float]) -> None:
+def test_empty_histogram_has_no_recommendation(values: list[float]) -> None:
     found = histogram_of(torch.tensor(values))
     assert found.recommended_scale() is None
     assert found.shares(0) == (0, 0, 0)
     assert found.exponents == {}
 
 
-def test_the_range_of_subnormal_fp32_numbers() -> None:
+def test_subnormal_fp32_numbers_are_counted() -> None:
     tiny = torch.tensor([1e-45, 1e-39, -1e-40])
     found = histogram_of(tiny)
     assert found.exponents == {-127: 3}

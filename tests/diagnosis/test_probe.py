@@ -26,7 +26,7 @@ def number_of_hooks(module: nn.Module) -> int:
     return sum(map(len, tables))
 
 
-def test_gradients_are_those_of_backward() -> None:
+def test_probed_gradients_agree_with_backward() -> None:
     model = nn.Linear(2, 3, bias=False)
     model.weight.grad = torch.full((3, 2), math.nan)  # of an earlier backward
     factors = torch.tensor([[1.0, math.inf], [-math.inf, math.nan], [-4.0, 0.0]])
@@ -37,7 +37,7 @@ def test_gradients_are_those_of_backward() -> None:
     assert (dict(counted.exponents), counted.infinite, counted.nan) == ({0: 1, 2: 1}, 2, 1)
 
 
-def test_parameters_come_in_the_order_of_backward() -> None:
+def test_parameters_are_in_backward_order() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     with Probe(model, units(model)) as probe:
         model(torch.ones(1, 2)).sum().backward()
@@ -45,7 +45,7 @@ def test_parameters_come_in_the_order_of_backward() -> None:
     assert sorted(probe.gradients()) == ["0.bias", "0.weight", "1.weight"]
 
 
-def test_a_tied_weight_is_seen_once_with_all_of_its_gradient() -> None:
+def test_tied_weight_is_seen_once_with_full_gradient() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     with Probe(model, units(model)) as probe:
@@ -56,7 +56,7 @@ def test_a_tied_weight_is_seen_once_with_all_of_its_gradient() -> None:
     assert probe.gradients() == {"0.weight": GradientSummary(0, 0, largest)}
 
 
-def test_frozen_unused_and_empty_parameters() -> None:
+def test_frozen_unused_and_empty_parameters_are_handled() -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
     model["used"].bias.requires_grad_(False)
     model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
@@ -65,7 +65,7 @@ def test_frozen_unused_and_empty_parameters() -> None:
     assert list(probe.gradients()) == ["used.weight"]
 
 
-def test_parameters_that_are_not_finite_themselves() -> None:
+def test_non_finite_parameters_are_found() -> None:
     model = nn.Linear(2, 2)
     with torch.no_grad():
         model.bias[1] = math.nan
@@ -74,7 +74,7 @@ def test_parameters_that_are_not_finite_themselves() -> None:
     assert probe.bad_parameters == ["bias"]
 
 
-def test_parameters_that_are_overwritten_during_forward() -> None:
+def test_parameters_overwritten_in_forward_are_found() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class Exponential(nn.Module):
         (nn.Sequential(nn.Identity(), nn.ReLU()), None),
     ],
 )
-def test_the_first_module_that_is_not_finite(
+def test_first_non_finite_module_is_found(
     model: nn.Module, expected: ForwardOverflow | None
 ) -> None:
     with Probe(model, units(model)) as probe:
@@ -131,7 +131,7 @@ def test_hooks_are_removed() -> None:
     assert number_of_hooks(model) == 0
 
 
-def test_counting_what_is_not_finite() -> None:
+def test_non_finite_values_are_counted() -> None:
     mask = torch.tensor([0.0, -math.inf])
     batch = {"mask": mask, "tokens": torch.tensor([1, 2]), "x": [torch.tensor(math.nan)], "f": 1.0}
     assert count_non_finite(batch) == 2

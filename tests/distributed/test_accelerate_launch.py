@@ -12,7 +12,7 @@ from tests.torchrun import python, run, tiny
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
 
 
-def test_one_process_in_place_of_several_is_refused() -> None:
+def test_one_process_instead_of_several_is_refused() -> None:
     alone = {**LAUNCHED, "MASTER_ADDR": "127.0.0.1"}
     with pytest.raises(ConfigError, match="accelerate launch --multi-gpu"):
         check_started(alone)
@@ -25,14 +25,14 @@ def test_one_process_in_place_of_several_is_refused() -> None:
     assert RankEnvironment.from_variables({**alone, **ranks}).rank == 1
 
 
-def test_cpu() -> None:
+def test_cpu_setting_of_accelerate_is_read() -> None:
     assert wants_cpu({"ACCELERATE_USE_CPU": "True"})
     assert not wants_cpu({"ACCELERATE_USE_CPU": "False"})
     assert not wants_cpu({})
 
 
 @pytest.mark.nightly
-def test_a_run_started_by_accelerate(tmp_path: Path) -> None:
+def test_accelerate_launch_starts_a_run(tmp_path: Path) -> None:
     launcher = python("-m", "accelerate.commands.launch", "--multi-gpu", "--num-processes", "2")
     options = ["--mixed-precision", "bf16", "--main-process-port", "0", "-m", "distmp.train"]
     done = run([*launcher, *options, *tiny(tmp_path, "--steps=2")], tmp_path)

@@ -38,13 +38,13 @@ def agree(*ranks: Agreement) -> list[int]:
     return [numbers[number] for number in range(len(ranks))]
 
 
-def test_attempts_are_numbered_one_after_the_other() -> None:
+def test_attempts_are_numbered_consecutively() -> None:
     store = HashStore()
     for number in range(4):
         assert agree(*(rank(store, r) for r in range(WORLD_SIZE))) == [number] * WORLD_SIZE
 
 
-def test_a_changed_number_of_ranks_continues_the_numbers() -> None:
+def test_numbering_continues_at_other_world_size() -> None:
     store = HashStore()
     for number, world_size in enumerate((2, 1, 4, 2)):
         assert agree(*(rank(store, r, world_size) for r in range(world_size))) == (
@@ -52,7 +52,7 @@ def test_a_changed_number_of_ranks_continues_the_numbers() -> None:
         )
 
 
-def test_attempts_that_ended_before_they_agreed_count() -> None:
+def test_attempts_that_ended_before_agreement_count() -> None:
     store = HashStore()
     for restarts, number in ((0, 0), (4, 4), (4, 5), (9, 9)):
         environments = [RankEnvironment(r, 0, 2, 1) for r in range(2)]
@@ -60,7 +60,7 @@ def test_attempts_that_ended_before_they_agreed_count() -> None:
         assert agree(*ranks) == [number] * 2
 
 
-def test_a_missing_rank_is_named_with_its_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_rank_is_named_with_its_machine(capsys: pytest.CaptureFixture[str]) -> None:
     store = HashStore()
     agree(*(rank(store, r) for r in range(WORLD_SIZE)))
     store.set("distmp/attempts/of 3/host/1", "node7")
@@ -71,7 +71,7 @@ def test_a_missing_rank_is_named_with_its_machine(capsys: pytest.CaptureFixture[
         attempt_of_0.number()
 
 
-def test_it_says_for_whom_it_waits(
+def test_message_names_ranks_waited_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "SAY_AFTER_SECONDS", 0.05)
@@ -102,7 +102,7 @@ def as_rank(restarts: list[int], port: int) -> int:
     return rendezvous_store.attempt()
 
 
-def test_agents_that_count_differently_have_one_attempt() -> None:
+def test_agents_with_different_counts_agree_on_attempt() -> None:
     """After a kill on the second machine, its agent counts a restart and the first one does not."""
     server = rendezvous_store.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for number, restarts in enumerate(([0, 0], [0, 1], [1, 1])):
@@ -150,7 +150,7 @@ decisions = st.lists(
 @settings(max_examples=100, deadline=None)
 @example([("step", 0), ("step", 1), ("step", 2), ("step", 0), ("step", 0), ("restart", 0)])
 @given(decisions)
-def test_restarts_at_any_moment(choices: list[tuple[str, int]]) -> None:
+def test_restart_at_any_time_keeps_attempts_separate(choices: list[tuple[str, int]]) -> None:
     """A number is never shared by processes that were not started for the same attempt."""
     world = Interleaved()
     actions: dict[str, Callable[[int], None]] = {
@@ -178,7 +178,7 @@ def test_restarts_at_any_moment(choices: list[tuple[str, int]]) -> None:
     assert all(len(ranks) == len(set(ranks)) for ranks in by_number.values())
 
 
-def test_a_process_of_an_earlier_attempt_ends_by_itself() -> None:
+def test_process_of_earlier_attempt_raises_error() -> None:
     store = HashStore()
     old = rank(store, 0)
     old.publish()

@@ -29,7 +29,7 @@ def test_modules_of_different_classes_are_named() -> None:
 
 
 @ranks(2)
-def test_what_is_the_same_passes_and_the_first_difference_is_named() -> None:
+def test_first_difference_between_ranks_is_named() -> None:
     described = {"a": "1", "b": "2", "c": str(dist.get_rank())}
     check_same(dist.group.WORLD, CPU, {**described, "c": "0"})
     with pytest.raises(ConfigError, match="c = 0 on rank 0; 1 on rank 1"):
@@ -43,7 +43,7 @@ def test_what_is_the_same_passes_and_the_first_difference_is_named() -> None:
 
 
 @pytest.mark.parametrize("others", [[], [2], [3, 3], [2, 2, 4]])
-def test_a_fingerprint_sees_any_difference(others: list[int]) -> None:
+def test_fingerprint_detects_any_difference(others: list[int]) -> None:
     own = Fingerprint.of((1, "two"), 1 + len(others))
     fingerprints = [own, *(Fingerprint.of((other, "two"), 1 + len(others)) for other in others)]
     sums = torch.tensor([one.terms for one in fingerprints], dtype=torch.float64).sum(0)

@@ -28,7 +28,7 @@ C10D = torch._C._distributed_c10d  # type: ignore[attr-defined]
     [{}, {"TORCH_FR_BUFFER_SIZE": "7"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}],
     ids=["unset", "own size", "disabled by the older name"],
 )
-def test_a_size_that_the_user_has_set_is_kept(
+def test_buffer_size_set_by_user_is_kept(
     own: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in flight_recorder.SIZE_VARIABLES:
@@ -42,7 +42,7 @@ def test_a_size_that_the_user_has_set_is_kept(
 
 
 @ranks(2)
-def test_the_numbers_of_several_groups_and_the_pending_collectives() -> None:
+def test_sequence_numbers_and_pending_collectives_of_groups() -> None:
     first, second = dist.new_group(), dist.new_group(group_desc="of the mesh")
     dist.new_group([0])  # has no other rank to wait for
     before = flight_recorder.started()["the default group (gloo)"]
@@ -103,7 +103,7 @@ def entry(number: int, name: str, group: str = "0", **changes: Any) -> dict[str,
     } | changes
 
 
-def test_the_pending_collectives_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_pending_collectives_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [
         entry(5, "nccl:broadcast", retired=True),
         entry(6, "nccl:all_gather", state="completed"),
@@ -124,7 +124,7 @@ def test_the_pending_collectives_of_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     assert flight_recorder.pending() == {"world (nccl)": [(7, "all_reduce")]}
 
 
-def test_a_dump_that_blocks_python_ends_the_process(tmp_path: Path) -> None:
+def test_dump_that_holds_gil_ends_process(tmp_path: Path) -> None:
     """The dump holds the GIL, as if a query of a CUDA event did not return."""
     script = """
 import ctypes, torch
@@ -138,7 +138,7 @@ flight_recorder.pending()
     assert "in pending\n" in done.stderr
 
 
-def test_every_read_of_nccls_recorder_has_a_time_limit(
+def test_nccl_recorder_reads_have_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
@@ -169,7 +169,7 @@ def test_every_read_of_nccls_recorder_has_a_time_limit(
     reason="needs a CUDA device and NCCL",
 )
 @ranks(1, initialize=False)
-def test_the_recorder_of_nccl() -> None:
+def test_nccl_recorder_is_read() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     world = join(RankEnvironment(), timeout_seconds=60)
     dist.all_reduce(torch.ones(4, device=world.device))

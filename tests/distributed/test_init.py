@@ -35,7 +35,7 @@ def drawn() -> tuple[Any, ...]:
     return torch.rand(3).tolist(), np.random.rand(), random.random()
 
 
-def test_a_process_alone_is_seeded_as_by_hand() -> None:
+def test_single_process_is_seeded_like_manual_seed() -> None:
     world = distmp.init(device="cpu", seed=7)
     assert (world.rank, world.world_size, world.group) == (0, 1, None)
     first = drawn()
@@ -45,7 +45,7 @@ def test_a_process_alone_is_seeded_as_by_hand() -> None:
     assert drawn() == first
 
 
-def test_a_second_call_asks_for_the_same_and_does_not_seed_again() -> None:
+def test_second_call_must_agree_and_does_not_reseed() -> None:
     world = distmp.init(device="cpu", seed=7)
     first = drawn()
     assert distmp.init() == distmp.init(seed=7) == distmp.init(torch.device("cpu"), 7) == world
@@ -59,13 +59,13 @@ def test_a_second_call_asks_for_the_same_and_does_not_seed_again() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "0"])
-def test_seeds_that_a_generator_does_not_take_are_refused(seed: Any) -> None:
+def test_seeds_out_of_range_are_refused(seed: Any) -> None:
     with pytest.raises(ConfigError, match="must be an integer from 0 to"):
         distmp.init(device="cpu", seed=seed)
     distmp.init(device="cpu", seed=0)  # nothing has been remembered
 
 
-def test_the_engine_and_the_loader_use_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_and_loader_use_device_of_init(monkeypatch: pytest.MonkeyPatch) -> None:
     distmp.init(device="cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -79,7 +79,7 @@ def test_the_engine_and_the_loader_use_its_device(monkeypatch: pytest.MonkeyPatc
 
 
 @ranks(2, initialize=False)
-def test_ranks_of_a_launcher_meet_and_train_one_model() -> None:
+def test_launched_ranks_train_one_model() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
     world = distmp.init(seed=3)
     assert (world.rank, world.world_size) == (int(os.environ["RANK"]), 2)
@@ -130,7 +130,7 @@ def drawing_engine(found: list[tuple[Any, ...]]) -> distmp.Engine:
 
 
 @ranks(2, initialize=False)
-def test_each_rank_and_microbatch_draws_its_own_numbers_and_continues(tmp_path: Path) -> None:
+def test_random_numbers_differ_by_rank_and_resume(tmp_path: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
     distmp.init(seed=3)
     found: list[tuple[Any, ...]] = []

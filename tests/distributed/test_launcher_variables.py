@@ -53,7 +53,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
         pytest.param({**SRUN, "WORLD_SIZE": "8"}, id="srun with WORLD_SIZE"),
     ],
 )
-def test_ranks_with_an_address_are_adopted(variables: dict[str, str]) -> None:
+def test_ranks_with_address_are_adopted(variables: dict[str, str]) -> None:
     adopted = {**variables, **ADDRESS}
     adopt_ranks(adopted)
     assert RankEnvironment.from_variables(adopted) == RankEnvironment(5, 1, 8, 4)
@@ -70,13 +70,13 @@ def test_ranks_with_an_address_are_adopted(variables: dict[str, str]) -> None:
         pytest.param({**BATCH, **ADDRESS}, id="a batch script"),
     ],
 )
-def test_other_processes_are_not(variables: dict[str, str]) -> None:
+def test_unrelated_variables_are_not_adopted(variables: dict[str, str]) -> None:
     adopted = dict(variables)
     adopt_ranks(adopted)
     assert adopted == variables
 
 
-def test_machines_with_different_numbers_of_processes_are_refused() -> None:
+def test_machines_with_unequal_process_counts_are_refused() -> None:
     with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE = '5,3': start the same"):
         adopt_ranks({**SRUN, **ADDRESS, "SLURM_STEP_TASKS_PER_NODE": "5,3"})
 
@@ -104,7 +104,7 @@ def test_machines_with_different_numbers_of_processes_are_refused() -> None:
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "n1"}, "LOCAL_RANK"),
     ],
 )
-def test_one_of_several_does_not_train_alone(variables: dict[str, str], setting: str) -> None:
+def test_one_of_several_processes_is_refused(variables: dict[str, str], setting: str) -> None:
     with pytest.raises(ConfigError, match="torchrun") as error:
         RankEnvironment.from_variables(variables)
     assert error.value.setting == setting
@@ -143,12 +143,12 @@ def test_one_of_several_does_not_train_alone(variables: dict[str, str], setting:
         pytest.param({"ACCELERATE_MIXED_PRECISION": "no", "PMIX_RANK": "0"}, id="accelerate"),
     ],
 )
-def test_a_single_process_trains_alone(variables: dict[str, str]) -> None:
+def test_single_process_trains_without_group(variables: dict[str, str]) -> None:
     refuse_several(variables)
     assert RankEnvironment.from_variables(variables) == RankEnvironment()
 
 
-def test_processes_of_mpirun(tmp_path: Path) -> None:
+def test_mpirun_processes_need_address_to_train(tmp_path: Path) -> None:
     """They train together if they know an address, and not at all otherwise."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is missing (apt-get install openmpi-bin)")

@@ -35,29 +35,29 @@ def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "0")
 
 
-def test_machines_of_equal_size() -> None:
+def test_equal_machines_divide_ranks_into_groups() -> None:
     assert members(16, local=4) == [[0, 1, 2, 3], [0, 4, 8, 12]]
     assert members(1024, local=8) == [[*range(8)], [*range(0, 1024, 8)]]
 
 
-def test_copies_that_span_machines() -> None:
+def test_replicas_on_several_machines_divide_into_groups() -> None:
     assert members(16, local=2, copies=2) == [[0, 1], [0, 2, 4, 6]]
     assert members(16, local=4, copies=4) == [[0, 1, 2, 3]]
     assert members(16, local=8, copies=4) == [[0, 1, 2, 3]]
 
 
-def test_one_machine_and_one_rank_per_machine() -> None:
+def test_single_machine_and_rank_per_machine_are_undivided() -> None:
     assert members(4, local=4) == [[0, 1, 2, 3]]
     assert members(4, local=1) == [[0, 1, 2, 3]]
 
 
-def test_machines_of_other_sizes() -> None:
+def test_machines_of_unequal_size_form_one_group() -> None:
     assert members(6, local=4) == [[0, 1, 2, 3, 4, 5]]
     assert members(10, local=4) == [[*range(10)]]
 
 
 @ranks(4)
-def test_every_rank_decides_the_same() -> None:
+def test_decision_is_equal_on_all_ranks() -> None:
     pretend(2, local_rank=dist.get_rank() // 2)  # numbered round-robin over the machines
     assert_undivided()
     pretend(1 if dist.get_rank() == 3 else 3)

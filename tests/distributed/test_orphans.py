@@ -32,7 +32,7 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process about its parent")
-def test_a_rank_whose_native_code_holds_the_gil_ends_too(tmp_path: Path) -> None:
+def test_orphaned_rank_that_holds_gil_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, RANK]
     with subprocess.Popen(command, cwd=tmp_path, env=environment()) as launcher:
         wait_until(lambda: launcher.poll() is not None or (tmp_path / "begun").exists())
@@ -46,7 +46,7 @@ def test_a_rank_whose_native_code_holds_the_gil_ends_too(tmp_path: Path) -> None
     assert not (tmp_path / "returned").exists()
 
 
-def test_a_stopped_rank_of_the_same_launcher_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_orphan_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot see by itself that the launcher has ended."""
     launcher = 2**22 + 1  # no process has this number
     monkeypatch.setattr(orphans, "_launcher", launcher)

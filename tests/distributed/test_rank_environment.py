@@ -11,17 +11,17 @@ from distmp.errors import ConfigError
 COMPLETE = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 
 
-def test_no_variables_is_a_process_alone() -> None:
+def test_empty_environment_is_single_process() -> None:
     assert RankEnvironment.from_variables({"HOME": "/"}) == RankEnvironment(0, 0, 1, 1)
 
 
-def test_reads_torchruns_variables() -> None:
+def test_torchrun_variables_are_read() -> None:
     assert RankEnvironment.from_variables(COMPLETE) == RankEnvironment(
         rank=5, local_rank=1, world_size=8, local_world_size=4
     )
 
 
-def test_reads_this_process_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in COMPLETE.items():
         monkeypatch.setenv(name, value)
     assert RankEnvironment.from_variables().rank == 5
@@ -49,7 +49,7 @@ def test_missing_variable_is_named(name: str) -> None:
         ("LOCAL_WORLD_SIZE", "9"),
     ],
 )
-def test_impossible_value_is_named(name: str, value: str) -> None:
+def test_invalid_value_is_named(name: str, value: str) -> None:
     with pytest.raises(ConfigError) as error:
         RankEnvironment.from_variables({**COMPLETE, name: value})
     assert error.value.setting == name
@@ -57,7 +57,7 @@ def test_impossible_value_is_named(name: str, value: str) -> None:
 
 
 @pytest.mark.nightly
-def test_agrees_with_torchrun() -> None:
+def test_rank_environment_agrees_with_torchrun() -> None:
     """Compare with the variables that torchrun sets."""
     program = (
         "import os; from distmp.distributed.rank_environment import RankEnvironment as E;"

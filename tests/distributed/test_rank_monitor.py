@@ -61,7 +61,7 @@ def doing_something_else(done: Path) -> None:
 
 @pytest.mark.parametrize("steps", [0, 2])
 @ranks(3, initialize=False)
-def test_error_names_the_rank_that_is_somewhere_else(steps: int, tmp_path: Path) -> None:
+def test_error_names_rank_at_other_call(steps: int, tmp_path: Path) -> None:
     join(tmp_path, timeout_seconds=3)
     work = Work()
     for _ in range(steps):
@@ -74,7 +74,7 @@ def test_error_names_the_rank_that_is_somewhere_else(steps: int, tmp_path: Path)
     last = r"; the last call of its scaler was update\(\) in iteration 2" if steps else ""
     message = (
         rf"^step\(\) in iteration {steps + 1} {MISSING} rank 1 is at {HERE}:\d+ in "
-        rf"test_error_names_the_rank_that_is_somewhere_else \(`time.sleep\(0.5\)`\){last}; make "
+        rf"test_error_names_rank_at_other_call \(`time.sleep\(0.5\)`\){last}; make "
     )
     with pytest.raises(TrainingError, match=message):
         work.step()
@@ -82,7 +82,7 @@ def test_error_names_the_rank_that_is_somewhere_else(steps: int, tmp_path: Path)
 
 
 @ranks(3, initialize=False)
-def test_warning_comes_earlier(tmp_path: Path) -> None:
+def test_warning_precedes_error(tmp_path: Path) -> None:
     rank_monitor.PATIENCE_SECONDS = 0.5
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -184,7 +184,7 @@ def test_training_that_ends_cleanly_prints_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_rank_that_has_ended_is_named(tmp_path: Path) -> None:
+def test_ended_rank_is_named(tmp_path: Path) -> None:
     output = trained_and_ended("everything", tmp_path)
     assert (
         f"TrainingError: step() in iteration 3 {MISSING} rank 1 on {platform.node()} does not "
@@ -192,7 +192,7 @@ def test_rank_that_has_ended_is_named(tmp_path: Path) -> None:
     ) in output
 
 
-def test_rank_that_leaves_out_a_step_meets_no_reduction_of_gradients(tmp_path: Path) -> None:
+def test_rank_that_omits_step_is_named(tmp_path: Path) -> None:
     """The rank is in its next backward, where it waits for the ranks that wait in `step`."""
     output = trained("step", 8, tmp_path)
     line = (
@@ -206,7 +206,7 @@ def test_rank_that_leaves_out_a_step_meets_no_reduction_of_gradients(tmp_path: P
     assert "gloo::EnforceNotMet" not in output
 
 
-def test_rank_that_was_killed(tmp_path: Path) -> None:
+def test_killed_rank_is_named(tmp_path: Path) -> None:
     """Without torchrun, which would end the other ranks immediately."""
     (tmp_path / "train.py").write_text(SCRIPT)
     with reserved_port() as port:
@@ -230,7 +230,7 @@ def test_rank_that_was_killed(tmp_path: Path) -> None:
 
 
 @ranks(2, initialize=False)
-def test_store_that_rank_0_keeps(tmp_path: Path) -> None:
+def test_rank_monitor_works_with_store_of_rank_0(tmp_path: Path) -> None:
     rank, port = int(os.environ["RANK"]), tmp_path / "port"
     if rank == 0:
         store = dist.TCPStore("localhost", 0, 2, True, wait_for_workers=False)
@@ -263,7 +263,7 @@ def test_thread_ends_with_the_process_group() -> None:
     assert not thread.is_alive()
 
 
-def test_one_process_has_no_thread() -> None:
+def test_single_process_starts_no_thread() -> None:
     scaler, parameter = DistributedGradScaler("cpu"), nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
     scaler.scale(torch.ones(()))

@@ -27,7 +27,7 @@ def impatient() -> RollCall:
 
 
 @ranks(2)
-def test_a_late_rank_is_waited_for_and_nothing_stays_in_the_store() -> None:
+def test_roll_call_waits_for_late_rank() -> None:
     calls = impatient()
     for number in range(5):
         calls.count("engine.step()")
@@ -41,7 +41,7 @@ def test_a_late_rank_is_waited_for_and_nothing_stays_in_the_store() -> None:
 
 
 @ranks(2)
-def test_a_rank_that_arrives_during_the_query_and_continues_is_no_error(tmp_path: Path) -> None:
+def test_rank_arriving_during_query_is_no_error(tmp_path: Path) -> None:
     calls = impatient()
     monitor = rank_monitor.current()
     assert monitor is not None
@@ -71,7 +71,7 @@ def wait_for(path: Path) -> None:
 
 
 @ranks(2)
-def test_a_rank_that_makes_another_call_is_named() -> None:
+def test_rank_at_other_call_is_named() -> None:
     calls = impatient()
     calls.count("engine.step()")
     if dist.get_rank() == 1:
@@ -87,7 +87,7 @@ def test_a_rank_that_makes_another_call_is_named() -> None:
 
 
 @ranks(2)
-def test_ranks_that_wait_for_each_other_in_two_calls_both_raise() -> None:
+def test_ranks_waiting_in_different_calls_both_raise() -> None:
     calls = impatient()
     own, other = ("evaluate", "explain") if dist.get_rank() else ("explain", "evaluate")
     with pytest.raises(TrainingError, match=rf"waits in engine\.{own}\(.*engine\.{other}\(\)"):
@@ -96,7 +96,7 @@ def test_ranks_that_wait_for_each_other_in_two_calls_both_raise() -> None:
 
 
 @ranks(2)
-def test_a_process_that_is_gone_is_not_waited_for() -> None:
+def test_roll_call_does_not_wait_for_exited_process() -> None:
     calls = impatient()
     assert rank_monitor.current() is not None
     dist.barrier()
@@ -110,7 +110,7 @@ def test_a_process_that_is_gone_is_not_waited_for() -> None:
 
 
 @ranks(2)
-def test_a_call_that_failed_on_one_rank_only_is_an_error_of_the_next_call() -> None:
+def test_failed_call_of_one_rank_fails_next_call() -> None:
     roll_call.FAILURE_SECONDS = 0.5
     calls = impatient()
     problem = ValueError("no data")
@@ -122,7 +122,7 @@ def test_a_call_that_failed_on_one_rank_only_is_an_error_of_the_next_call() -> N
     dist.barrier()
 
 
-def test_a_single_process_does_not_wait() -> None:
+def test_single_process_needs_no_roll_call() -> None:
     calls = RollCall(World.current("cpu"))
     calls.count("engine.step()")
     calls.wait_for_all("engine.evaluate()")

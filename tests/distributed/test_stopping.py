@@ -42,7 +42,7 @@ def send(*numbers: signal.Signals) -> None:
         ((TERM, INT), TERM),
     ],
 )
-def test_the_first_signal_is_noted(
+def test_first_signal_requests_stop(
     sent: tuple[signal.Signals, ...], received: signal.Signals | None
 ) -> None:
     with StopSignals() as stop:
@@ -52,7 +52,7 @@ def test_the_first_signal_is_noted(
 
 
 @pytest.mark.parametrize("sent", [(INT,), (INT, TERM), (TERM, INT)])
-def test_a_second_interrupt_interrupts(sent: tuple[signal.Signals, ...]) -> None:
+def test_second_interrupt_raises_keyboard_interrupt(sent: tuple[signal.Signals, ...]) -> None:
     with StopSignals() as stop:
         send(*sent)
         with pytest.raises(KeyboardInterrupt):
@@ -74,7 +74,7 @@ def handlers() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_handlers_are_put_back(handlers: list[int]) -> None:
+def test_handlers_are_restored(handlers: list[int]) -> None:
     with StopSignals():
         send(INT, TERM)
     assert handlers == []
@@ -82,7 +82,7 @@ def test_handlers_are_put_back(handlers: list[int]) -> None:
     assert handlers == [INT, TERM]
 
 
-def test_a_signal_of_one_run_does_not_stop_the_next_one_of_this_process() -> None:
+def test_signal_of_one_run_does_not_stop_next() -> None:
     with StopSignals():
         with StopSignals():
             send(TERM)
@@ -90,7 +90,7 @@ def test_a_signal_of_one_run_does_not_stop_the_next_one_of_this_process() -> Non
     assert StopSignals.last is None
 
 
-def test_handlers_are_put_back_after_an_error(handlers: list[int]) -> None:
+def test_handlers_are_restored_after_error(handlers: list[int]) -> None:
     with pytest.raises(ArithmeticError), StopSignals():
         raise ArithmeticError
     send(TERM)
@@ -105,7 +105,7 @@ def test_handlers_are_put_back_after_an_error(handlers: list[int]) -> None:
         pytest.param(signal.SIG_IGN, "torchrun", None, id="nohup or distmp launch"),
     ],
 )
-def test_a_closed_terminal(
+def test_hangup_stops_only_under_torchrun(
     before: signal.Handlers,
     launcher: str | None,
     received: int | None,
@@ -124,7 +124,7 @@ def test_a_closed_terminal(
         signal.signal(HUP, outside)
 
 
-def test_what_has_begun_is_not_ended_by_what_was_for_the_start(
+def test_startup_handlers_are_inactive_after_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
@@ -146,7 +146,7 @@ def test_what_has_begun_is_not_ended_by_what_was_for_the_start(
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
-def test_a_rank_that_waits_in_native_code_can_be_ended(number: signal.Signals) -> None:
+def test_rank_blocked_in_native_code_can_be_ended(number: signal.Signals) -> None:
     """Like a rank that waits for others: no Python handler runs before the call returns."""
     program = f"""
         import ctypes
@@ -180,7 +180,7 @@ def test_handlers_of_other_code_are_kept() -> None:
 
 
 @ranks(2)
-def test_all_ranks_stop_at_the_same_item() -> None:
+def test_all_ranks_stop_at_same_item() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert not stop_requested_on_any_rank(False, group)
     assert stop_requested_on_any_rank(rank == 1, group)
@@ -193,6 +193,6 @@ def test_all_ranks_stop_at_the_same_item() -> None:
         assert items.ended_early == (questions < 5)
 
 
-def test_a_single_process_stops_too() -> None:
+def test_single_process_stops() -> None:
     assert list(until_stop_requested("abc", lambda: False, None)) == ["a", "b", "c"]
     assert list(until_stop_requested("abc", lambda: True, None)) == []

@@ -24,13 +24,13 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_a_process_without_a_group_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_group_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
     without_cuda(monkeypatch)
     assert World.current() == World(0, 1, CPU, None)
     assert World.current("cpu").device == CPU
 
 
-def test_the_current_cuda_device_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_cuda_device_is_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -41,7 +41,7 @@ def test_the_current_cuda_device_is_the_default(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("local_rank", "index"), [(0, 0), (1, 1), (2, 0), (5, 1)])
-def test_ranks_share_the_gpus_that_there_are(
+def test_ranks_share_available_gpus(
     monkeypatch: pytest.MonkeyPatch, local_rank: int, index: int
 ) -> None:
     chosen: list[torch.device] = []
@@ -99,7 +99,7 @@ def start_of_trainer() -> object:
         pytest.param(["MIG-a", "MIG-b"], "A MIG 1g.5gb", "gloo", id="slices of a GPU"),
     ],
 )
-def test_nccl_needs_a_gpu_for_each_rank(
+def test_nccl_needs_one_gpu_per_rank(
     start: Callable[[], object], gpus: list[str], model: str, backend: str
 ) -> None:
     """`device_count` is 1 for each rank, as with `srun --gpus-per-task=1`."""
@@ -112,7 +112,7 @@ def started_as_rank(gpus: list[str], model: str, start: Callable[[], object]) ->
     return started_with(gpus[int(os.environ["RANK"])], model, start)
 
 
-def test_a_process_that_torchrun_did_not_start_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_launcher_creates_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     without_cuda(monkeypatch)
     monkeypatch.delenv("RANK", raising=False)
     assert join(RankEnvironment(), timeout_seconds=5) == World(0, 1, CPU, None)
@@ -121,7 +121,7 @@ def test_a_process_that_torchrun_did_not_start_stays_alone(monkeypatch: pytest.M
 
 
 @ranks(2, initialize=False)
-def test_ranks_meet_and_part() -> None:
+def test_ranks_create_and_destroy_group() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
     world = join(RankEnvironment.from_variables(), timeout_seconds=20)
     assert (world.rank, world.world_size) == (int(os.environ["RANK"]), 2)
@@ -133,7 +133,7 @@ def test_ranks_meet_and_part() -> None:
 
 
 @pytest.mark.parametrize("port", ["x", "0", "65536"])
-def test_a_port_that_cannot_be_is_named(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_port_is_named(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
@@ -159,13 +159,13 @@ def refuse(*ranks: int, message: str = "no") -> str:
 
 
 @ranks(2)
-def test_work_that_succeeds_everywhere_returns_its_result() -> None:
+def test_successful_work_returns_its_result() -> None:
     world = World.current("cpu")
     assert world.ranks.all_or_none(refuse) == f"made by {world.rank}"
 
 
 @ranks(2)
-def test_a_problem_of_one_rank_is_raised_on_all() -> None:
+def test_problem_of_one_rank_is_raised_on_all() -> None:
     with pytest.raises(SetupError) as caught:
         World.current("cpu").ranks.all_or_none(lambda: refuse(1))
     assert str(caught.value) == "data.path = 'x': no"
@@ -180,7 +180,7 @@ def test_problems_of_several_ranks_are_listed_by_rank() -> None:
     assert str(caught.value) == "rank 0: data.path = 'x': no 0; rank 1: data.path = 'x': no 1"
 
 
-def test_alone_the_message_is_the_problem() -> None:
+def test_single_process_message_is_the_problem() -> None:
     def fail() -> None:
         raise TrainingError("cannot")
 
@@ -189,13 +189,13 @@ def test_alone_the_message_is_the_problem() -> None:
     assert caught.value.exit_code == 1
 
 
-def test_faults_that_are_not_ours_pass_through() -> None:
+def test_other_exceptions_pass_through() -> None:
     with pytest.raises(ZeroDivisionError):
         World.current("cpu").ranks.all_or_none(lambda: 1 // 0)
 
 
 @ranks(2, initialize=False)
-def test_ranks_of_mpirun_meet() -> None:
+def test_mpirun_ranks_create_group() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         end = name.replace("WORLD_", "")
         os.environ[f"OMPI_COMM_WORLD_{end}"] = os.environ.pop(name)

@@ -24,12 +24,12 @@ def example() -> list[Tensor]:
     return [parameter.detach() for parameter in names["model"].parameters()]
 
 
-def test_the_figures_are_those_of_the_results() -> None:
+def test_page_figures_agree_with_results() -> None:
     assert "<!-- figures: accumulation-error-cpu -->" in PAGE
     assert BENCHMARKS.count("<!-- figures: accumulation-") == 1
 
 
-def test_the_example_runs_alone_and_on_two_ranks() -> None:
+def test_example_runs_on_one_and_two_ranks() -> None:
     (alone,) = run_ranks(example, 1, initialize=False)
     first, second = run_ranks(example, 2)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

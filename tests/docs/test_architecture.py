@@ -74,17 +74,17 @@ def called(wanted: list[str]) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("step", [*GRADIENT, *SETTING, *CHECKPOINT])
-def test_each_function_exists(step: str) -> None:
+def test_functions_of_call_paths_exist(step: str) -> None:
     file, _, name = step.partition("::")
     assert name in functions(file).values()
 
 
-def test_the_paths_are_read() -> None:
+def test_call_paths_are_read_from_page() -> None:
     assert [len(GRADIENT), len(SETTING), len(CHECKPOINT)] == [16, 10, 14]
 
 
 @ranks(2)
-def test_a_gradient_takes_its_path() -> None:
+def test_gradient_path_agrees_with_code() -> None:
     from tests.reference import make_engine, microbatches
 
     engine = make_engine(policy="bf16", strategy="ddp")
@@ -96,7 +96,7 @@ def test_a_gradient_takes_its_path() -> None:
 
 
 @pytest.mark.nightly
-def test_a_setting_and_a_checkpoint_take_their_paths(cwd: Path) -> None:
+def test_setting_and_checkpoint_paths_agree_with_code(cwd: Path) -> None:
     from distmp.training.train import main
 
     (cwd / "x.yaml").write_text("optim:\n  max_norm: 0.5\n")
@@ -113,7 +113,7 @@ def test_a_setting_and_a_checkpoint_take_their_paths(cwd: Path) -> None:
     assert order == there
 
 
-def test_the_layers_are_those_of_the_linter() -> None:
+def test_layers_agree_with_linter() -> None:
     contracts = _toml()["tool"]["importlinter"]["contracts"]
     [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     known = {name for layer in layers for name in re.findall(r"\w+", layer)} - {"_lazy"}
@@ -131,7 +131,7 @@ def test_the_layers_are_those_of_the_linter() -> None:
         assert marked == {i for i, names in enumerate(shown) if packages & {*names}}, letter
 
 
-def test_places_exist() -> None:
+def test_files_of_contributing_table_exist() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
     table = page.partition("## Where code goes")[2].partition("## Tests")[0]
     for place in re.findall(r"`([\w/]+(?:\.py|/))`", table):

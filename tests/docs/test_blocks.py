@@ -93,7 +93,7 @@ def _check_weights() -> list[int]:
 
 @pytest.mark.parametrize("world_size", [nightly(1), 2])  # pages are run in one process by .ci
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_runs(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_block_runs(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         monkeypatch.setenv("MASTER_PORT", str(port))
         results = run_ranks(run_block, world_size, name, initialize=False)
@@ -104,7 +104,7 @@ def test_a_block_runs(name: str, world_size: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
-def test_the_readmes_engine_runs_as_a_script(launcher: list[str], tmp_path: Path) -> None:
+def test_readme_engine_runs_as_script(launcher: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BLOCKS["README.md-1"])
     standalone = ["--standalone"] if launcher else []

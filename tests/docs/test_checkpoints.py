@@ -37,7 +37,7 @@ def first_column(table: str) -> list[str]:
     ]
 
 
-def test_contents(tmp_path: Path) -> None:
+def test_checkpoint_contents_agree_with_page(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(tiny(tmp_path, f"--run-dir={run}", "--steps=1", "--precision.policy=fp16")) == 0
     path = listing.latest(run / "checkpoints")
@@ -50,7 +50,7 @@ def test_contents(tmp_path: Path) -> None:
     assert {"step", "samples"} <= store.StoredCheckpoint(path).numbers.keys()
 
 
-def test_retention() -> None:
+def test_retention_example_agrees_with_page() -> None:
     described = first_column(section("Retention"))
     values = dict(setting.removeprefix("checkpoint.").split(": ") for setting in described)
     config = from_mapping(
@@ -59,7 +59,7 @@ def test_retention() -> None:
     assert config.checkpoint.retention == store.Retention(2, 1000)
 
 
-def test_a_message(tmp_path: Path) -> None:
+def test_damage_message_agrees_with_page(tmp_path: Path) -> None:
     shown = section("Damage").split("```text\n")[1].split(" cannot be used: ")[1]
     assert "has 81920 bytes, not the 94208 that were written" in shown
     path = store.save(tmp_path, 1, {}, {}, keep=1)
@@ -78,7 +78,7 @@ def flat(config: RunConfig) -> dict[str, object]:
     return found
 
 
-def test_the_changes_are_told_as_the_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_changes_agree_with_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     lines = re.findall(r"^\.venv/bin/distmp train (--run-dir runs/pages .*)$", PAGE, re.MULTILINE)
     first, second = (flat(load(shlex.split(line))) for line in lines)
@@ -89,7 +89,7 @@ def test_the_changes_are_told_as_the_page_shows(monkeypatch: pytest.MonkeyPatch)
     assert found.harmless == found.dangerous == {}
 
 
-def test_the_examples_of_the_table_stand_where_they_belong() -> None:
+def test_examples_of_changes_have_the_right_kind() -> None:
     rows = re.findall(r"^\| (?:rounding|training|the run).*\| .* \| (.*) \|$", PAGE, re.MULTILINE)
     kinds = ("harmless", "consequential", "dangerous")
     assert len(rows) == len(kinds)
@@ -102,5 +102,5 @@ def test_the_examples_of_the_table_stand_where_they_belong() -> None:
             assert {all_rules()[name].kind for name in of_it} == {kind}, example
 
 
-def test_the_size_of_a_file_is_that_of_the_code() -> None:
+def test_file_size_on_page_agrees_with_code() -> None:
     assert f"several files of up to {MAX_SHARD_SIZE // 10**9} GB" in WEIGHTS

@@ -19,7 +19,7 @@ from distmp.utils.files import TOTAL_BYTES
 PAGE = (ROOT / "docs" / "checks.md").read_text()
 
 
-def test_the_table_is_generated() -> None:
+def test_checks_table_is_generated() -> None:
     script = runpy.run_path(str(ROOT / ".ci" / "check_table.py"))
     assert script["with_table"](PAGE) == PAGE
 
@@ -33,11 +33,11 @@ WELL, ALL_WELL, RUNNING = re.split(
 ALL_WELL = " ".join(ALL_WELL.split())
 
 
-def test_the_checks_are_those_of_the_doctor() -> None:
+def test_listed_checks_agree_with_doctor() -> None:
     assert re.findall(r"^\| `([\w ]+)` \|", WELL, flags=re.MULTILINE) == [*CHECKS]
 
 
-def test_the_numbers_are_those_of_the_code() -> None:
+def test_page_numbers_agree_with_code() -> None:
     assert f"after {PREFLIGHT_SECONDS:g} seconds without progress of any rank" in ALL_WELL
     assert f"within {ARRIVAL_SECONDS:g} seconds" in ALL_WELL
     assert f"{TOTAL_BYTES >> 20} MiB on each machine" in ALL_WELL
@@ -48,13 +48,13 @@ def test_the_numbers_are_those_of_the_code() -> None:
     )
 
 
-def test_the_versions_are_those_that_are_compared() -> None:
+def test_versions_on_page_agree_with_compared() -> None:
     told = re.search(r"versions \(([\w, ]+)\)", ALL_WELL)
     assert told is not None
     assert {name.lower() for name in told[1].split(", ")} == circumstances.versions().keys()
 
 
-def test_the_messages_are_those_of_the_code() -> None:
+def test_messages_on_page_agree_with_code() -> None:
     told: list[str] = []
     detector = stragglers.SlowRankDetector(["rank 0 on node1", "rank 1 on node2"], told.append)
     for step, seconds in ((150, 0.412), (200, 0.412), (400, 0.229)):

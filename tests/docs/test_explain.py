@@ -17,7 +17,7 @@ from distmp.commands.explain.explanation import MICROBATCHES_RUN, REPRODUCIBLE_R
 PAGE = (ROOT / "docs" / "explain.md").read_text()
 
 
-def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_page_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     commands = re.findall(r"^\.venv/bin/distmp explain (.*)$", PAGE, flags=re.MULTILINE)
     assert len(commands) == 3
@@ -25,19 +25,19 @@ def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert command.load(shlex.split(line)).world_size
 
 
-def test_the_numbers_are_those_of_the_code() -> None:
+def test_page_numbers_agree_with_code() -> None:
     assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN) == (3, 4)
     assert "runs three of them (four with `reproducible`)" in " ".join(PAGE.split())
     assert command.USUAL_RANKS == 8
     assert "by default 8, or the largest smaller divisor" in " ".join(PAGE.split())
 
 
-def test_predictions_are_within_a_tenth_of_measurements() -> None:
+def test_predictions_are_within_10_percent_of_measurements() -> None:
     cases = json.loads((RESULTS / "explain-memory-cpu.json").read_text())["cases"]
     assert cases.keys() == CASES.keys()
     for name, case in cases.items():
         assert case["predicted"] == pytest.approx(case["measured"], rel=0.1), name
 
 
-def test_the_page_has_its_figures() -> None:
+def test_page_contains_figures() -> None:
     assert "<!-- figures: growth-cpu -->" in PAGE

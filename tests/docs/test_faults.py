@@ -28,14 +28,14 @@ DIVERGENCE = (ROOT / "docs" / "divergence.md").read_text()
 PAGES = " ".join((FAULTS + DIVERGENCE).split())
 
 
-def test_the_settings_are_complete_and_the_defaults() -> None:
+def test_settings_table_is_complete_with_defaults() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", DIVERGENCE, flags=re.DOTALL)
     values = yaml.safe_load(text)
     assert values["divergence"] == dataclasses.asdict(DivergenceConfig())
     assert from_mapping(RunConfig, values).divergence == DivergenceConfig()
 
 
-def test_the_numbers_are_those_of_the_code() -> None:
+def test_page_numbers_agree_with_code() -> None:
     codes = re.findall(r"^\| (\d+) \|", FAULTS, re.MULTILINE)
     failed = ["1", *map(str, (ConfigError.exit_code, LOST_PEER_EXIT_CODE, HANG_EXIT_CODE))]
     assert codes == ["0", str(STOPPED_EXIT_CODE), "130", *failed]
@@ -57,7 +57,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
         assert number, sentence
 
 
-def test_the_report_on_a_hang_is_the_one_of_the_code() -> None:
+def test_hang_report_agrees_with_code() -> None:
     (text,) = re.findall(r"```text\n(distmp: no rank .*?)```", FAULTS, flags=re.DOTALL)
     group = "the default group (nccl)"
     stack = 'File "my_data.py", line 55, in __getitem__\n  return self.remote.read(index)\n'

@@ -34,7 +34,7 @@ def example() -> list[Tensor]:
     return [parameter.detach().full_tensor() for parameter in names["model"].parameters()]
 
 
-def test_the_example_trains_the_same_weights_on_all_ranks() -> None:
+def test_example_trains_equal_weights_on_all_ranks() -> None:
     first, *others = run_ranks(example, 4)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
@@ -72,7 +72,7 @@ def errors() -> tuple[float, float]:
     return found[0], found[1]
 
 
-def test_a_mean_of_means_is_off_by_the_figure_of_the_page() -> None:
+def test_error_of_mean_of_means_agrees_with_page() -> None:
     page = " ".join(PAGE.split())
     for (first, second), text in zip(
         TOKENS.values(), ("{} and {} tokens on one", "{} and {} on another"), strict=True
@@ -93,7 +93,7 @@ def tensor_parallel_errors() -> tuple[float, float]:
     return before, test_tensor_parallel.gradient_error(*step)
 
 
-def test_the_error_of_tensor_parallel_reductions_is_the_figure_of_the_page() -> None:
+def test_error_of_tensor_parallel_reductions_agrees_with_page() -> None:
     (before, after) = re.findall(r"falls from (\S+) to below (\S+),", " ".join(PAGE.split()))[0]
     for found_before, found_after in run_ranks(tensor_parallel_errors, 4):
         assert found_before == pytest.approx(float(before), rel=0.2)  # kernels round differently

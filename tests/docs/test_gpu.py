@@ -19,11 +19,11 @@ SLICES = slices("350m", LARGE, Path("out"))
 NUMBERS = ("one", "two", "three", "four", "five", "six")
 
 
-def test_the_figures_are_those_of_the_results() -> None:
+def test_page_figures_agree_with_results() -> None:
     assert "<!-- figures: every-gpu-result -->" in PAGE
 
 
-def test_the_time_is_that_of_the_slices() -> None:
+def test_time_on_page_agrees_with_slices() -> None:
     assert f"{NUMBERS[len(SLICES) - 1]} slices of at most {SLICE_SECONDS // 60} minutes" in PAGE
     limits = [sum(job.limit for job in part.jobs) for part in SLICES]
     text = " ".join(PAGE.split())
@@ -32,7 +32,7 @@ def test_the_time_is_that_of_the_slices() -> None:
     assert f"at most {SLICE_SECONDS // 60} minutes" in (ROOT / "Makefile").read_text()
 
 
-def test_the_packages_are_those_that_are_needed() -> None:
+def test_packages_on_page_agree_with_needed() -> None:
     download = re.search(r"pip download .* constraints.txt (.*)", PAGE)
     installed = re.search(r"^lacks\. (.*) are usually installed", PAGE, flags=re.MULTILINE)
     assert download is not None
@@ -42,7 +42,7 @@ def test_the_packages_are_those_that_are_needed() -> None:
     assert f"`{TARGET.relative_to(ROOT)}`" in PAGE
 
 
-def test_the_table_claims_no_run_on_a_real_device() -> None:
+def test_table_claims_no_run_on_real_device() -> None:
     """Change this test with the first result of a real device."""
     assert not list((ROOT / "benchmarks" / "results").glob("*-cuda.json"))
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \|$", table(), flags=re.MULTILINE)

@@ -15,7 +15,7 @@ PAGE_PATH = Path(__file__).parents[2] / "docs" / "launching.md"
 PAGE = PAGE_PATH.read_text()
 
 
-def test_the_environments_in_their_order() -> None:
+def test_environments_are_listed_in_order() -> None:
     section = PAGE.partition("\n## Several machines\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE)
     assert tuple(name for name, _ in rows) == ENVIRONMENTS
@@ -25,7 +25,7 @@ def test_the_environments_in_their_order() -> None:
             assert variable in recorded[name]
 
 
-def test_the_variables_in_their_order() -> None:
+def test_variables_are_listed_in_order() -> None:
     page = PAGE_PATH.with_name("schedulers.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| .* \|$", page, flags=re.MULTILINE)
     # PMIx has no number of processes, so `distmp launch` does not use it.
@@ -33,14 +33,14 @@ def test_the_variables_in_their_order() -> None:
     assert rows == [(row.size, row.rank, row.head) for row in sources]
 
 
-def test_the_numbers() -> None:
+def test_launch_page_numbers_agree_with_code() -> None:
     assert f"join_timeout={plan.join_timeout_seconds({})}" in PAGE
     assert f"read_timeout={plan.REJOIN_SECONDS}" in PAGE
     assert f"say so after {rendezvous.SAY_AFTER_SECONDS:g} s" in PAGE
     assert f"between {plan._PORTS[0]} and {plan._PORTS[-1]}" in PAGE
 
 
-def test_what_is_passed_to_hosts() -> None:
+def test_variables_passed_to_hosts_agree_with_code() -> None:
     (names,) = re.findall(r"passes on\n?\s*(.*?)\.\n", PAGE, flags=re.DOTALL)
     passed = re.findall(r"`(\w+)`", names)
     assert len(passed) == 7

@@ -22,11 +22,11 @@ def result(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-rowwise", "mxfp8"])
-def test_losses_in_8_bits_are_those_of_bf16(name: str) -> None:
+def test_losses_in_8_bits_agree_with_bf16(name: str) -> None:
     assert abs(result("narrow-formats-cpu")["differences"][name]["largest"]) < 0.005
 
 
-def test_a_late_switch_recovers_most_of_the_gap_as_the_page_says() -> None:
+def test_late_switch_recovers_gap_as_on_page() -> None:
     losses = {
         name: mean(values) for name, values in result("narrow-formats-1m-cpu")["losses"].items()
     }

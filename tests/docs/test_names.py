@@ -62,7 +62,7 @@ def _contain(paths: list[Path], name: str) -> bool:
 @pytest.mark.parametrize(
     ("page", "span", "paths"), [(page, *found) for page in PAGES for found in spans(page)]
 )
-def test_path_or_name_exists(page: str, span: str, paths: list[Path]) -> None:
+def test_named_paths_and_objects_exist(page: str, span: str, paths: list[Path]) -> None:
     if path := _path(span):
         assert path.exists()
     elif span not in OTHERS and span not in {*setting_names(RunConfig)}:
@@ -76,12 +76,12 @@ def test_path_or_name_exists(page: str, span: str, paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_numbers_are_those_of_the_code(page: str) -> None:
+def test_numbers_agree_with_code(page: str) -> None:
     found = re.findall(r"(?<![\w.])\d{3,}(?![\w.]*\w)", PAGES[page])
     assert {number: int(number) for number in found} == NUMBERS[page]
 
 
-def test_commands_of_the_diagram_exist() -> None:
+def test_diagram_commands_exist() -> None:
     [listed] = re.findall(r"^commands +integrations +(.*) \| ", PAGES["architecture"], re.MULTILINE)
     modules = [module for module, _ in _SUBCOMMANDS.values()]
     assert {*listed.split(", ")} == {
@@ -89,7 +89,7 @@ def test_commands_of_the_diagram_exist() -> None:
     }
 
 
-def test_private_attributes_of_fsdp_are_used_in_one_file() -> None:
+def test_private_fsdp_attributes_are_used_in_one_file() -> None:
     private = re.compile(r"torch\.distributed\.fsdp\._|_fsdp_param_group|_get_fsdp_state")
     owners = {path.name for path, text in SOURCES.items() if private.search(text)}
     assert owners == {"fsdp_internals.py"}

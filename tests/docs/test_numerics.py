@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "numerics.md").read_text()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_table_of_formats(dtype: torch.dtype) -> None:
+def test_formats_table_agrees_with_torch(dtype: torch.dtype) -> None:
     limits = torch.finfo(dtype)
     name = str(dtype).removeprefix("torch.")
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
@@ -25,12 +25,12 @@ def test_the_table_of_formats(dtype: torch.dtype) -> None:
     assert row == f"| {name} | {bits} | " + " | ".join(f"{x:.1e}" for x in numbers) + " |"
 
 
-def test_every_block_asserts() -> None:
+def test_every_code_block_asserts() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     assert all("assert " in block for block in blocks)
 
 
-def test_the_numbers_of_the_verdict_and_the_scale() -> None:
+def test_step_decision_and_scale_numbers_agree() -> None:
     rules = LossScaleConfig()
     assert f"starts at 2^{int(rules.init).bit_length() - 1}," in PAGE
     assert f"doubles after {rules.growth_interval:,} clean steps" in PAGE

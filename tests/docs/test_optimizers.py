@@ -17,13 +17,13 @@ PAGE = (ROOT / "docs" / "optimizers.md").read_text()
 MUON, ADAMW = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-def test_the_settings_of_muon_load_with_their_defaults() -> None:
+def test_muon_settings_load_with_defaults() -> None:
     config = from_mapping(RunConfig, yaml.safe_load(MUON))
     assert config.optim == type(config.optim)("muon", options=config.optim.options)
     config.check_names()
 
 
-def test_names_are_those_of_the_code() -> None:
+def test_adamw_names_on_page_agree_with_code() -> None:
     names = PAGE.partition("Without `adamw`")[2].partition("do too")[0]
     anywhere, outside = map(_in_backticks, names.split("Outside of numbered blocks"))
     matrix = torch.zeros(2, 2)
@@ -34,7 +34,7 @@ def test_names_are_those_of_the_code() -> None:
         assert is_hidden(f"model.layers.0.{name}.weight", matrix) == (name in outside), name
 
 
-def test_the_policy_rounds_stochastically() -> None:
+def test_policy_on_page_rounds_stochastically() -> None:
     config = from_mapping(RunConfig, yaml.safe_load(ADAMW))
     assert policy(config.precision.policy).stochastic_rounding
     config.check_names()

@@ -68,7 +68,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "heading", [name if name == "Tokenize text" else nightly(name) for name in UNITS]
 )
-def test_an_example_trains(heading: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_of_own_data_trains(
+    heading: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if heading.startswith("Columns"):
         datasets = pytest.importorskip("datasets")
         columns = {"input_ids": [[*range(16)]] * 8, "attention_mask": [[1] * 16] * 8}

@@ -29,16 +29,16 @@ def words(page: str) -> int:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_is_short(page: Path) -> None:
+def test_page_is_below_length_limit(page: Path) -> None:
     assert words(page.read_text()) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_figures_of_a_page_are_those_of_the_results(page: Path) -> None:
+def test_figures_agree_with_results(page: Path) -> None:
     assert with_figures(page.read_text()) == page.read_text()
 
 
-def test_the_index_lists_every_page_once() -> None:
+def test_index_lists_every_page_once() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     trees = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", index, flags=re.DOTALL)
     listed = "".join(trees).split()
@@ -55,19 +55,19 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
             yield from sections(hint, f"{prefix}{name}.")
 
 
-def test_the_configuration_reference_has_every_section() -> None:
+def test_configuration_reference_has_every_section() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     for name, cls in sections(RunConfig):
         assert f"\n## {name}\n\n```{{eval-rst}}\n.. autoclass:: {cls.__module__}." in page, name
 
 
-def test_the_api_reference_has_every_public_name() -> None:
+def test_api_reference_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     for name in distmp.__all__:
         assert re.search(rf"\bdistmp\.{name}$|members: .*\b{name}\b", page, re.MULTILINE), name
 
 
-def test_the_commands_of_the_page_on_policies_are_accepted(cwd: Path) -> None:
+def test_policy_page_commands_are_accepted(cwd: Path) -> None:
     page = (ROOT / "docs" / "calibrate.md").read_text()
     (cwd / "configs").symlink_to(ROOT / "configs")
     found = re.findall(r"^\.venv/bin/distmp calibrate (.*)$", page, re.MULTILINE)
@@ -76,13 +76,13 @@ def test_the_commands_of_the_page_on_policies_are_accepted(cwd: Path) -> None:
         calibrate.load(shlex.split(options))
 
 
-def test_the_page_on_migrating_has_a_block_for_each_way() -> None:
+def test_migration_page_has_block_for_each_way() -> None:
     page = (ROOT / "docs" / "migrating.md").read_text()
     assert len(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)) == 4
     assert page.count("\nBefore:\n") == 3
 
 
-def test_the_names_on_the_security_page_are_those_of_the_code() -> None:
+def test_security_page_names_agree_with_code() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     message = "the state in the rendezvous store is not torchrun's"
     assert message in page

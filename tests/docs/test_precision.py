@@ -41,7 +41,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-def test_the_table_of_presets_is_complete_and_right() -> None:
+def test_presets_table_agrees_with_code() -> None:
     table = {row[0].strip("`"): row[1:] for row in rows("Presets")}
     assert list(table) == [
         name for name, preset in PRESETS.items() if not preset.has_low_precision_matmuls
@@ -59,7 +59,7 @@ def test_the_table_of_presets_is_complete_and_right() -> None:
         assert scale == (f"fixed at {number:g}" if number else preset.loss_scale or "none")
 
 
-def test_the_table_of_low_precision_presets_is_complete_and_right() -> None:
+def test_low_precision_presets_table_agrees_with_code() -> None:
     table = {row[0].strip("`"): row[1:-1] for row in rows("Presets", LOW_PRECISION)}
     assert table == {
         name: [
@@ -89,7 +89,7 @@ def bytes_per_parameter(preset: PrecisionPolicy) -> float:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_bytes_per_parameter(name: str) -> None:
+def test_bytes_per_parameter_agree_with_page(name: str) -> None:
     every = [*rows("Presets"), *rows("Presets", LOW_PRECISION)]
     (told,) = [float(row[-1]) for row in every if row[0] == f"`{name}`"]
     preset = PRESETS[name]
@@ -98,7 +98,7 @@ def test_bytes_per_parameter(name: str) -> None:
     assert bytes_per_parameter(preset) == pytest.approx(told, rel=0.01)
 
 
-def test_examples() -> None:
+def test_policy_examples_load() -> None:
     for block in blocks("yaml"):
         from_mapping(RunConfig, yaml.safe_load(block))
     for text in re.findall(r'--precision.policy "(.*?)"|`policy: (.*?)`', PAGE):
@@ -106,19 +106,19 @@ def test_examples() -> None:
             policy("".join(text))
 
 
-def test_every_key_and_word_is_named() -> None:
+def test_page_names_every_key_and_word() -> None:
     named = [row[0] for row in (*rows("Change a policy"), *rows("Keys", LOW_PRECISION))]
     assert sorted(key.strip("`") for key in named) == sorted(FIELDS.keys() - {"name"})
     section = PAGE.partition("## Modules kept in FP32")[2]
     assert all(f"`{word}`" in section for word in WORDS)
 
 
-def test_the_figures_are_those_of_the_results() -> None:
+def test_page_figures_agree_with_results() -> None:
     assert with_figures(BENCHMARKS) == BENCHMARKS
     assert BENCHMARKS.count("<!-- figures: precision-") == 2
 
 
-def test_what_other_tools_need_exists() -> None:
+def test_functions_for_other_tools_exist() -> None:
     import distmp.precision.builders as builders
     import distmp.precision.keep as switches
 
@@ -127,7 +127,7 @@ def test_what_other_tools_need_exists() -> None:
     assert all(hasattr(builders, name) or hasattr(switches, name) for name in named)
 
 
-def test_what_is_said_of_a_tied_head_is_so() -> None:
+def test_tied_head_behaves_as_on_page() -> None:
     """The default model's tied head is no module; there is a message, and a way to have one."""
     from distmp.models.transformer import Transformer, TransformerConfig
 

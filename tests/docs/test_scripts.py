@@ -34,7 +34,7 @@ PRINTED = 1e-3
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_recorded_losses_are_those_of_the_original(name: str) -> None:
+def test_recorded_losses_agree_with_original(name: str) -> None:
     found: dict[str, dict[str, list[float]]] = RECORD["scripts"][name]
     assert list(found) == [str(ranks) for ranks in RANKS]
     assert found["1"]["original"] != found["2"]["original"]
@@ -53,7 +53,7 @@ def _check(by_form: dict[str, list[float]]) -> None:
     assert largest_difference(by_form) <= PRINTED
 
 
-def test_the_record_was_made_with_the_tested_versions() -> None:
+def test_record_uses_tested_versions() -> None:
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     for package, version in RECORD["versions"].items():
         assert f"{package}=={version.partition('+')[0]}" in constraints
@@ -61,7 +61,7 @@ def test_the_record_was_made_with_the_tested_versions() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_script_trains_as_the_original(name: str) -> None:
+def test_changed_script_trains_like_original(name: str) -> None:
     if name != "trl" and CLONES is None:
         pytest.skip("DISTMP_SCRIPTS names no directory with clones")
     repository = installed_trl() if name == "trl" else Path(str(CLONES)) / name
@@ -69,7 +69,7 @@ def test_the_script_trains_as_the_original(name: str) -> None:
     _check({form: losses(SCRIPTS[name], repository, 2, form) for form in forms})
 
 
-def test_the_page_changes_at_most_three_lines_of_a_script() -> None:
+def test_page_changes_at_most_three_script_lines() -> None:
     for script in SCRIPTS.values():
         ours, _ = hunks(PAGE, script.title)
         added = [line for hunk in ours for line in hunk.new.splitlines() if line not in hunk.old]
@@ -77,7 +77,7 @@ def test_the_page_changes_at_most_three_lines_of_a_script() -> None:
         assert any("distmp" in line for line in added)
 
 
-def test_hunks_replace_lines_that_are_in_the_script_once() -> None:
+def test_hunks_replace_unique_script_lines() -> None:
     page = "\n## A\ntext\n```diff\n a\n+b\n\n-  c\n+  d\n```\n```diff\n-e\n```\n## B\n"
     ours, for_cpus = hunks(page, "A")
     assert ours == [Hunk("a\n", "a\nb\n"), Hunk("  c\n", "  d\n")]

@@ -32,7 +32,7 @@ def end_between_the_first_saves(directory: Path) -> tuple[float, float]:
     return radius, gan.train(3, str(directory))
 
 
-def test_the_gan_continues_after_an_end_between_its_first_saves(
+def test_gan_resumes_after_stop_between_first_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -42,7 +42,7 @@ def test_the_gan_continues_after_an_end_between_its_first_saves(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_gan_learns_the_radius(
+def test_gan_learns_radius(
     world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")

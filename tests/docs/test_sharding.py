@@ -25,7 +25,7 @@ def first_cells(head: str) -> list[str]:
     return re.findall(r"^\| `([\w-]+)`", table, flags=re.MULTILINE)
 
 
-def test_the_settings_are_complete_and_load() -> None:
+def test_settings_table_is_complete_and_loads() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     values = yaml.safe_load(text)
     assert from_mapping(RunConfig, values).strategy == "hsdp"
@@ -34,12 +34,12 @@ def test_the_settings_are_complete_and_load() -> None:
         assert values["sharding"][name] == default or name in ("shard_size", "wrap")
 
 
-def test_the_tables_are_complete() -> None:
+def test_strategy_tables_are_complete() -> None:
     assert tuple(first_cells("strategy")) == SHARDED_STRATEGIES
     assert {"auto", *first_cells("`accumulate`")} == set(get_args(Accumulation))
 
 
-def test_the_numbers_are_those_of_the_code() -> None:
+def test_page_numbers_agree_with_code() -> None:
     assert "a quarter of the free memory" in PAGE
     assert SHARE_OF_FREE_MEMORY == 0.25
     assert "at most two minutes in which no rank that it waits for makes progress" in " ".join(
@@ -48,7 +48,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert ANSWER_SECONDS == 120
 
 
-def test_the_automatic_strategy_is_that_of_the_code() -> None:
+def test_automatic_strategy_agrees_with_code() -> None:
     section = PAGE.partition("## Automatic strategy")[2].partition("## Blocks")[0]
     ordered = re.findall(r"^\d\. (.*?)(?:, if .*)?$", section, flags=re.MULTILINE)
     assert tuple(entry.replace("`", "") for entry in ordered) == OPTIONS

@@ -35,11 +35,11 @@ def is_in_the_code(quoted: str) -> bool:
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
-def test_a_quoted_message_is_in_the_code(quoted: str) -> None:
+def test_quoted_message_is_in_code(quoted: str) -> None:
     assert is_in_the_code(quoted)
 
 
-def test_there_is_a_section_for_every_symptom() -> None:
+def test_every_symptom_has_section() -> None:
     sections = re.findall(r"^## (.*)$", PAGE, flags=re.MULTILINE)
     assert len(sections) >= 7
     assert len(QUOTED) >= 10

@@ -65,7 +65,7 @@ def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
-def test_weights_are_the_fp32_ones(kind: str, tmp_path: Path) -> None:
+def test_exported_weights_are_fp32(kind: str, tmp_path: Path) -> None:
     found = run_example("The FP32 weights", tmp_path, **KINDS[kind])
     engine, weights = found["engine"], found["weights"]
     expected = full(engine.state_dict())
@@ -83,7 +83,7 @@ def test_weights_are_the_fp32_ones(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
-def test_the_average_is_that_of_the_full_weights(kind: str, tmp_path: Path) -> None:
+def test_average_agrees_with_full_weights(kind: str, tmp_path: Path) -> None:
     found = run_example("EMA of the weights", tmp_path, **KINDS[kind])
     engine, average = found["engine"], found["average"]
     expected = whole(average.values)
@@ -164,9 +164,7 @@ def _train_adapter(directory: Path, tokens: Tensor) -> Any:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @ranks(2)
-def test_a_directory_that_cannot_be_written_is_an_error_on_all_ranks(
-    kind: str, tmp_path: Path
-) -> None:
+def test_unwritable_directory_is_error_on_all_ranks(kind: str, tmp_path: Path) -> None:
     engine = distmp.Engine(nn.Linear(4, 4), _loss, _sgd, policy="fp32", **KINDS[kind])
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot write"):
@@ -174,7 +172,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_on_all_ranks(
 
 
 @ranks(2)
-def test_a_transformer_is_written_in_several_files_with_its_configuration(tmp_path: Path) -> None:
+def test_transformer_is_written_as_shards_with_configuration(tmp_path: Path) -> None:
     model = Transformer(TransformerConfig(32, 8, 2, 16, 2, 24))
     engine = distmp.Engine(model, _loss, _sgd, policy="fp32", strategy="fsdp")
     engine.export(tmp_path / "weights", max_shard_size=4000)
@@ -187,7 +185,7 @@ def test_a_transformer_is_written_in_several_files_with_its_configuration(tmp_pa
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
 
 
-def test_rounded_copies_are_announced() -> None:
+def test_state_dict_of_rounded_weights_warns() -> None:
     engine = distmp.Engine(nn.Linear(4, 4), _loss, _sgd, policy="bf16", strategy="single")
     with pytest.warns(RuntimeWarning, match=r"bfloat16 copies .* engine\.state_dict"):
         engine.module.state_dict()

@@ -262,7 +262,7 @@ def test_a_rank_averages_only_what_it_holds() -> None:
         ({"decay": -0.1}, "ema.decay = -0.1: use a number from 0 to below 1, such as 0.999"),
     ],
 )
-def test_impossible_settings_are_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EmaConfig(**values)
     assert str(caught.value) == message

@@ -55,7 +55,7 @@ def save_each(directory: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def test_the_masters_of_every_strategy_load_in_plain_torch(tmp_path: Path) -> None:
+def test_master_weights_of_strategies_load_in_plain_torch(tmp_path: Path) -> None:
     masters = run_ranks(save_each, 2, tmp_path)[0]
     for name, expected in masters.items():
         assert any((w != w.bfloat16()).any() for w in expected.values())
@@ -76,7 +76,7 @@ def checkpoint(directory: Path, tensors: dict[str, Tensor], numbers: Any = None)
     return store.save(directory, 1, tensors, numbers or {}, keep=1)
 
 
-def test_what_is_no_number_of_up_to_32_bits_stays_what_it_is(tmp_path: Path) -> None:
+def test_other_dtypes_are_exported_unchanged(tmp_path: Path) -> None:
     tensors = {
         "model/weight": torch.tensor([1.0, 2.0]),
         "model/frozen": torch.tensor([1.5], dtype=torch.bfloat16),
@@ -101,7 +101,7 @@ def test_what_is_no_number_of_up_to_32_bits_stays_what_it_is(tmp_path: Path) -> 
     }
 
 
-def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
+def test_large_models_are_sharded_with_index(tmp_path: Path) -> None:
     state = {f"model/{name}": value for name, value in make_model(3).state_dict().items()}
     path = checkpoint(tmp_path / "run", state)
     with mock.patch("distmp.export.export.write", partial(write, max_shard_size=600)):
@@ -132,7 +132,7 @@ class Tied(Classifier):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_tied_weight_is_saved_once_and_restored(tmp_path: Path, frozen: bool) -> None:
+def test_tied_weight_is_saved_once_and_restored(tmp_path: Path, frozen: bool) -> None:
     model = Tied()
     model.head.weight.requires_grad_(not frozen)
     engine = make_engine(model=model, strategy="single", optimizer=fused_sgd)
@@ -151,7 +151,7 @@ def test_a_tied_weight_is_saved_once_and_restored(tmp_path: Path, frozen: bool) 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_run_its_export_and_a_run_from_there(
+def test_run_continues_from_exported_weights(
     tied: bool, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
@@ -188,7 +188,7 @@ def test_a_run_its_export_and_a_run_from_there(
     assert main([*arguments, *more]) == 0
 
 
-def test_an_average_is_exported_on_demand(tmp_path: Path) -> None:
+def test_average_is_exported_on_request(tmp_path: Path) -> None:
     tensors = {
         "model/weight": torch.tensor([1.0, 2.0]),
         "model/frozen": torch.tensor([3.0]),
@@ -227,7 +227,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_exported_is_one_message(
+def test_failed_export_is_one_message(
     case: str, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (cwd / "empty").mkdir()
@@ -250,7 +250,7 @@ def test_what_cannot_be_exported_is_one_message(
 
 
 @pytest.mark.nightly
-def test_the_memory_of_an_export_is_that_of_one_tensor(tmp_path: Path) -> None:
+def test_export_needs_memory_of_one_tensor(tmp_path: Path) -> None:
     tensors = {f"model/{i}": torch.randn(4, 2**18) for i in range(24)}
     tensors |= {f"optimizer/{i}": tensor for i, tensor in enumerate(tensors.values())}
     path = checkpoint(tmp_path, tensors)
@@ -271,7 +271,7 @@ def test_the_memory_of_an_export_is_that_of_one_tensor(tmp_path: Path) -> None:
     assert 4 <= float(done.stdout) < 16
 
 
-def test_from_python_errors_are_ours(tmp_path: Path) -> None:
+def test_export_function_raises_distmp_errors(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(1e6)})
     with pytest.raises(ConfigError, match="did you mean 'fp16'"):
         export(path, tmp_path / "new", "fp15")

@@ -33,7 +33,7 @@ def saved(directory: Path, weights: dict[str, Tensor], name: str = "model.safete
     return directory
 
 
-def test_a_directory_or_a_file_under_any_name(tmp_path: Path) -> None:
+def test_weights_load_from_directory_or_file(tmp_path: Path) -> None:
     directory = saved(tmp_path / "weights", state(), "of_others.safetensors")
     for path in (directory, str(directory), directory / "of_others.safetensors"):
         model = make_model(0)
@@ -41,7 +41,7 @@ def test_a_directory_or_a_file_under_any_name(tmp_path: Path) -> None:
         assert_same_bits(model.state_dict(), state())
 
 
-def test_values_are_converted_to_the_types_of_the_model(tmp_path: Path) -> None:
+def test_values_are_converted_to_model_dtypes(tmp_path: Path) -> None:
     halves = {name: value.bfloat16() for name, value in state().items()}
     model = make_model(0)
     load_weights(model, saved(tmp_path / "weights", halves))
@@ -49,7 +49,7 @@ def test_values_are_converted_to_the_types_of_the_model(tmp_path: Path) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_all_mismatches_are_listed_before_loading(tmp_path: Path) -> None:
     weights = state()
     del weights["first.bias"]
     weights["head.weight"] = weights["head.weight"][:, :3].contiguous()
@@ -65,7 +65,7 @@ def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_loaded(tmp_
     assert_same_bits(model.state_dict(), make_model(0).state_dict())
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.safetensors").write_text("no weights")
     for name, message in (
@@ -77,7 +77,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
             load_weights(make_model(), tmp_path / name)
 
 
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path / "weights", state()) / "model.safetensors"
     os.truncate(file, file.stat().st_size - 10)
     with pytest.raises(
@@ -101,7 +101,7 @@ def indexed(directory: Path, weights: dict[str, Tensor]) -> dict[str, str]:
     return places
 
 
-def test_the_index_decides_which_files_are_read(tmp_path: Path) -> None:
+def test_index_selects_files(tmp_path: Path) -> None:
     directory = tmp_path / "weights"
     indexed(directory, state())
     # Left over from another model, and after the others in alphabetical order.
@@ -115,7 +115,7 @@ def test_the_index_decides_which_files_are_read(tmp_path: Path) -> None:
     assert_same_bits(model.state_dict(), state(5))
 
 
-def test_files_that_hold_the_same_tensor_need_an_index(tmp_path: Path) -> None:
+def test_files_with_same_tensor_need_index(tmp_path: Path) -> None:
     directory = tmp_path / "weights"
     indexed(directory, state())
     saved(directory, state(4), "model-00003-of-00003.safetensors")
@@ -148,7 +148,7 @@ def test_files_that_hold_the_same_tensor_need_an_index(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_index_that_contradicts_its_directory_is_refused(
+def test_index_that_contradicts_directory_is_refused(
     tmp_path: Path, content: str | dict[str, str], message: str
 ) -> None:
     directory = tmp_path / "weights"
@@ -172,7 +172,7 @@ def exported(directory: Path, config: TransformerConfig = SMALL) -> Transformer:
     return model
 
 
-def test_the_transformer_is_rebuilt_from_its_directory(tmp_path: Path) -> None:
+def test_transformer_is_rebuilt_from_directory(tmp_path: Path) -> None:
     model = exported(tmp_path / "weights")
     found = load_model(tmp_path / "weights")
     assert isinstance(found, Transformer)
@@ -181,7 +181,7 @@ def test_the_transformer_is_rebuilt_from_its_directory(tmp_path: Path) -> None:
     assert torch.equal(found(tokens), model(tokens))
 
 
-def test_what_shapes_do_not_show_is_compared_too(tmp_path: Path) -> None:
+def test_settings_without_effect_on_shapes_are_compared(tmp_path: Path) -> None:
     exported(tmp_path / "weights")
     values = vars(SMALL) | {"heads": 4, "rotary_base": 500.0, "sequence_length": 16}
     with pytest.raises(ConfigError) as caught:
@@ -206,7 +206,9 @@ def test_what_shapes_do_not_show_is_compared_too(tmp_path: Path) -> None:
         ({"model_type": "distmp-transformer", **vars(SMALL), "hidden": "x"}, "cannot be built"),
     ],
 )
-def test_other_directories_are_not_rebuilt(tmp_path: Path, described: object, message: str) -> None:
+def test_directories_of_other_models_are_refused(
+    tmp_path: Path, described: object, message: str
+) -> None:
     saved(tmp_path / "weights", state())
     if described is not None:
         (tmp_path / "weights" / "config.json").write_text(json.dumps(described))
@@ -214,7 +216,7 @@ def test_other_directories_are_not_rebuilt(tmp_path: Path, described: object, me
         load_model(tmp_path / "weights")
 
 
-def test_a_model_by_import_path_names_it() -> None:
+def test_configuration_of_imported_model_names_path() -> None:
     config = ModelConfig(name="module:function", options={"width": 3})
     assert architecture(nn.Linear(1, 1), config) == {
         "model_type": "distmp-import-path",
@@ -223,7 +225,7 @@ def test_a_model_by_import_path_names_it() -> None:
     }
 
 
-def test_every_tensor_of_a_file_is_aligned(tmp_path: Path) -> None:
+def test_tensors_in_file_are_aligned(tmp_path: Path) -> None:
     tensors = {
         "mask": torch.tensor([True, False, True]),
         "half": torch.arange(3, dtype=torch.bfloat16),

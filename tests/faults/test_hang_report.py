@@ -62,7 +62,7 @@ READS = answer(synchronizes="synchronize (read, host_copy.py:42)")
 ELSEWHERE = answer(doing="step 3, update")
 
 
-def test_a_rank_in_no_collective_is_late() -> None:
+def test_rank_outside_collectives_is_late() -> None:
     result = report_on({0: WAITS, 1: answer(doing="step 3, loading data"), 2: WAITS})
     assert result.summary == (
         "rank 1 late for 12 s; ranks 0, 2 in all_reduce (all_reduce_stats, decision.py:1)"
@@ -75,7 +75,7 @@ def test_a_rank_in_no_collective_is_late() -> None:
     )
 
 
-def test_a_rank_in_an_earlier_collective_is_late() -> None:
+def test_rank_in_earlier_collective_is_late() -> None:
     result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)", collectives=6)})
     assert (
         "rank 1 of 2 on node1 is late: step 3, decision for 12 s, waiting in broadcast"
@@ -83,13 +83,13 @@ def test_a_rank_in_an_earlier_collective_is_late() -> None:
     )
 
 
-def test_ranks_in_different_collectives_do_not_run_the_same_code() -> None:
+def test_ranks_in_different_collectives_are_reported_as_diverged() -> None:
     result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)")})
     assert "is late" not in result.text
     assert "they do not run the same code" in result.text
 
 
-def test_all_ranks_in_one_collective_wait_for_the_network() -> None:
+def test_all_ranks_in_same_collective_blame_network() -> None:
     result = report_on({0: WAITS, 1: WAITS})
     assert "check the network" in result.text
     assert (
@@ -98,13 +98,13 @@ def test_all_ranks_in_one_collective_wait_for_the_network() -> None:
     )
 
 
-def test_of_many_late_ranks_a_few_are_shown() -> None:
+def test_report_shows_few_of_many_late_ranks() -> None:
     result = report_on({0: WAITS} | {rank: answer() for rank in range(1, 9)})
     assert result.text.count("File") == 4
     assert "also late: ranks 5-8" in result.text
 
 
-def test_a_silent_rank_elsewhere() -> None:
+def test_silent_rank_outside_collective_is_reported() -> None:
     result = report_on({0: WAITS}, {1: SilentRank("node7", 99, "step 3")})
     assert (
         "rank 1 of 2 on node7 is late and does not answer: it runs on another machine; process 99"
@@ -113,7 +113,7 @@ def test_a_silent_rank_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("host", [READS, ELSEWHERE])
-def test_the_rank_that_is_one_collective_behind_is_late(host: RankStatus) -> None:
+def test_rank_one_collective_behind_is_late(host: RankStatus) -> None:
     """No host waits in a collective: the numbers of the collectives determine the late rank."""
     behind = answer(collectives=6, doing="step 3, forward of microbatch 1")
     ahead = pending(7, "all_reduce")
@@ -131,7 +131,7 @@ def test_the_rank_that_is_one_collective_behind_is_late(host: RankStatus) -> Non
     assert "ranks 0-1, 3 " in result.summary
 
 
-def test_where_the_others_wait_for_the_device() -> None:
+def test_report_shows_where_others_wait_for_device() -> None:
     text = report_on({0: READS, 1: answer(collectives=6), 2: READS}).text
     assert (
         "  ranks 0, 2 wait for the device in synchronize (read, host_copy.py:42), "
@@ -139,7 +139,7 @@ def test_where_the_others_wait_for_the_device() -> None:
     ) in text
 
 
-def test_a_rank_that_waits_for_the_device_may_be_late() -> None:
+def test_rank_waiting_for_device_may_be_late() -> None:
     """It cannot know that the others have started one more collective."""
     behind = answer(collectives=6, synchronizes="item (f, x.py:1)")
     result = report_on({0: ELSEWHERE, 1: behind})
@@ -151,7 +151,7 @@ def test_a_rank_that_waits_for_the_device_may_be_late() -> None:
     assert "  rank 0 waits, last started all_reduce: step 3, update\n" in result.text
 
 
-def test_of_ranks_at_different_places_only_the_last_is_late() -> None:
+def test_only_last_of_ranks_behind_is_late() -> None:
     counts = {0: 57, 1: 41, 2: 42}
     names = pending(41, *["all_reduce"] * 1, "all_gather", "broadcast")
     result = report_on(
@@ -163,14 +163,14 @@ def test_of_ranks_at_different_places_only_the_last_is_late() -> None:
     assert f"collective 42 of {WORLD}, all_gather, which ranks 0, 2 have started" in result.text
 
 
-def test_a_missing_name_is_left_out() -> None:
+def test_missing_collective_name_is_omitted() -> None:
     result = report_on({0: ELSEWHERE, 1: answer(collectives=6)}, traces={})
     assert f"it has not started collective 7 of {WORLD}, which rank 0 has started" in result.text
     assert result.summary.endswith("; rank 0 waits")
 
 
 @pytest.mark.parametrize("host", [READS, answer(doing="step 3, update")])
-def test_with_equal_numbers_all_wait_for_the_device(host: RankStatus) -> None:
+def test_ranks_with_equal_numbers_wait_for_device(host: RankStatus) -> None:
     traces = {rank: pending(6, "all_gather", "all_reduce") for rank in range(4)}
     result = report_on(dict.fromkeys(range(4), host), traces=traces)
     assert "is late" not in result.text
@@ -179,7 +179,7 @@ def test_with_equal_numbers_all_wait_for_the_device(host: RankStatus) -> None:
     assert "all ranks have started the same collectives and wait for the device" in result.text
 
 
-def test_ranks_in_their_own_code_are_late_although_the_numbers_are_equal() -> None:
+def test_rank_in_user_code_is_late() -> None:
     sleeps = answer(doing="step 3, loading data")
     result = report_on({0: READS, 1: sleeps, 2: READS})
     assert "rank 1 of 3 on node1 is late: step 3, loading data" in result.text
@@ -187,7 +187,7 @@ def test_ranks_in_their_own_code_are_late_although_the_numbers_are_equal() -> No
     assert report_on({0: sleeps, 1: sleeps}).text.count("is late") == 2
 
 
-def test_the_last_rank_of_a_chain_of_waits_is_late() -> None:
+def test_last_rank_in_chain_of_waits_is_late() -> None:
     """Rank 0 waits for rank 2, which waits for rank 3: 2 is behind in one group, but not late."""
     rows = {rank: f"group {1 + rank // 2} (nccl)" for rank in range(4)}
     columns = {rank: f"group {3 + rank % 2} (nccl)" for rank in range(4)}
@@ -209,7 +209,7 @@ def test_the_last_rank_of_a_chain_of_waits_is_late() -> None:
     assert "collective 5 of group 4 (nccl), all_reduce, which rank 1 has started" in result.text
 
 
-def test_groups_in_different_orders() -> None:
+def test_groups_used_in_different_orders_are_reported() -> None:
     answers = {0: answer(collectives={"a": 2, "b": 1}), 1: answer(collectives={"a": 1, "b": 2})}
     traces = {0: pending(2, "all_reduce", group="a"), 1: pending(2, "all_reduce", group="b")}
     result = report_on(answers, traces=traces)
@@ -217,13 +217,13 @@ def test_groups_in_different_orders() -> None:
     assert "do not start the collectives of their groups in the same order" in result.text
 
 
-def test_different_collectives_with_the_same_number() -> None:
+def test_different_collectives_with_same_number_are_reported() -> None:
     traces = {0: pending(7, "all_reduce"), 1: pending(7, "broadcast")}
     result = report_on({0: ELSEWHERE, 1: ELSEWHERE}, traces=traces)
     assert "they do not run the same code" in result.text
 
 
-def test_the_same_number_of_different_groups() -> None:
+def test_equal_numbers_of_different_groups_are_distinguished() -> None:
     traces = {
         0: pending(7, "all_reduce", group="a"),
         1: pending(7, "broadcast", group="b"),
@@ -232,13 +232,13 @@ def test_the_same_number_of_different_groups() -> None:
     assert "all ranks have started the same collectives" in result.text
 
 
-def test_one_stopped_process_is_the_cause() -> None:
+def test_stopped_process_is_reported_as_cause() -> None:
     silent = {1: SilentRank("node7", 99, "step 3"), 2: SilentRank("node6", 98, "step 3", "stopped")}
     result = report_on({0: READS}, silent)
     assert "find out what stopped the process" in result.text
 
 
-def test_ranks_that_may_wait_for_a_silent_rank_are_not_late() -> None:
+def test_ranks_waiting_for_silent_rank_are_not_late() -> None:
     """Its numbers are unknown. A rank that waits for nothing is also late."""
     silent = {1: SilentRank("node7", 99, "step 3")}
     waits = answer(collectives=6, synchronizes="item (f, x.py:1)")
@@ -272,7 +272,7 @@ def collective_that_rank_2_does_not_start(group: dist.ProcessGroup) -> dist.Work
 
 
 @ranks(3)
-def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
+def test_late_rank_is_found_without_host_in_collective() -> None:
     """As with NCCL, the hosts have started their collectives and run other code."""
     group = dist.new_group(backend="gloo")
     work = collective_that_rank_2_does_not_start(group)
@@ -306,7 +306,7 @@ def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
         work.wait()
 
 
-def test_recorder_that_fails_does_not_stop_the_report(
+def test_failing_recorder_does_not_stop_report(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -322,7 +322,7 @@ def test_recorder_that_fails_does_not_stop_the_report(
     assert caplog.messages == ["no flight recorder of rank 0: RuntimeError: no dump"]
 
 
-def test_only_a_rank_that_has_used_its_device_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_with_used_device_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_monitor, "device_wait", lambda _: "item (f, x.py:1)")
     watchdog = alone()
     for is_initialized, waits in ((False, ""), (True, "item (f, x.py:1)")):
@@ -331,7 +331,7 @@ def test_only_a_rank_that_has_used_its_device_waits_for_it(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rank_that_does_not_answer_is_reported_once(
+def test_unresponsive_rank_is_reported_once(
     world_size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other ranks see that one rank reports."""
@@ -349,7 +349,7 @@ def test_a_rank_that_does_not_answer_is_reported_once(
     assert text.count("last seen in startup, before its first heartbeat") == world_size - 1
 
 
-def test_reporting_rank_waits_for_the_recorders_of_the_others(
+def test_reporting_rank_waits_for_recorders_of_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def pending() -> dict[str, list[tuple[int, str]]]:

@@ -89,7 +89,7 @@ def idle_after(watchdogs: list[Watchdog], clock: Clock) -> float:
     return clock.now - began
 
 
-def test_ranks_hang_when_no_one_has_made_progress_for_the_limit(clock: Clock) -> None:
+def test_hang_is_detected_after_limit_without_progress(clock: Clock) -> None:
     watchdogs = watch_all(3, seconds=LIMIT, interval=1.0)
     assert LIMIT < idle_after(watchdogs, clock) <= LIMIT + 4
     watchdogs[1]._phase.touch()
@@ -98,7 +98,7 @@ def test_ranks_hang_when_no_one_has_made_progress_for_the_limit(clock: Clock) ->
     assert LIMIT < idle_after(watchdogs, clock) <= LIMIT + 4
 
 
-def test_a_rank_in_its_first_step_has_more_time_unless_it_is_silent(clock: Clock) -> None:
+def test_first_step_has_more_time_unless_silent(clock: Clock) -> None:
     watchdogs = watch_all(2, seconds=LIMIT, interval=1.0, first_seconds=6 * LIMIT)
     assert 6 * LIMIT < idle_after(watchdogs, clock) <= 6 * LIMIT + 4
     watchdogs = watch_all(2, seconds=LIMIT, interval=1.0, first_seconds=6 * LIMIT)
@@ -108,7 +108,7 @@ def test_a_rank_in_its_first_step_has_more_time_unless_it_is_silent(clock: Clock
     assert LIMIT < idle_after(watchdogs[:1], clock) <= LIMIT + 4
 
 
-def test_without_a_limit_no_rank_hangs(clock: Clock) -> None:
+def test_hang_is_not_detected_without_limit(clock: Clock) -> None:
     (alone,) = watch_all(1, seconds=float("inf"), first_seconds=float("inf"))
     assert not alone._all_are_idle()
     clock.now += 1e9
@@ -117,7 +117,7 @@ def test_without_a_limit_no_rank_hangs(clock: Clock) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 0.95 * LIMIT)), max_size=30))
-def test_while_some_rank_makes_progress_there_is_no_hang(events: list[tuple[int, float]]) -> None:
+def test_progress_of_any_rank_prevents_hang(events: list[tuple[int, float]]) -> None:
     """Some rank makes progress within the limit; the others may be arbitrarily late."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
@@ -132,7 +132,7 @@ def test_while_some_rank_makes_progress_there_is_no_hang(events: list[tuple[int,
         assert idle_after(watchdogs, clock) > LIMIT
 
 
-def test_traffic_does_not_grow_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traffic_is_independent_of_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for world_size in (8, 64):
         store = HashStore()
@@ -165,7 +165,7 @@ class Waiting:
         threading.Event().wait()
 
 
-def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
+def test_location_of_thread_waiting_for_collective() -> None:
     def finish() -> None:
         Waiting().wait()
 
@@ -182,7 +182,7 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
 
 
 @ranks(2)
-def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path: Path) -> None:
+def test_collective_and_count_of_blocked_rank(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
     noticed = tmp_path / "noticed"  # rank 1 stays away until rank 0 was seen waiting for it
     rank = dist.get_rank()
@@ -211,7 +211,7 @@ def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path:
 
 
 @ranks(2)
-def test_the_collective_of_a_thread_that_is_joined(tmp_path: Path) -> None:
+def test_collective_of_joined_thread(tmp_path: Path) -> None:
     """For example the thread that writes a checkpoint in the background."""
     group = dist.new_group(backend="gloo")
     noticed = tmp_path / "noticed"
@@ -239,17 +239,17 @@ def test_the_collective_of_a_thread_that_is_joined(tmp_path: Path) -> None:
         assert "in write\n" in places[1]
 
 
-def test_another_process_shows_its_stack() -> None:
+def test_stack_of_other_process_is_read() -> None:
     shared = hang_report.SharedStack()
     try:
         stack = hang_report.of_process(os.getpid(), shared.descriptor)
     finally:
         shared.close()
-    assert "in test_another_process_shows_its_stack" in stack
+    assert "in test_stack_of_other_process_is_read" in stack
     assert hang_report.of_process(2**22 + 1, 3) == ""
 
 
-def test_a_rank_publishes_heartbeats_until_it_leaves() -> None:
+def test_rank_publishes_heartbeats_until_exit() -> None:
     monitor = watch()
     monitor.watch()
     monitor._phase.begin_step(5, first=False)
@@ -265,7 +265,7 @@ def test_a_rank_publishes_heartbeats_until_it_leaves() -> None:
     assert monitor.has_left(0)
 
 
-def test_transferred_bytes_are_progress_in_phases_that_transfer(tmp_path: Path) -> None:
+def test_transferred_bytes_count_as_progress_in_transfer_phases(tmp_path: Path) -> None:
     monitor = watch()
     phase = monitor._phase
     for transfers in (False, True):
@@ -279,7 +279,7 @@ def test_transferred_bytes_are_progress_in_phases_that_transfer(tmp_path: Path) 
         assert (phase.now.since > before) is transfers
 
 
-def test_a_process_that_was_stopped_does_not_hang() -> None:
+def test_stopped_and_continued_process_does_not_hang() -> None:
     monitor = watch()
     phase = monitor._phase
     phase.now = phase.now._replace(since=phase.now.since - 1000)
@@ -290,7 +290,7 @@ def test_a_process_that_was_stopped_does_not_hang() -> None:
     assert time.monotonic() - phase.now.since < 900
 
 
-def test_the_first_cause_counts() -> None:
+def test_first_cause_is_kept() -> None:
     first, second = watch_all(2)
     assert first.ending() is None
     assert second.end_run(Ending(1, 3, "first cause", 1))
@@ -301,7 +301,7 @@ def test_the_first_cause_counts() -> None:
 
 
 @pytest.mark.parametrize("has_left", [True, False])
-def test_a_process_that_is_gone_is_named_unless_it_had_left(
+def test_exited_process_is_named_unless_it_left(
     has_left: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monitor, other = watch_all(2)
@@ -315,7 +315,7 @@ def test_a_process_that_is_gone_is_named_unless_it_had_left(
     assert has_left or (ending is not None and ending.rank == 1)
 
 
-def test_a_silent_machine_that_does_not_respond_ends_the_run(
+def test_unreachable_machine_ends_run(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = HashStore()

@@ -53,7 +53,7 @@ def make_model() -> nn.Sequential:
 
 
 @ranks(2)
-def test_all_ranks_skip_what_one_of_them_cannot_apply() -> None:
+def test_overflow_on_one_rank_skips_all() -> None:
     """The infinity is in a parameter that DDP does not reduce, so only one rank sees it."""
     for fused in (True, False):
         accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
@@ -82,7 +82,7 @@ def test_all_ranks_skip_what_one_of_them_cannot_apply() -> None:
 
 
 @ranks(1)
-def test_two_optimizers_of_one_backward_see_one_scale() -> None:
+def test_two_optimizers_of_one_backward_share_scale() -> None:
     """The scale doubles at every step, and accelerate updates it between the two optimizers."""
     reference = make_model()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ def _train_with_reference(
 
 @pytest.mark.parametrize("version", [1, nightly(2)])
 @ranks(2)
-def test_fsdp_computes_as_the_policy_says(version: int) -> None:
+def test_fsdp_dtypes_follow_policy(version: int) -> None:
     _let_accelerate_shard_on_cpu()
     cases = {
         "fp32": (torch.float32, torch.float32),
@@ -164,7 +164,7 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
 
 
 @ranks(2)
-def test_fsdp2_keeps_frozen_weights_in_16_bits() -> None:
+def test_fsdp2_keeps_frozen_16_bit_weights() -> None:
     """A frozen base, such as that of LoRA, in one shard with trained FP32 weights."""
     _let_accelerate_shard_on_cpu()
     frozen = {"bf16": torch.bfloat16, "bf16-autocast": torch.bfloat16, "fp32": torch.float32}
@@ -195,7 +195,7 @@ def _with_a_frozen_base() -> nn.Sequential:
 
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
-def test_fsdp_computes_as_mixed_precision_says(version: int) -> None:
+def test_fsdp_dtypes_follow_mixed_precision(version: int) -> None:
     """FP32 weights under autocast, reduced in FP32; accelerate would use 16 bits for both."""
     _let_accelerate_shard_on_cpu()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
@@ -228,7 +228,7 @@ def _recorder(seen: list[torch.dtype]) -> Callable[..., None]:
 
 
 @ranks(2)
-def test_every_field_holds_with_ddp() -> None:
+def test_ddp_applies_every_policy_field() -> None:
     before = torch.get_float32_matmul_precision()
     text = "bf16-autocast,keep_fp32=norm,reduce=bf16,buffer=fp32"
     accelerator = Accelerator(text, loss_scale=RULES)
@@ -258,7 +258,7 @@ def test_every_field_holds_with_ddp() -> None:
 
 
 @ranks(2)
-def test_the_process_group_ends_before_the_model() -> None:
+def test_process_group_is_destroyed_before_model() -> None:
     """On one core the thread of the group is often late, and so is the last collective."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
@@ -274,7 +274,7 @@ def test_the_process_group_ends_before_the_model() -> None:
 
 
 @ranks(1)
-def test_what_would_overrule_the_policy_is_refused() -> None:
+def test_settings_that_override_policy_are_refused() -> None:
     compressed = DistributedDataParallelKwargs(comm_hook="fp16")
     cases: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
         ("fp99", {}, "precision.policy", "fp99"),
@@ -310,7 +310,7 @@ def test_what_would_overrule_the_policy_is_refused() -> None:
 
 
 @ranks(1)
-def test_auto_takes_what_accelerate_can_do() -> None:
+def test_auto_selects_policy_supported_by_accelerate() -> None:
     os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
     accelerator = Accelerator("auto")
     assert not accelerator.policy.casts_parameters
@@ -322,7 +322,7 @@ def test_auto_takes_what_accelerate_can_do() -> None:
 
 
 @ranks(1)
-def test_what_accelerate_is_told_is_a_policy() -> None:
+def test_mixed_precision_setting_becomes_policy() -> None:
     cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str | None, str, str], ...] = (
         ((), {}, None, "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
         ((), {"mixed_precision": None}, None, "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
@@ -352,7 +352,7 @@ def test_what_accelerate_is_told_is_a_policy() -> None:
 
 
 @ranks(1)
-def test_another_accelerator_of_the_process_has_the_policy_of_the_first() -> None:
+def test_later_accelerator_uses_policy_of_first() -> None:
     first = Accelerator("bf16-autocast,keep_fp32=norm")
     assert Accelerator().policy == first.policy
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -361,7 +361,7 @@ def test_another_accelerator_of_the_process_has_the_policy_of_the_first() -> Non
 
 
 @ranks(1)
-def test_words_that_are_no_policy_are_refused() -> None:
+def test_unknown_precision_words_are_refused() -> None:
     for word, message in (("fp8", "choose one of"), ("bf61", "did you mean 'bf16'")):
         os.environ["ACCELERATE_MIXED_PRECISION"] = word
         for arguments, setting in (
@@ -374,7 +374,7 @@ def test_words_that_are_no_policy_are_refused() -> None:
 
 
 @ranks(1)
-def test_switches_of_the_process_follow_a_policy_only() -> None:
+def test_only_explicit_policy_changes_matmul_switches() -> None:
     torch.set_float32_matmul_precision("high")
     for arguments, expected in (({}, "high"), ({"policy": "fp32"}, "highest")):
         accelerator = Accelerator(**arguments)  # type: ignore[arg-type]
@@ -386,7 +386,7 @@ def test_switches_of_the_process_follow_a_policy_only() -> None:
 
 
 @ranks(1)
-def test_weights_in_16_bits_become_fp32_with_a_warning() -> None:
+def test_16_bit_weights_become_fp32_with_warning() -> None:
     with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
         accelerator = Accelerator()
         model = accelerator.prepare_model(make_model().bfloat16())
@@ -429,7 +429,7 @@ def train(package: Any, *positional: Any, **keywords: Any) -> tuple[list[float],
 
 @pytest.mark.parametrize("world_size", [1, nightly(2)])
 @ranks()
-def test_only_the_import_changes(world_size: int) -> None:
+def test_training_agrees_with_accelerate_after_import_change(world_size: int) -> None:
     losses = {}
     for word in ("no", "bf16"):
         for launched in (False, True):
@@ -446,7 +446,7 @@ def test_only_the_import_changes(world_size: int) -> None:
 
 
 @pytest.mark.nightly
-def test_the_example_skips_on_both_ranks(tmp_path: Path) -> None:
+def test_example_skips_on_both_ranks(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "accelerate_fp16.py")
     done = run(launch(example, "--bad-batch-at", "4"), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -469,7 +469,7 @@ def launch(*arguments: str) -> list[str]:
 
 
 @ranks(2)
-def test_what_the_documentation_says_of_accelerate_itself() -> None:
+def test_accelerate_behaves_as_documented() -> None:
     """The second column of the table in docs/accelerate.md."""
     rank = dist.get_rank()
     alone = accelerate.Accelerator()

@@ -93,7 +93,7 @@ def under_torchrun() -> list[list[float]]:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_modules_of_accelerate_fabric_and_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrapped_modules_have_global_mean_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         monkeypatch.setenv("MASTER_PORT", str(port))
         results = run_ranks(under_torchrun, 2, initialize=False)

@@ -79,7 +79,7 @@ def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 @ranks(2, timeout=120)
-def test_fabric(tmp_path: Path) -> None:
+def test_lightning_fabric_trains_under_policies(tmp_path: Path) -> None:
     importlib.import_module("lightning_fabric")
     _check_two_optimizers()
     _check_fsdp2_in_float16(tmp_path)
@@ -214,7 +214,7 @@ class _Holder:
 
 
 @ranks(2, timeout=60)
-def test_weighted_loss_on_one_rank_in_the_first_step() -> None:
+def test_weighted_loss_on_one_rank_is_refused() -> None:
     importlib.import_module("lightning_fabric")
     for clips in (False, True):
         plugin = MixedPrecision("bf16-mixed")
@@ -305,7 +305,7 @@ def _check_models_that_contradict_the_policy() -> None:
 
 @pytest.mark.nightly
 @ranks(1)
-def test_the_package_pytorch_lightning() -> None:
+def test_pytorch_lightning_package_is_supported() -> None:
     """Its Trainer accepts the plugin, also a pickled one, and one of both packages is chosen."""
     with pytest.raises(ConfigError, match="no package of Lightning is imported"):
         MixedPrecision("fp32")
@@ -335,13 +335,13 @@ def test_the_package_pytorch_lightning() -> None:
         ("16-true", "16-true"),
     ],
 )
-def test_a_policy_that_lightning_cannot_implement_is_refused(name: str, problem: str) -> None:
+def test_policy_unsupported_by_lightning_is_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolved(name, torch.device("cpu"))
 
 
 @pytest.mark.gpu
-def test_weights_on_a_gpu() -> None:
+def test_step_weights_divide_gradients_on_gpu() -> None:
     weights, model = StepWeights(), make_net().cuda()
     optimizer = sgd(model.parameters())
     for index, size in enumerate((1, 5)):
@@ -355,7 +355,7 @@ def test_weights_on_a_gpu() -> None:
 
 
 @ranks(1)
-def test_a_lightning_without_the_hook_before_clipping_is_one_message() -> None:
+def test_lightning_without_clipping_hook_is_one_message() -> None:
     plugin = object.__new__(MixedPrecision)
     with pytest.raises(ConfigError, match="have no _after_closure, where distmp unscales gradient"):
         plugin.connect(nn.Linear(2, 2), [], [])
@@ -367,13 +367,13 @@ def test_deepspeed_is_refused() -> None:
         check_parallel(engine, PRESETS["fp32"])
 
 
-def test_rules_without_a_loss_scale_are_announced(caplog: pytest.LogCaptureFixture) -> None:
+def test_scale_rules_without_loss_scale_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert scale_rules(PRESETS["fp32"], RULES) is None
     assert "init" in caplog.text
     assert scale_rules(PRESETS["fp16"], RULES) == RULES
 
 
-def test_names_of_lightning_and_auto_are_policies() -> None:
+def test_lightning_names_and_auto_become_policies() -> None:
     names = {
         name: resolved(name, torch.device("cpu")).policy.name
         for name in ("16-mixed", "bf16-mixed", "32-true", "fp16", "auto")

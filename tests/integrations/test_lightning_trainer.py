@@ -162,7 +162,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @ranks(2, timeout=120)
-def test_the_trainer(tmp_path: Path) -> None:
+def test_lightning_trainer_trains_under_policies(tmp_path: Path) -> None:
     import lightning.pytorch as pl
 
     _check_overflow_on_one_rank(pl)

@@ -94,7 +94,7 @@ def errors_of(trainer: type[Any], name: str, path: Path) -> list[float]:
 
 @pytest.mark.slow
 @ranks(2)
-def test_gradients_are_those_of_the_global_mean(tmp_path: Path) -> None:
+def test_gradients_agree_with_global_mean(tmp_path: Path) -> None:
     import transformers
 
     from distmp.integrations.transformers import Trainer
@@ -261,7 +261,7 @@ def _made(
 @pytest.mark.nightly
 @pytest.mark.slow
 @ranks(1)
-def test_one_rank_trains_as_transformers_does_or_refuses(tmp_path: Path) -> None:
+def test_single_rank_agrees_with_transformers_or_refuses(tmp_path: Path) -> None:
     import transformers
 
     from distmp.integrations.transformers import Trainer
@@ -362,13 +362,13 @@ def _check_labels(path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_without_transformers_the_message_says_what_to_install() -> None:
+def test_missing_transformers_message_names_package() -> None:
     code = "import sys; sys.modules['transformers'] = None; import distmp.integrations.transformers"
     done = run(python("-c", code), Path.cwd())
     assert "run pip install 'distmp[trainers]'" in done.stderr
 
 
-def test_rules_for_short_runs_grow_earlier() -> None:
+def test_rules_for_short_runs_grow_scale_earlier() -> None:
     assert LossScaleConfig.for_short_runs() == LossScaleConfig(growth_interval=400)
     assert LossScaleConfig.for_short_runs(growth_interval=50, init=4.0).growth_interval == 50
 
@@ -382,7 +382,7 @@ def test_rules_for_short_runs_grow_earlier() -> None:
         ([{"prompt": "a"}, {"prompt": "b"}], 2),
     ],
 )
-def test_a_batch_without_labels_counts_its_samples(batch: Any, samples: int) -> None:
+def test_batch_without_labels_counts_samples(batch: Any, samples: int) -> None:
     from distmp.integrations.transformers import _count
 
     assert _count(batch, shifted=False) == (samples, False)

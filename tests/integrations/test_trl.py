@@ -72,7 +72,7 @@ def grpo(path: Path, trainer: type[Any], *, changes: dict[str, Any], **keywords:
 @pytest.mark.nightly
 @pytest.mark.slow
 @ranks(2)
-def test_two_ranks_train_on_the_mean_of_all_tokens(tmp_path: Path) -> None:
+def test_two_ranks_use_mean_of_all_tokens(tmp_path: Path) -> None:
     from trl import GRPOTrainer, SFTConfig, SFTTrainer
 
     from distmp.integrations.transformers import TrainerMixin
@@ -152,7 +152,7 @@ def _check_fp16(path: Path, trainer: type[Any]) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @ranks(1)
-def test_the_script_of_trl_trains_as_before_with_three_lines(tmp_path: Path) -> None:
+def test_trl_script_trains_equally_with_three_lines(tmp_path: Path) -> None:
     """`trl/scripts/sft.py`, with the lines that docs/transformers.md changes."""
     import trl.scripts.sft
 

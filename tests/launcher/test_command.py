@@ -21,7 +21,9 @@ from tests.launcher.test_job import SRUN
         (["--", "a", "--", "b"], ([], ["a", "--", "b"])),
     ],
 )
-def test_split(argv: list[str], expected: tuple[list[str], list[str]]) -> None:
+def test_arguments_are_split_at_separator(
+    argv: list[str], expected: tuple[list[str], list[str]]
+) -> None:
     assert command.split(argv) == expected
 
 
@@ -38,7 +40,7 @@ def no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_main_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_runs_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "launch", lambda *arguments, **options: (*arguments, options))
     assert command.main(["--nnodes", "1", "--", "--seed", "2"]) == (
         ["--nnodes", "1"],
@@ -70,12 +72,12 @@ def test_invalid_options_are_one_message(words: list[str]) -> None:
         ("ssh 'x", "is not a command \\(No closing quotation\\)"),
     ],
 )
-def test_a_broken_ssh_command(ssh: str, message: str) -> None:
+def test_invalid_ssh_command_is_one_message(ssh: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         command.main(["--hosts=a,b", f"--ssh={ssh}"])
 
 
-def test_dry_run_starts_nothing_and_prints_reasons(
+def test_dry_run_prints_reasons_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local, "_run", lambda *_: pytest.fail("a rank was started"))
@@ -94,14 +96,14 @@ def test_dry_run_checks_the_configuration() -> None:
         command.main(["--dry-run", "--", "--steps", "0"])
 
 
-def test_an_invalid_configuration_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_configuration_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("a rank was started"))
     for words in (["--optim.lr", "-1"], ["--optim.name", "adamww"]):
         with pytest.raises(ConfigError, match=rf"optim\.{words[0][8:]} = "):
             command.main(["--", *words])
 
 
-def test_dry_run_refuses_a_head_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_refuses_unresolvable_head(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SRUN, "SLURM_STEP_NODELIST": "no-[1-2].invalid"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(AddressError, match=r"no-1\.invalid"):
@@ -118,7 +120,7 @@ def test_commands_of_hosts_are_printed(capsys: pytest.CaptureFixture[str]) -> No
     assert commands[0][-1].endswith(" --max-restarts=1 -- --seed 2")
 
 
-def test_help_names_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_refers_to_torchrun_and_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "torchrun --help" in out

@@ -34,11 +34,11 @@ from tests.two_hosts import NAMES, TwoHosts
         ("10.0.0.1, n-2.example.org", [Host("10.0.0.1"), Host("n-2.example.org")]),
     ],
 )
-def test_hosts_of_a_list(text: str, expected: list[Host]) -> None:
+def test_hosts_are_read_from_list(text: str, expected: list[Host]) -> None:
     assert read_hosts(text) == expected
 
 
-def test_hosts_of_a_file(tmp_path: Path) -> None:
+def test_hosts_are_read_from_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\na:2\n\n  b   # the new one\nc:3\n")
     assert read_hosts(str(file)) == [Host("a", 2), Host("b"), Host("c", 3)]
@@ -47,12 +47,12 @@ def test_hosts_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", ",", "a,a", "a b", "a:0", "a:x", "-oProxyCommand=x", "-v", "a;b", "no/such/file"]
 )
-def test_no_hosts(text: str) -> None:
+def test_invalid_host_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):
         read_hosts(text)
 
 
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+def test_binary_host_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"--hosts = .*: cannot be read \(it is not text\)"):
         read_hosts(str(tmp_path / "hosts"))
@@ -88,7 +88,7 @@ def words(plan: HostsPlan, host: str) -> list[str]:
     return shlex.split(remote)
 
 
-def test_each_launch_takes_another_port(ssh: list[str]) -> None:
+def test_each_launch_uses_another_port(ssh: list[str]) -> None:
     """Also if the name of the run is the same: others must not predict it."""
     given = UserOptions(rdzv_id="run")
     plans = [plan_hosts([Host("n1"), Host("n2")], ssh, given, [], network(), {}) for _ in range(8)]
@@ -97,7 +97,7 @@ def test_each_launch_takes_another_port(ssh: list[str]) -> None:
     assert len(endpoints) > 1
 
 
-def test_every_host_gets_the_rendezvous_endpoint(ssh: list[str]) -> None:
+def test_every_host_gets_rendezvous_endpoint(ssh: list[str]) -> None:
     variables = {"NCCL_DEBUG": "INFO", "HOME": "/root", "PET_LOG_DIR": "a b"}
     given = UserOptions(arguments=("--max-restarts", "1"), port=4321)
     plan = plan_hosts(
@@ -118,7 +118,7 @@ def test_every_host_gets_the_rendezvous_endpoint(ssh: list[str]) -> None:
     assert "first of --hosts; port: --port" in description
 
 
-def test_user_options_are_passed_on_and_not_derived_again(ssh: list[str]) -> None:
+def test_user_options_are_forwarded_to_hosts(ssh: list[str]) -> None:
     options = ("--nnodes=1:2", "--rdzv-endpoint=h:1", "--rdzv-id=x")
     given = UserOptions(arguments=options, nnodes=(1, 2), rdzv_endpoint="h:1", rdzv_id="x")
     plan = plan_hosts([Host("n1"), Host("n2")], ssh, given, [], network(), {})
@@ -128,12 +128,12 @@ def test_user_options_are_passed_on_and_not_derived_again(ssh: list[str]) -> Non
     assert "# environment: hosts" in plan.describe()
 
 
-def test_a_first_host_without_an_address_is_an_error(ssh: list[str]) -> None:
+def test_first_host_without_address_is_refused(ssh: list[str]) -> None:
     with pytest.raises(AddressError, match="'n9'"):
         plan_hosts([Host("n9"), Host("n1")], ssh, UserOptions(), [], network(), {})
 
 
-def test_another_rendezvous_is_refused(ssh: list[str]) -> None:
+def test_other_rendezvous_with_hosts_is_refused(ssh: list[str]) -> None:
     for given in (UserOptions(own_rendezvous="master_addr"), UserOptions(node_rank=0)):
         with pytest.raises(ConfigError, match="leave out --"):
             plan_hosts([Host("n1")], ssh, given, [], network(), {})
@@ -158,7 +158,7 @@ def on_hosts(min_nodes: int, ssh: list[str], **scripts: str) -> HostsPlan:
     return HostsPlan(commands, (), min_nodes)
 
 
-def test_output_is_labelled_and_the_first_failure_named(
+def test_output_is_labeled_and_first_failure_named(
     ssh: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distmp.launcher.hosts._NOTICE_SECONDS", 0.2)
@@ -170,7 +170,7 @@ def test_output_is_labelled_and_the_first_failure_named(
     assert err.endswith("distmp launch: host a failed with exit code 3\n")
 
 
-def test_a_host_that_ssh_does_not_reach_ends_the_others(
+def test_unreachable_host_ends_others(
     ssh: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distmp.launcher.hosts._NOTICE_SECONDS", 0.2)
@@ -182,7 +182,7 @@ def test_a_host_that_ssh_does_not_reach_ends_the_others(
     assert "host unreachable could not be reached by ssh" in err.splitlines()[-1]
 
 
-def test_enough_hosts_continue_without_one(
+def test_remaining_hosts_continue_above_minimum(
     ssh: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan = on_hosts(1, ssh, a="exit 3", b="sleep 0.5; echo done")
@@ -190,7 +190,7 @@ def test_enough_hosts_continue_without_one(
     assert capfd.readouterr().out == "[b] done\n"
 
 
-def test_a_missing_ssh_is_one_message() -> None:
+def test_missing_ssh_is_one_message() -> None:
     with pytest.raises(ConfigError, match="--ssh"):
         run_on_hosts(on_hosts(1, ["/no/such/ssh"], a="true"))
 
@@ -203,7 +203,7 @@ def test_a_missing_ssh_is_one_message() -> None:
         pytest.param(signal.SIGTERM, 1, "host a failed with exit code 1", id="no checkpoint"),
     ],
 )
-def test_a_signal_reaches_every_host(
+def test_signal_reaches_every_host(
     number: signal.Signals, code: int, ending: str, ssh: list[str]
 ) -> None:
     # The second host ends later, so that the first one is reported.
@@ -226,7 +226,7 @@ def test_a_signal_reaches_every_host(
 
 
 @pytest.mark.parametrize(("line", "code"), [("SIGUSR1\n", 40), (None, 41), ("NONSENSE\n", None)])
-def test_an_agent_follows_its_standard_input(line: str | None, code: int | None) -> None:
+def test_agent_obeys_its_standard_input(line: str | None, code: int | None) -> None:
     program = """
         import signal, sys, time
         from distmp.launcher.hosts import follow_stdin
@@ -253,7 +253,7 @@ def test_an_agent_follows_its_standard_input(line: str | None, code: int | None)
             assert process.wait(100) == code
 
 
-def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[str]) -> None:
+def test_agents_end_when_launcher_is_killed(tmp_path: Path, ssh: list[str]) -> None:
     ended = tmp_path / "ended"
     script = f"echo ready; while read line; do :; done; touch {ended}"
     program = f"""
@@ -266,7 +266,7 @@ def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[s
     wait_until(ended.exists)
 
 
-def test_two_interrupts_end_with_the_code_of_an_interrupt(ssh: list[str]) -> None:
+def test_two_interrupts_return_interrupt_exit_code(ssh: list[str]) -> None:
     program = f"""
         import sys
         from distmp.launcher.hosts import HostsPlan, run_on_hosts

@@ -98,7 +98,9 @@ def values(job: Job) -> tuple[object, ...]:
         ),
     ],
 )
-def test_what_started_this_process(variables: dict[str, str], expected: tuple[object, ...]) -> None:
+def test_environment_is_detected_from_variables(
+    variables: dict[str, str], expected: tuple[object, ...]
+) -> None:
     job = detect(variables, POD_NAME)
     assert values(job) == expected
     assert not job.notes
@@ -114,7 +116,7 @@ def test_what_started_this_process(variables: dict[str, str], expected: tuple[ob
         pytest.param({**SBATCH, "SLURM_STEP_ID": "4294967290"}, id="an interactive step"),
     ],
 )
-def test_several_machines_of_slurm_need_srun(variables: dict[str, str]) -> None:
+def test_several_slurm_machines_need_srun(variables: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="`srun --ntasks-per-node=1 --cpu-bind=none distmp"):
         detect(variables, "n08")
     assert detect(variables, "n08", "local").environment == "local"
@@ -178,7 +180,7 @@ BY_HAND = {"WORLD_SIZE": "16", "MASTER_ADDR": "n08", "MASTER_PORT": "29500", "NN
         pytest.param(HYDRA, (4, 0, None), None, id="mpiexec"),
     ],
 )
-def test_variables_that_number_machines(
+def test_variables_that_number_machines_are_read(
     variables: dict[str, str], expected: tuple[object, ...], port: int | None
 ) -> None:
     job = detect(variables, "n1")
@@ -206,7 +208,9 @@ def test_variables_that_number_machines(
         pytest.param({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, "local", id="an address"),
     ],
 )
-def test_variables_that_do_not(variables: dict[str, str], environment: str) -> None:
+def test_incomplete_machine_variables_are_ignored(
+    variables: dict[str, str], environment: str
+) -> None:
     assert detect(variables, POD_NAME).environment == environment
 
 
@@ -220,9 +224,7 @@ def test_variables_that_do_not(variables: dict[str, str], environment: str) -> N
         ({**GIVEN, "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "WORLD_SIZE"),
     ],
 )
-def test_several_launchers_on_a_machine_are_refused(
-    variables: dict[str, str], setting: str
-) -> None:
+def test_several_launchers_per_machine_are_refused(variables: dict[str, str], setting: str) -> None:
     with pytest.raises(ConfigError, match="start one `distmp launch` per machine") as error:
         detect(variables, "n1")
     assert error.value.setting == setting
@@ -244,7 +246,7 @@ def test_several_launchers_on_a_machine_are_refused(
         ({**GIVEN, "MASTER_PORT": "70000"}, "MASTER_PORT", "below 65536"),
     ],
 )
-def test_contradictions_are_one_message(
+def test_contradicting_variables_are_one_message(
     variables: dict[str, str], setting: str, problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
@@ -252,7 +254,7 @@ def test_contradictions_are_one_message(
     assert error.value.setting == setting
 
 
-def test_an_environment_that_is_not_found_cannot_be_requested() -> None:
+def test_requested_environment_must_be_present() -> None:
     with pytest.raises(ConfigError, match="--environment"):
         detect(POD, POD_NAME, "slurm")
 
@@ -270,7 +272,7 @@ def test_an_environment_that_is_not_found_cannot_be_requested() -> None:
         "n[1-2],m[3,5-6],n[1-2]",
     ],
 )
-def test_agrees_with_scontrol(text: str, tmp_path: Path) -> None:
+def test_node_list_agrees_with_scontrol(text: str, tmp_path: Path) -> None:
     """scontrol needs a configuration, which containers on compute nodes often lack."""
     configuration = tmp_path / "slurm.conf"
     configuration.write_text(
@@ -300,7 +302,7 @@ def test_agrees_with_scontrol(text: str, tmp_path: Path) -> None:
         ("b,a,b", "b a b"),
     ],
 )
-def test_expands_names_and_ranges(text: str, names: str) -> None:
+def test_node_list_expands_names_and_ranges(text: str, names: str) -> None:
     assert expand(text, setting="SLURM_JOB_NODELIST") == names.split()
 
 
@@ -311,7 +313,7 @@ def test_expands_names_and_ranges(text: str, names: str) -> None:
         *("n[1,]", "n[[1]]"),
     ],
 )
-def test_other_texts_are_errors(text: str) -> None:
+def test_invalid_node_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"SLURM_JOB_NODELIST = {text!r}: is not")):
         expand(text, setting="SLURM_JOB_NODELIST")
 
@@ -320,7 +322,7 @@ numbers = st.lists(st.integers(0, 120), min_size=1, max_size=12, unique=True).ma
 
 
 @given(st.from_regex(r"[a-z][a-z-]{0,5}", fullmatch=True), numbers, st.integers(1, 4))
-def test_compression_round_trips(prefix: str, values: list[int], width: int) -> None:
+def test_compressed_node_list_round_trips(prefix: str, values: list[int], width: int) -> None:
     """The reference compresses as Slurm does: consecutive numbers become ranges."""
     ranges: list[list[int]] = []
     for value in values:
@@ -337,7 +339,7 @@ def test_compression_round_trips(prefix: str, values: list[int], width: int) -> 
 
 
 @given(st.text(alphabet="n1-,[]0 ", max_size=20))
-def test_returns_names_or_raises(text: str) -> None:
+def test_any_node_list_expands_or_raises(text: str) -> None:
     try:
         names = expand(text, setting="x")
     except ConfigError:

@@ -83,7 +83,7 @@ def check(entity: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-def test_kubernetes_accepts_the_pods(file: str, version: str) -> None:
+def test_pods_match_kubernetes_schema(file: str, version: str) -> None:
     spec = copy.deepcopy(job_spec(file))
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
     assert kubernetes_validate.validate(job, version, strict=True) == version
@@ -93,14 +93,14 @@ def test_kubernetes_accepts_the_pods(file: str, version: str) -> None:
         kubernetes_validate.validate(job, version, strict=True)
 
 
-def test_kubernetes_accepts_the_service() -> None:
+def test_service_matches_kubernetes_schema() -> None:
     kubernetes_validate.validate(objects("kubernetes")["Service"], "1.31", strict=True)
 
 
 @pytest.mark.parametrize(
     ("file", "kinds"), [("jobset", ["JobSet"]), ("trainjob", ["TrainingRuntime", "TrainJob"])]
 )
-def test_jobset_and_kubeflow_accept_the_file(file: str, kinds: list[str]) -> None:
+def test_files_match_jobset_and_kubeflow_schemas(file: str, kinds: list[str]) -> None:
     assert list(objects(file)) == kinds
     for entity in objects(file).values():
         check(entity)
@@ -110,7 +110,7 @@ def test_jobset_and_kubeflow_accept_the_file(file: str, kinds: list[str]) -> Non
     ("name", "value", "problem"),
     [("numNode", 2, r"spec\.trainer\.numNode"), ("numNodes", "2", "valid integer")],
 )
-def test_the_models_detect_mistakes(name: str, value: object, problem: str) -> None:
+def test_schema_models_detect_mistakes(name: str, value: object, problem: str) -> None:
     train_job = objects("trainjob")["TrainJob"]
     train_job["spec"]["trainer"][name] = value
     with pytest.raises((AssertionError, ValueError), match=problem):
@@ -118,7 +118,7 @@ def test_the_models_detect_mistakes(name: str, value: object, problem: str) -> N
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_parts_of_a_file_fit_together(file: str) -> None:
+def test_objects_of_file_are_consistent(file: str) -> None:
     spec, pod = job_spec(file), job_spec(file)["template"]["spec"]
     ranks = container(file)
     mounts = {mount["name"]: mount["mountPath"] for mount in ranks["volumeMounts"]}
@@ -139,7 +139,7 @@ def test_the_parts_of_a_file_fit_together(file: str) -> None:
         assert {"--nnodes=2", "--nproc-per-node=8"} <= {*ranks["command"]}
 
 
-def test_the_service_resolves_the_pods() -> None:
+def test_service_resolves_pods_before_ready() -> None:
     """It has to do so before they are ready."""
     service, job = objects("kubernetes").values()
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
@@ -149,7 +149,7 @@ def test_the_service_resolves_the_pods() -> None:
 
 
 @pytest.mark.parametrize("file", ["jobset", "trainjob"])
-def test_all_pods_restart_together(file: str) -> None:
+def test_failed_pod_restarts_all_except_exit_code_2(file: str) -> None:
     policy = job_set(file)["failurePolicy"]
     assert job_spec(file)["backoffLimit"] == 0
     assert policy["maxRestarts"] == 3
@@ -158,7 +158,7 @@ def test_all_pods_restart_together(file: str) -> None:
     assert (reason, action) == (["PodFailurePolicy"], "FailJobSet")
 
 
-def test_the_train_job_uses_its_runtime() -> None:
+def test_train_job_uses_its_runtime() -> None:
     """Kubeflow finds the container by these names."""
     runtime, train_job = objects("trainjob").values()
     assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
@@ -169,7 +169,7 @@ def test_the_train_job_uses_its_runtime() -> None:
     assert "torch" in runtime["spec"]["mlPolicy"]
 
 
-def test_the_page_agrees_with_the_files() -> None:
+def test_kubernetes_page_agrees_with_files() -> None:
     section = PAGE.read_text().partition("\n## Kubernetes\n")[2]
     text = "".join((ROOT / "launch" / f"{file}.yaml").read_text() for file in FILES)
     for name in re.findall(r"`([a-zA-Z]+(?:Name|Policy|Seconds|Limit|Restarts|Nodes))`", section):
@@ -180,13 +180,13 @@ def test_the_page_agrees_with_the_files() -> None:
     assert f"exit code {STOPPED_EXIT_CODE}" in section
 
 
-def test_a_job_set_runs_the_command_of_the_job() -> None:
+def test_job_set_runs_job_command() -> None:
     assert container("jobset")["command"] == container("kubernetes")["command"]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("file", ["kubernetes", "trainjob"])
-def test_pods_find_each_other(file: str) -> None:
+def test_pod_commands_connect_all_pods(file: str) -> None:
     """The commands in the files work in the environment that kubelet creates."""
     reason = two_hosts.why_not()
     if reason is not None:

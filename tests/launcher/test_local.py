@@ -94,7 +94,7 @@ def last_line(output: str) -> str:
     return output.strip().splitlines()[-1]
 
 
-def test_success(tmp_path: Path) -> None:
+def test_successful_launch_returns_zero(tmp_path: Path) -> None:
     with launched("succeed", tmp_path, "--nproc-per-node", "2") as run:
         code, output = run.finish()
     assert code == 0
@@ -126,7 +126,7 @@ def test_failing_rank_is_named(ending: str, expected: int, message: str, tmp_pat
     assert not any(map(psutil.pid_exists, ranks))
 
 
-def test_exception_of_a_rank_is_shown_once(tmp_path: Path) -> None:
+def test_rank_exception_is_shown_once(tmp_path: Path) -> None:
     with launched("raise", tmp_path, "--nproc-per-node", "2") as run:
         code, output = run.finish()
     assert code == 1
@@ -151,7 +151,7 @@ def listener() -> Iterator[socket.socket]:
         nightly("localhost", ["--rdzv-backend", "c10d"]),
     ],
 )
-def test_a_busy_port_is_one_message(
+def test_busy_port_is_one_message(
     head: str, options: list[str], listener: socket.socket, tmp_path: Path
 ) -> None:
     port = listener.getsockname()[1]
@@ -174,7 +174,7 @@ def test_a_busy_port_is_one_message(
         pytest.param(signal.SIGUSR1, False, 75, id="SIGUSR1 to the launcher"),
     ],
 )
-def test_signal_stops_in_order(
+def test_signal_stops_ranks_orderly(
     number: signal.Signals, everywhere: bool, expected: int, tmp_path: Path
 ) -> None:
     # Neither torchrun's timeout nor its restarts apply.
@@ -200,7 +200,7 @@ def test_signal_stops_in_order(
 
 
 @pytest.mark.nightly
-def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) -> None:
+def test_rank_that_stops_ends_all_without_restart(tmp_path: Path) -> None:
     """This happens on machines other than the one that received the signal."""
     arguments = ["--nproc-per-node", "2", "--max-restarts", "2"]
     with launched("obey", tmp_path, *arguments) as run:
@@ -220,7 +220,7 @@ def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) 
         nightly(signal.SIGUSR1, "stopped by SIGUSR1; continue the run"),
     ],
 )
-def test_a_rank_that_a_stop_signal_kills_has_stopped_in_order(
+def test_rank_killed_by_stop_signal_stopped_orderly(
     number: signal.Signals, message: str, tmp_path: Path
 ) -> None:
     """This happens to a rank that is still importing torch."""
@@ -241,7 +241,7 @@ def test_a_rank_that_a_stop_signal_kills_has_stopped_in_order(
         nightly("stop", 143, "ranks that did not exit in time were killed"),
     ],
 )
-def test_a_stopped_rank_is_continued_and_killed_if_it_stops_again(
+def test_suspended_rank_is_continued_then_killed(
     ending: str, expected: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXIT_SECONDS", "1" if ending == "stop" else "60")
@@ -256,7 +256,7 @@ def test_a_stopped_rank_is_continued_and_killed_if_it_stops_again(
 
 
 @pytest.mark.nightly
-def test_a_rank_that_fails_after_another_has_stopped_in_order(
+def test_rank_failing_after_orderly_stop_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The launcher waits for the ranks: torchrun would kill the second one immediately.
@@ -270,7 +270,7 @@ def test_a_rank_that_fails_after_another_has_stopped_in_order(
 
 
 @pytest.mark.nightly
-def test_two_interrupts_end_with_the_code_of_an_interrupt(tmp_path: Path) -> None:
+def test_two_interrupts_return_interrupt_exit_code(tmp_path: Path) -> None:
     with launched("give up", tmp_path, "--nproc-per-node", "2") as run:
         run.ranks()
         run.process.send_signal(signal.SIGINT)
@@ -281,7 +281,7 @@ def test_two_interrupts_end_with_the_code_of_an_interrupt(tmp_path: Path) -> Non
     assert "stopped by SIGINT" in last_line(output)
 
 
-def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
+def test_repeated_signal_ends_all_ranks(tmp_path: Path) -> None:
     with launched("ignore", tmp_path, "--nproc-per-node", "2") as run:
         ranks = run.ranks()
         for count in (1, 2):
@@ -339,7 +339,7 @@ def commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--max-restarts", "1"], f"--nproc-per-node=3 {ALONE} --max-restarts 1"),
     ],
 )
-def test_completes_torchruns_options(
+def test_torchrun_options_are_completed(
     arguments: list[str],
     command: str,
     unset: pytest.MonkeyPatch,
@@ -350,7 +350,7 @@ def test_completes_torchruns_options(
     assert commands(arguments, capsys) == f"{command} -m distmp.train --seed 1"
 
 
-def test_number_of_ranks_from_the_environment(
+def test_number_of_ranks_follows_environment(
     unset: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unset.setattr(local, "_run", lambda options: int(options.nproc_per_node) - 4)
@@ -388,7 +388,7 @@ def test_wrong_torchrun_options_are_one_message(
 @pytest.mark.parametrize(
     ("devices", "cores", "expected"), [(8, 64, 8), (1, 64, 1), (0, 64, 2), (0, 1, 1)]
 )
-def test_default_ranks(
+def test_default_number_of_ranks(
     devices: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
@@ -403,7 +403,7 @@ def test_default_ranks(
     ("devices", "cores", "given", "expected"),
     [(0, 8, None, "4"), (0, 1, None, "1"), (8, 4, None, "1"), (0, 8, "3", "3")],
 )
-def test_threads_per_rank(
+def test_threads_per_rank_follow_cores(
     devices: int, cores: int, given: str | None, expected: str, unset: pytest.MonkeyPatch
 ) -> None:
     unset.setattr(torch.cuda, "is_available", lambda: devices > 0)
@@ -453,14 +453,14 @@ class Failure:
         ),
     ],
 )
-def test_the_cause_is_reported(
+def test_exit_cause_is_reported(
     failures: list[tuple[int, int]], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local._report({rank: Failure(*failure) for rank, failure in enumerate(failures)})  # type: ignore[misc]
     assert expected in capsys.readouterr().err
 
 
-def test_ranks_and_threads_follow_the_quota_of_the_control_group(
+def test_ranks_and_threads_follow_cgroup_quota(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -15,7 +15,7 @@ def this_machine() -> Network:
     return Network.of_this_machine()
 
 
-def test_interfaces_are_those_of_this_machine(this_machine: Network) -> None:
+def test_interfaces_agree_with_this_machine(this_machine: Network) -> None:
     assert set(this_machine.interfaces) <= set(psutil.net_if_addrs())
     assert this_machine.interfaces["lo"][0] == "127.0.0.1"
     assert this_machine.interface_of("127.0.0.1") == "lo"
@@ -35,7 +35,7 @@ def test_names(this_machine: Network) -> None:
         this_machine.resolve("x" * 300)
 
 
-def test_ipv4_goes_first(this_machine: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipv4_precedes_ipv6(this_machine: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [(socket.AF_INET6, ("fd00::1", 0, 0, 0)), (socket.AF_INET, ("10.0.0.1", 0))]
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda *_, **__: [(family, 1, 6, "", at) for family, at in entries]
@@ -43,11 +43,11 @@ def test_ipv4_goes_first(this_machine: Network, monkeypatch: pytest.MonkeyPatch)
     assert this_machine.resolve("both") == "10.0.0.1"
 
 
-def test_the_route_to_oneself_is_the_loopback(this_machine: Network) -> None:
+def test_route_to_own_address_is_loopback(this_machine: Network) -> None:
     assert this_machine.source("127.0.0.1") == "127.0.0.1"
 
 
-def test_names_that_do_not_resolve_yet_are_retried() -> None:
+def test_unresolved_names_are_retried() -> None:
     answers = [None, None, "10.0.0.1"]
     lines: list[str] = []
 
@@ -62,13 +62,13 @@ def test_names_that_do_not_resolve_yet_are_retried() -> None:
     assert lines == ["waiting for 'n1' to get an address, up to 60 s"]
 
 
-def test_retries_end() -> None:
+def test_name_resolution_retries_are_limited() -> None:
     started = time.monotonic()
     with pytest.raises(AddressError, match="'n9'"):
         network().with_retries(0.2, lambda message: None).resolve("n9")
     assert time.monotonic() - started >= 0.2
 
 
-def test_addresses_with_ports() -> None:
+def test_addresses_and_ports_are_formatted() -> None:
     assert join_port("10.0.0.1", 5) == "10.0.0.1:5"
     assert join_port("fd00::1", 5) == "[fd00::1]:5"

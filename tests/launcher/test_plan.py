@@ -64,7 +64,7 @@ def test_one_machine_needs_no_rendezvous() -> None:
     }
 
 
-def test_one_machine_keeps_what_the_user_has_set() -> None:
+def test_one_machine_keeps_user_settings() -> None:
     given = UserOptions(("--local-addr=10.0.0.2",), local_addr="10.0.0.2")
     variables = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "1"}
     planned = plan(LOCAL, given, variables=variables)
@@ -72,12 +72,12 @@ def test_one_machine_keeps_what_the_user_has_set() -> None:
     assert variables_of(planned) == {}
 
 
-def test_one_machine_without_a_loopback_interface() -> None:
+def test_one_machine_without_loopback_interface() -> None:
     planned = plan(machines=network(interfaces={"eth0": ("192.168.7.9",)}))
     assert planned.torchrun() == ["--nproc-per-node=4", "--standalone"]
 
 
-def test_the_second_machine_connects_to_the_first() -> None:
+def test_second_machine_connects_to_first() -> None:
     planned = plan(SECOND)
     assert planned.torchrun() == [
         *("--nproc-per-node=4", "--nnodes=2", "--rdzv-backend=c10d"),
@@ -93,14 +93,14 @@ def test_the_second_machine_connects_to_the_first() -> None:
     assert not planned.endpoint.is_host
 
 
-def test_the_first_machine_is_identified_by_its_address_not_its_name() -> None:
+def test_first_machine_is_identified_by_address() -> None:
     machines = network(names={**NAMES, "n2": "10.0.0.2"}, hostname="another-name")
     planned = plan(FIRST, machines=machines)
     assert f"--rdzv-endpoint=10.0.0.2:{PORT}" in planned.torchrun()
     assert "--rdzv-conf=is_host=true,read_timeout=115" in planned.torchrun()
 
 
-def test_both_machines_agree() -> None:
+def test_plans_of_both_machines_agree() -> None:
     """Only `is_host`, the address and the interface may differ between machines."""
     first = plan(
         replace(SECOND, node_rank=ExplainedValue(0, "SLURM_NODEID")),
@@ -155,7 +155,7 @@ def test_user_options_take_precedence(
     assert [word for word in words if word.startswith(present.partition("=")[0])][-1] == present
 
 
-def test_user_options_reach_the_endpoint() -> None:
+def test_user_options_apply_to_endpoint() -> None:
     conf = {"join_timeout": "9", "is_host": "yes"}
     given = UserOptions(rdzv_endpoint="n3:99", rdzv_id="x", nnodes=(1, 4), rdzv_conf=conf)
     endpoint = plan(SECOND, given).endpoint
@@ -164,12 +164,12 @@ def test_user_options_reach_the_endpoint() -> None:
     assert (endpoint.min_nodes, endpoint.join_timeout_seconds) == (1, 9)
 
 
-def test_another_kind_of_rendezvous_is_left_alone() -> None:
+def test_other_rendezvous_backend_is_unchanged() -> None:
     given = UserOptions(arguments=("--master-addr=a",), own_rendezvous="master_addr", nnodes=(2, 2))
     assert plan(LOCAL, given).torchrun() == ["--nproc-per-node=4", "--master-addr=a"]
 
 
-def test_set_variables_are_kept() -> None:
+def test_variables_set_by_user_are_kept() -> None:
     planned = plan(SECOND, variables={"GLOO_SOCKET_IFNAME": "eth0,eth1", "OMP_NUM_THREADS": "1"})
     assert variables_of(planned) == {"NCCL_SOCKET_IFNAME": "=eth1"}
 
@@ -177,25 +177,25 @@ def test_set_variables_are_kept() -> None:
 @pytest.mark.parametrize(
     ("interface", "problem"), [("eth7", "no such interface"), ("lo", "cannot be reached")]
 )
-def test_a_wrong_interface_is_named(interface: str, problem: str) -> None:
+def test_unknown_interface_is_named(interface: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
         plan(SECOND, variables={"GLOO_SOCKET_IFNAME": interface})
     assert "eth1 (10.0.0.2)" in str(error.value)
 
 
-def test_a_head_without_an_address_is_an_error() -> None:
+def test_head_without_address_is_refused() -> None:
     with pytest.raises(AddressError, match="'n9' has no address here") as error:
         plan(replace(SECOND, head=ExplainedValue("n9", "list")))
     assert "--rdzv-endpoint" in str(error.value)
 
 
-def test_a_head_that_is_this_machine_by_mistake_is_an_error() -> None:
+def test_head_resolving_to_loopback_is_refused() -> None:
     """Debian maps a machine's own name to 127.0.1.1; a copied /etc/hosts misleads the others."""
     with pytest.raises(AddressError, match=r"'n1' \(list\) is 127\.0\.1\.1 here"):
         plan(SECOND, machines=network(names={"n1": "127.0.1.1", "n2": "10.0.0.2"}))
 
 
-def test_the_head_itself_may_have_such_a_name() -> None:
+def test_head_may_resolve_itself_to_loopback() -> None:
     """Then the route to another machine decides, not the default route."""
     planned = plan(FIRST, machines=network(names={"n2": "127.0.1.1", "n1": "10.0.0.1"}))
     endpoint = planned.endpoint
@@ -203,7 +203,7 @@ def test_the_head_itself_may_have_such_a_name() -> None:
     assert (endpoint.address, endpoint.is_host) == ("10.0.0.2", True)
 
 
-def test_without_names_of_others_such_a_head_needs_one_address() -> None:
+def test_loopback_head_without_hosts_needs_single_address() -> None:
     names = {"n2": "127.0.1.1"}
     alone = network(names, {"lo": ("127.0.0.1", "fe80::1"), "e": ("fe80::2", "10.0.0.2")})
     endpoint = plan(replace(FIRST, hosts=()), machines=alone).endpoint
@@ -218,7 +218,7 @@ def test_without_names_of_others_such_a_head_needs_one_address() -> None:
         assert (endpoint.address, endpoint.is_host) == ("127.0.1.1", True)
 
 
-def test_machines_that_are_all_this_one() -> None:
+def test_node_rank_selects_host_on_shared_machine() -> None:
     """With two slurmd on one machine, the node rank, not the address, selects the host."""
     names = {"n1": "127.0.0.1", "n2": "127.0.0.1"}
     endpoints = [plan(job, machines=network(names=names)).endpoint for job in (FIRST, SECOND)]
@@ -226,24 +226,24 @@ def test_machines_that_are_all_this_one() -> None:
     assert {endpoint and endpoint.local_address for endpoint in endpoints} == {"127.0.0.1"}
 
 
-def test_a_first_machine_with_another_address_is_an_error() -> None:
+def test_first_machine_with_other_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="this is the first machine") as error:
         plan(replace(FIRST, head=ExplainedValue("n1", "list")))
     assert "eth1 (10.0.0.2)" in str(error.value)
 
 
-def test_no_route_to_the_head_is_an_error() -> None:
+def test_missing_route_to_head_is_refused() -> None:
     alone = network(interfaces={"lo": ("127.0.0.1",)})
     with pytest.raises(AddressError, match=r"no route leads to 10\.0\.0\.1"):
         plan(SECOND, machines=alone)
 
 
-def test_a_foreign_local_address_is_an_error() -> None:
+def test_local_address_of_other_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such address"):
         plan(SECOND, UserOptions(local_addr="10.0.0.77"))
 
 
-def test_manual_launch_on_each_machine() -> None:
+def test_manual_launch_uses_given_endpoint() -> None:
     given = UserOptions(nnodes=(2, 2), rdzv_endpoint="10.0.0.2")
     endpoint = plan(LOCAL, given).endpoint
     assert endpoint is not None
@@ -257,7 +257,7 @@ def test_manual_launch_on_each_machine() -> None:
 @pytest.mark.parametrize("nnodes", [None, (1, 1)])
 @pytest.mark.parametrize("backend", [None, "c10d"])
 @pytest.mark.parametrize("head", ["127.0.0.1", "localhost", "10.0.0.2", "n2"])
-def test_an_endpoint_of_one_machine_is_opened_as_that_of_several(
+def test_single_machine_opens_given_endpoint(
     nnodes: tuple[int, int] | None, backend: str | None, head: str
 ) -> None:
     given = UserOptions(nnodes=nnodes, rdzv_endpoint=f"{head}:4321", rdzv_backend=backend)
@@ -266,7 +266,7 @@ def test_an_endpoint_of_one_machine_is_opened_as_that_of_several(
     assert (endpoint.port, endpoint.is_host, endpoint.min_nodes) == (4321, True, 1)
 
 
-def test_port_0_of_one_machine_is_any_free_port() -> None:
+def test_single_machine_accepts_port_0() -> None:
     given = UserOptions(arguments=("--rdzv-endpoint=localhost:0",), rdzv_endpoint="localhost:0")
     planned = plan(LOCAL, given)
     assert planned.endpoint is None
@@ -276,7 +276,7 @@ def test_port_0_of_one_machine_is_any_free_port() -> None:
 
 
 @pytest.mark.parametrize("nnodes", [None, (1, 1)])
-def test_one_machine_with_the_endpoint_of_another(nnodes: tuple[int, int] | None) -> None:
+def test_single_machine_with_remote_endpoint_is_refused(nnodes: tuple[int, int] | None) -> None:
     given = UserOptions(nnodes=nnodes, rdzv_endpoint="n1:4321")
     with pytest.raises(ConfigError, match="one machine, and this is not n1") as error:
         plan(LOCAL, given)
@@ -284,7 +284,7 @@ def test_one_machine_with_the_endpoint_of_another(nnodes: tuple[int, int] | None
     assert "eth1 (10.0.0.2)" in str(error.value)
 
 
-def test_ipv6() -> None:
+def test_ipv6_endpoint_is_formatted() -> None:
     interfaces = {"lo": ("::1",), "eth0": ("fd00::1:2",)}
     given = UserOptions(nnodes=(2, 2), rdzv_endpoint="[fd00:0::1:2]:5000")
     planned = plan(LOCAL, given, network(interfaces=interfaces))
@@ -300,7 +300,7 @@ def test_ipv6() -> None:
         pytest.param(POD, "train-1.workers", "10.1.0.8", id="kubernetes"),
     ],
 )
-def test_from_recorded_variables_to_an_endpoint(
+def test_recorded_variables_give_endpoint(
     variables: dict[str, str], hostname: str, endpoint: str
 ) -> None:
     names = {"n08": "10.1.0.8", "n09": "10.0.0.2", "train-0.workers": "10.1.0.8"}
@@ -312,12 +312,12 @@ def test_from_recorded_variables_to_an_endpoint(
     assert planned.endpoint.node_rank == 1
 
 
-def test_kubernetes_needs_the_number_of_pods() -> None:
+def test_kubernetes_needs_number_of_pods() -> None:
     with pytest.raises(ConfigError, match="--nnodes"):
         plan(detect(POD, "train-1"))
 
 
-def test_ports_are_in_a_safe_range_and_spread() -> None:
+def test_ports_are_spread_in_safe_range() -> None:
     ports = {port_of(f"{job}.0").value for job in range(1000)}
     assert min(ports) >= 20000
     assert max(ports) < 30000
@@ -328,17 +328,17 @@ def test_ports_are_in_a_safe_range_and_spread() -> None:
     ("text", "expected"),
     [("h", ("h", None)), ("h:1", ("h", 1)), ("[::1]:2", ("::1", 2)), ("[::1]", ("::1", None))],
 )
-def test_endpoints(text: str, expected: tuple[str, int | None]) -> None:
+def test_endpoint_text_is_split(text: str, expected: tuple[str, int | None]) -> None:
     assert split_endpoint(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", ":1", "h:", "h:x", "h:70000", "a:b:1", "h:0"])
-def test_no_endpoints(text: str) -> None:
+def test_invalid_endpoints_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--rdzv-endpoint"):
         split_endpoint(text)
 
 
-def test_the_description_has_reasons_and_a_command_to_paste() -> None:
+def test_description_has_reasons_and_command() -> None:
     planned = plan(replace(SECOND, notes=("selected slurm",)))
     *comments, command = planned.describe(["-m", "distmp.train", "a b"]).splitlines()
     assert all(line.startswith("#") for line in comments)

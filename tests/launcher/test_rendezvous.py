@@ -77,7 +77,7 @@ def quiet(message: str) -> None:
     pytest.fail(f"unexpected log line: {message}")
 
 
-def test_hosts_join_and_know_each_other(port: int, first: Rendezvous) -> None:
+def test_joined_hosts_know_each_other(port: int, first: Rendezvous) -> None:
     second = Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
     assert [member.address for member in first.members()] == ["127.0.0.1", "127.0.0.2"]
     assert second.members() == first.members()
@@ -85,12 +85,12 @@ def test_hosts_join_and_know_each_other(port: int, first: Rendezvous) -> None:
     assert "although they respond" in first.timeout_message()
 
 
-def test_a_host_that_does_not_join_is_named(first: Rendezvous) -> None:
+def test_missing_host_is_named(first: Rendezvous) -> None:
     with pytest.raises(LaunchError, match=r"only 1 of 2 hosts joined .*; missing: n2\."):
         raise_in(first, api.RendezvousTimeoutError())
 
 
-def test_the_first_host_says_whom_it_waits_for(
+def test_first_host_names_hosts_waited_for(
     first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.05)
@@ -104,7 +104,7 @@ def test_the_first_host_says_whom_it_waits_for(
     assert lines.empty()
 
 
-def test_a_host_that_falls_silent_is_named(
+def test_silent_host_is_named(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
@@ -121,9 +121,7 @@ def test_a_host_that_falls_silent_is_named(
         (api.RendezvousConnectionError(), r"ended on the first machine \(n1, 127\.0\.0\.1\)"),
     ],
 )
-def test_errors_of_torchrun_are_one_message(
-    error: Exception, message: str, first: Rendezvous
-) -> None:
+def test_torchrun_errors_are_one_message(error: Exception, message: str, first: Rendezvous) -> None:
     with pytest.raises(LaunchError, match=message) as caught:
         raise_in(first, error)
     assert caught.value.__suppress_context__
@@ -134,12 +132,12 @@ def raise_in(joined: Rendezvous, error: Exception) -> None:
         raise error
 
 
-def test_a_port_in_use(listener: socket.socket) -> None:
+def test_port_in_use_is_refused(listener: socket.socket) -> None:
     with pytest.raises(LaunchError, match=r"is in use; end the process .*--port"):
         Rendezvous.open(endpoint(listener.getsockname()[1]), quiet)
 
 
-def test_another_program_that_listens(
+def test_other_program_at_endpoint_is_refused(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
@@ -148,12 +146,12 @@ def test_another_program_that_listens(
 
 
 @pytest.mark.usefixtures("first")
-def test_another_run_that_waits_at_the_endpoint(port: int) -> None:
+def test_other_run_at_endpoint_is_refused(port: int) -> None:
     with pytest.raises(LaunchError, match=r"another run .*: 7\.0, and this is 8\.0"):
         Rendezvous.open(endpoint(port, is_host=False, run_id="8.0"), quiet)
 
 
-def test_nobody_listens(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_without_listener_times_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.0)
     lines: list[str] = []
     with pytest.raises(LaunchError, match=r"within 1 s \(Connection refused\): the host responds"):
@@ -162,7 +160,7 @@ def test_nobody_listens(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "waiting for the first machine (n1, 127.0.0.1)" in message
 
 
-def test_a_silent_first_host_is_detected(
+def test_silent_first_host_is_detected(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "INTERVAL_SECONDS", 0.1)
@@ -232,7 +230,7 @@ def attacked(evidence: Path) -> Iterator[str]:
     yield f"127.0.0.1:{store.port}"
 
 
-def test_torchrun_does_not_run_what_a_stranger_wrote(tmp_path: Path) -> None:
+def test_guard_refuses_foreign_pickles(tmp_path: Path) -> None:
     evidence = tmp_path / "evidence"
     with attacked(evidence) as endpoint, pytest.raises(ForeignStateError) as caught, guarded():
         handler(endpoint).next_rendezvous()
@@ -240,7 +238,7 @@ def test_torchrun_does_not_run_what_a_stranger_wrote(tmp_path: Path) -> None:
     assert "it contains posix.mkdir, which torchrun does not write" in str(caught.value)
 
 
-def test_torch_still_needs_the_guard(tmp_path: Path) -> None:
+def test_torch_executes_pickles_without_guard(tmp_path: Path) -> None:
     """If this fails, torch has changed how it reads the state: see whether the guard can go."""
     evidence = tmp_path / "evidence"
     with attacked(evidence) as endpoint, pytest.raises(AttributeError):
@@ -248,7 +246,7 @@ def test_torch_still_needs_the_guard(tmp_path: Path) -> None:
     assert evidence.exists()
 
 
-def test_all_that_torchrun_writes_can_be_read() -> None:
+def test_guard_accepts_torchrun_state() -> None:
     """Fails if torch adds a class to the state of its rendezvous."""
     nodes = [dynamic_rendezvous._NodeDesc(f"host{number}", number, 0) for number in range(3)]
     state = dynamic_rendezvous._RendezvousState()
@@ -265,14 +263,14 @@ def test_all_that_torchrun_writes_can_be_read() -> None:
     assert vars(load_state(pickle.dumps(state))) == vars(state)
 
 
-def test_the_guard_is_removed_afterwards() -> None:
+def test_guard_is_removed_afterwards() -> None:
     with guarded():
         assert dynamic_rendezvous.pickle.loads is load_state
     assert dynamic_rendezvous.pickle is pickle
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", nightly("localhost")])
-def test_torchruns_stores_listen_on_the_address_of_the_endpoint(host: str) -> None:
+def test_torchrun_stores_listen_on_endpoint_address(host: str) -> None:
     with guarded():
         rendezvous = handler(f"{host}:0")
         rendezvous.next_rendezvous()
@@ -282,7 +280,7 @@ def test_torchruns_stores_listen_on_the_address_of_the_endpoint(host: str) -> No
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-def test_a_store_on_a_known_port_is_shared_with_torchrun() -> None:
+def test_store_on_known_port_is_shared_with_torchrun() -> None:
     store = open_store("127.0.0.1", 0)
     store.set("mine", "1")
     with guarded():
@@ -290,7 +288,7 @@ def test_a_store_on_a_known_port_is_shared_with_torchrun() -> None:
         assert rendezvous._store.get("mine") == b"1"
 
 
-def test_a_store_does_not_take_a_port_in_use() -> None:
+def test_store_refuses_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError, match="in use"):
         open_store("127.0.0.1", other.getsockname()[1])
 
@@ -299,9 +297,7 @@ def test_a_store_does_not_take_a_port_in_use() -> None:
 @pytest.mark.parametrize(
     "options", [("--max-restarts", "1"), nightly(("--standalone",)), nightly(("--nnodes", "1"))]
 )
-def test_a_run_on_one_machine_listens_on_loopback_only(
-    options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_single_machine_listens_on_loopback_only(options: tuple[str, ...], tmp_path: Path) -> None:
     with launched("listen", tmp_path, "--nproc-per-node", "2", *options) as run:
         code, output = run.finish()
     assert code == 0, output

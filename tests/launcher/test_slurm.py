@@ -78,9 +78,7 @@ def train_alone(arguments: list[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_a_signalled_job_requeues_itself_and_ends_as_if_never_stopped(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_signaled_job_requeues_and_resumes_identically(cluster: Cluster, tmp_path: Path) -> None:
     options = settings(tmp_path)
     run, log = tmp_path / "run", tmp_path / "log"
     job = submit(
@@ -146,7 +144,7 @@ except ConfigError as error:
 """
 
 
-def test_processes_that_slurm_starts(cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_tasks_read_their_rank_environment(cluster: Cluster, tmp_path: Path) -> None:
     """What `python -m distmp.train` would do, without importing torch eleven times."""
     # A test may train alone anywhere.
     probe = f"env -u PYTEST_CURRENT_TEST {sys.executable} {tmp_path / 'probe.py'}"
@@ -178,7 +176,7 @@ def test_processes_that_slurm_starts(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("cause", ["time limit", "a node fails"])
-def test_a_job_is_requeued(cause: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_job_is_requeued_at_time_limit(cause: str, cluster: Cluster, tmp_path: Path) -> None:
     """Slurm checks time limits every 30 seconds, and sends the signal that the file requests."""
     launcher = stub(
         tmp_path / "launcher",

@@ -14,7 +14,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_reads_only_the_given_options() -> None:
+def test_only_given_options_are_read() -> None:
     words = ["--nnodes", "1:3", "--rdzv_endpoint=h:1", "--rdzv-conf", "a=1, is_host=true"]
     given = read([*words, "--node-rank=0", "--max-restarts=2"])
     assert given.arguments == (*words, "--node-rank=0", "--max-restarts=2")
@@ -25,7 +25,7 @@ def test_reads_only_the_given_options() -> None:
     assert parse([*given.arguments, "-m", "x"], []).max_restarts == 2
 
 
-def test_reads_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NNODES", "2")
     monkeypatch.setenv("PET_NODE_RANK", "1")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
@@ -42,11 +42,11 @@ def test_reads_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rdzv-backend=c10d"], None),
     ],
 )
-def test_a_rendezvous_of_another_kind(words: list[str], option: str | None) -> None:
+def test_rendezvous_options_of_user_are_detected(words: list[str], option: str | None) -> None:
     assert read(words).own_rendezvous == option
 
 
 @pytest.mark.parametrize("words", [["--rdzv-conf=x"], ["--rdzv-conf", "=1"], ["--nnodes=1:2:3"]])
-def test_wrong_values_are_one_message(words: list[str]) -> None:
+def test_invalid_values_are_one_message(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         read(words)

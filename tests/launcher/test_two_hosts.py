@@ -58,7 +58,7 @@ def wait_for_steps(directory: Path, number: int, agent: Agent) -> None:
     assert not is_over(), agent.text()
 
 
-def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_quickstart_runs_with_late_first_host(hosts: TwoHosts, tmp_path: Path) -> None:
     words = [
         *rendezvous_at("one:29400"),
         *("--", "--config", str(QUICKSTART), "--data.path", str(corpus(tmp_path / "data"))),
@@ -80,7 +80,7 @@ def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path
         assert not re.search(r"Traceback|^\[?[WE]\d{4}", output, flags=re.MULTILINE), output
 
 
-def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_machines_numbered_by_variables_train(hosts: TwoHosts, tmp_path: Path) -> None:
     """As PyTorchJob, Volcano, Azure ML and scripts number machines with one process each."""
     words = [
         *("--nproc-per-node=1", "--", *TINY, "--data.path", str(corpus(tmp_path / "data"))),
@@ -94,7 +94,7 @@ def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None
     assert steps(tmp_path) == [1, 2]
 
 
-def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_disconnected_hosts_end_and_name_each_other(hosts: TwoHosts, tmp_path: Path) -> None:
     """Each host ends within its timeout and names the other one."""
     words = [
         *rendezvous_at("one:29400", "--rdzv-conf", "read_timeout=20"),
@@ -112,7 +112,7 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     assert "first machine (one, 10.99.7.1)" in last_line(second_output)
 
 
-def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
+def test_failed_launches_are_one_message(hosts: TwoHosts) -> None:
     """All are started at once: each costs an import of torch, and waits for others or timeouts."""
     held = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"
     hosts.hold(0, sys.executable, "-c", held)
@@ -186,7 +186,7 @@ def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -
     assert not (tmp_path / "runs").exists()
 
 
-def test_hosts_with_other_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_hosts_with_different_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
     """The second host has other text of equal size, another loss, and its own run directory."""
     data, runs, own = corpus(tmp_path / "data"), tmp_path / "runs", tmp_path / "own"
     (tmp_path / "losses.py").write_text("from distmp.models import next_token_loss as mine\n")
@@ -252,7 +252,7 @@ def wait_for_success(run: Cluster) -> None:
     assert [agent.process.returncode for agent in run.agents] == [0, 0], run.report()
 
 
-def test_ranks_and_a_host_are_killed(tmp_path: Path, expected: object) -> None:
+def test_run_recovers_from_killed_ranks_and_host(tmp_path: Path, expected: object) -> None:
     """Agents count restarts differently: only that of the second host sees its rank fail."""
     with cluster(2, tmp_path / "run", ["--max-restarts=3"], SETTINGS) as run:
         started(run)
@@ -266,7 +266,7 @@ def test_ranks_and_a_host_are_killed(tmp_path: Path, expected: object) -> None:
         check_result(run, expected, STEPS)
 
 
-def test_the_first_host_is_killed(tmp_path: Path, expected: object) -> None:
+def test_run_recovers_from_killed_first_host(tmp_path: Path, expected: object) -> None:
     """Its store is gone, so the other host ends, and a scheduler starts both again."""
     options = ["--max-restarts=3"]
     with cluster(2, tmp_path / "run", options, [*SETTINGS, "--resume=auto"]) as run:
@@ -281,7 +281,7 @@ def test_the_first_host_is_killed(tmp_path: Path, expected: object) -> None:
         check_result(run, expected, STEPS)
 
 
-def test_a_cut_connection(tmp_path: Path, expected: object) -> None:
+def test_short_connection_loss_needs_no_restart(tmp_path: Path, expected: object) -> None:
     """Training continues without a restart after a cut shorter than `LINK_SECONDS`."""
     assert 2 * CUT_SECONDS <= LINK_SECONDS
     with cluster(2, tmp_path / "run", [], SETTINGS) as run:
@@ -294,7 +294,7 @@ def test_a_cut_connection(tmp_path: Path, expected: object) -> None:
         check_result(run, expected, STEPS)
 
 
-def test_a_host_leaves_and_comes_back(tmp_path: Path) -> None:
+def test_run_continues_while_host_is_away(tmp_path: Path) -> None:
     """With `--nnodes 1:2` the other one trains alone meanwhile."""
     # So many that the other one does not finish alone.
     last_step = 10 * STEPS

@@ -163,7 +163,7 @@ def plain_training(path: Path, name: str, start: dict[str, Tensor]) -> dict[str,
 
 
 @pytest.mark.nightly
-def test_adapters_are_trained_as_by_peft_under_every_strategy(tmp_path: Path) -> None:
+def test_adapter_training_agrees_with_peft_under_strategies(tmp_path: Path) -> None:
     save_models(tmp_path)
     corpus(tmp_path / "corpus")
     results = run_ranks(train_all, 2, tmp_path, timeout=150)[0]
@@ -199,7 +199,7 @@ def check_bytes(case: str, held: dict[str, int], trained: dict[str, Tensor]) -> 
 
 
 @pytest.mark.nightly
-def test_a_run_is_resumed_and_exported(
+def test_adapter_run_resumes_and_exports(
     cwd: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_models(cwd)
@@ -226,7 +226,7 @@ def test_a_run_is_resumed_and_exported(
 
 
 @pytest.mark.nightly
-def test_explain_predicts_frozen_shards_in_16_bits(tmp_path: Path) -> None:
+def test_explain_predicts_16_bit_frozen_shards(tmp_path: Path) -> None:
     save_models(tmp_path)
     corpus(tmp_path / "corpus")
     found = explain(load(settings(tmp_path, "llama", "fsdp", "bf16")), 2)
@@ -236,7 +236,7 @@ def test_explain_predicts_frozen_shards_in_16_bits(tmp_path: Path) -> None:
     assert stored["model.layers.*.mlp.down_proj.lora_A.default"] == torch.float32
 
 
-def test_the_transformer_of_distmp_and_models_of_users(tmp_path: Path) -> None:
+def test_adapters_apply_to_transformer_and_user_models(tmp_path: Path) -> None:
     model = Transformer(TransformerConfig(32, 8, 2, 16, 2, 24, tied_head=False))
     adapters.add_adapters(model, {"r": 2, "target_modules": ["down", "query_key_value"]}, seed=1)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -265,9 +265,7 @@ class ReadsWeight(nn.Module):
         return nn.functional.linear(self.first(self.embedding(ids)), self.head.weight)
 
 
-def test_adapters_that_train_nothing_useful_are_reported(
-    cwd: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ineffective_adapters_are_reported(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus(cwd / "corpus")
     arguments = [
         f"--model.name={ReadsWeight.__module__}:ReadsWeight",
@@ -315,13 +313,13 @@ def test_adapters_that_train_nothing_useful_are_reported(
         ({"init_lora_weights": "pissa"}, r"peft\.init_lora_weights = 'pissa': use true or"),
     ],
 )
-def test_settings_that_would_train_something_else(values: dict[str, Any], problem: str) -> None:
+def test_misleading_adapter_settings_are_refused(values: dict[str, Any], problem: str) -> None:
     model = Transformer(TransformerConfig(32, 8, 2, 16, 2, 24, tied_head=False))
     with pytest.raises(ConfigError, match=problem):
         adapters.add_adapters(model, values, seed=1)
 
 
-def test_the_page_lists_all_settings_which_are_those_of_peft() -> None:
+def test_page_lists_all_peft_settings() -> None:
     section = (
         (ROOT / "docs" / "huggingface.md").read_text().partition("## LoRA")[2].partition("\n## ")[0]
     )
@@ -331,14 +329,14 @@ def test_the_page_lists_all_settings_which_are_those_of_peft() -> None:
     assert listed <= {field.name for field in dataclasses.fields(peft.LoraConfig)}
 
 
-def test_a_tied_weight_is_not_adapted() -> None:
+def test_tied_weight_is_not_adapted() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     with pytest.raises(ConfigError, match="0 shares its weight with another layer"):
         adapters.add_adapters(nn.Sequential(first, second), {"target_modules": "0"}, seed=1)
 
 
-def test_peft_that_is_not_installed() -> None:
+def test_missing_peft_is_reported() -> None:
     find = importlib.util.find_spec
     hidden = lambda name, *rest: None if name == "peft" else find(name, *rest)  # noqa: E731
     with (

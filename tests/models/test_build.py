@@ -50,11 +50,11 @@ def count(size: str) -> int:
         ("70b", 68.4e9, 68.6e9),
     ],
 )
-def test_sizes_have_the_parameters_of_their_names(size: str, low: float, high: float) -> None:
+def test_sizes_have_the_named_number_of_parameters(size: str, low: float, high: float) -> None:
     assert low < count(size) < high
 
 
-def test_settings_reach_the_transformer() -> None:
+def test_settings_configure_transformer() -> None:
     sizes = {"layers": 1, "heads": 2, "dimension": 8, "hidden": 12}
     config = ModelConfig(size="1m", options={**sizes, "tied_head": False})
     model = build_model(config, 99, 16)
@@ -62,7 +62,7 @@ def test_settings_reach_the_transformer() -> None:
     assert model.config == TransformerConfig(99, 16, 1, 8, 2, 12, tied_head=False)
 
 
-def test_vocabulary_and_length_may_be_larger_than_those_of_the_data() -> None:
+def test_vocabulary_and_length_may_exceed_data() -> None:
     model = build_model(
         ModelConfig(options={"vocabulary_size": 320, "sequence_length": 512}), 257, 256
     )
@@ -78,7 +78,7 @@ def test_vocabulary_and_length_may_be_larger_than_those_of_the_data() -> None:
         ({"sequence_length": 8}, 257, "model.options.sequence_length", "data.sequence_length = 16"),
     ],
 )
-def test_models_too_small_for_the_data_are_refused(
+def test_models_too_small_for_data_are_refused(
     values: dict[str, Any], vocabulary: int | None, setting: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -110,9 +110,7 @@ def test_models_too_small_for_the_data_are_refused(
         ({"options": {"norm_epsilon": -1}}, "model.options.norm_epsilon", "use a number from 0 to"),
     ],
 )
-def test_impossible_settings_are_refused(
-    values: dict[str, Any], setting: str, message: str
-) -> None:
+def test_invalid_settings_are_refused(values: dict[str, Any], setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         ModelConfig(**values)
     assert caught.value.setting == setting
@@ -132,7 +130,7 @@ def test_callable_gets_its_options() -> None:
         ("nothing", "has no 'nothing'"),
     ],
 )
-def test_callable_of_the_wrong_kind_is_refused(name: str, message: str) -> None:
+def test_callable_of_wrong_kind_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build_model(ModelConfig(name=f"{HERE}:{name}"), 257, 16)
     assert caught.value.setting == "model.name"
@@ -145,7 +143,7 @@ def test_callable_of_the_wrong_kind_is_refused(name: str, message: str) -> None:
         ({}, "missing a required argument: 'width'"),
     ],
 )
-def test_options_that_the_function_does_not_take_are_refused_before_ranks_start(
+def test_unknown_options_are_refused_before_ranks_start(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"cannot be called with model\.options") as caught:
@@ -158,7 +156,7 @@ def test_options_that_the_function_does_not_take_are_refused_before_ranks_start(
         assert str(at_the_start.value) == str(caught.value)
 
 
-def test_losses() -> None:
+def test_loss_is_built_from_import_path() -> None:
     assert build_loss(ModelConfig()) is next_token_loss
     assert build_loss(ModelConfig(loss=f"{HERE}:square_loss")) is square_loss
     with pytest.raises(ConfigError, match="is a str") as caught:

@@ -55,7 +55,7 @@ def without(batch: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_loss_weight_and_gradients_are_those_of_transformers(
+def test_loss_and_gradients_agree_with_transformers(
     left: bool, dtype: torch.dtype, chunked: bool
 ) -> None:
     reference, model = transformers_model().to(dtype), transformers_model().to(dtype)
@@ -72,7 +72,7 @@ def test_loss_weight_and_gradients_are_those_of_transformers(
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_labels_come_from_the_mask_and_only_from_it() -> None:
+def test_labels_follow_only_the_mask() -> None:
     model, batch = transformers_model(), padded()
     everything = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
     expected = model(**{**batch, "labels": everything}).loss.item()
@@ -87,7 +87,7 @@ def own_model() -> Transformer:
     return Transformer(TransformerConfig(VOCABULARY, 16, 2, 16, 2, 32))
 
 
-def test_padding_at_the_end_does_not_change_the_loss_of_other_models() -> None:
+def test_padding_does_not_change_loss_of_other_models() -> None:
     model, batch = own_model(), padded()
     total = torch.zeros(2)
     for row in range(3):
@@ -121,14 +121,12 @@ class Plain(nn.Module):
         ({"labels": torch.zeros(3, 11)}, r"'labels': \(3, 11\)}: input_ids and labels must be"),
     ],
 )
-def test_batches_that_would_train_something_else_are_refused(
-    changes: dict[str, Tensor], message: str
-) -> None:
+def test_misleading_batches_are_refused(changes: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         next_token_loss(Plain(), {**padded(), **changes})
 
 
-def test_a_data_set_of_hugging_face_trains_and_is_evaluated_like_in_transformers() -> None:
+def test_dataset_training_and_evaluation_agree_with_transformers() -> None:
     from datasets import Dataset
 
     columns = {name: value.tolist() for name, value in padded().items()}
@@ -145,7 +143,7 @@ def test_a_data_set_of_hugging_face_trains_and_is_evaluated_like_in_transformers
     assert numbers.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
-def test_collators_of_transformers_pad_what_the_loss_takes() -> None:
+def test_transformers_collators_pad_batches_for_loss() -> None:
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -128,7 +128,7 @@ def plain_training(path: Path) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), dict(model.named_parameters())
 
 
-def test_training_saving_and_loading(tmp_path: Path) -> None:
+def test_training_agrees_with_transformers_and_reloads(tmp_path: Path) -> None:
     sources = {"llama": directory(tmp_path / "l", LLAMA), "gpt2": directory(tmp_path / "g", GPT2)}
     results = run_ranks(train_all, 2, sources, tmp_path, timeout=150)[0]
     for name, path in sources.items():
@@ -159,9 +159,7 @@ def distance(
 
 
 @pytest.mark.nightly
-def test_a_run_saves_what_another_starts_from(
-    cwd: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_starts_from_weights_of_another(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = corpus(cwd / "corpus")
     arguments = [
         f"--data.path={data}",
@@ -232,7 +230,7 @@ def started(
     return engine.model.state_dict()
 
 
-def test_weights_of_a_directory_or_random_ones(
+def test_weights_come_from_directory_or_are_random(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = directory(tmp_path / "tiny", LLAMA)
@@ -247,7 +245,7 @@ def test_weights_of_a_directory_or_random_ones(
     assert caplog.text == ""
 
 
-def test_files_that_are_damaged_or_left_over(tmp_path: Path) -> None:
+def test_damaged_and_stale_files_are_handled(tmp_path: Path) -> None:
     first = build(directory(tmp_path / "tiny", LLAMA))
     path = tmp_path / "weights"
     first.save_pretrained(path, max_shard_size="10KB")
@@ -267,7 +265,7 @@ def test_files_that_are_damaged_or_left_over(tmp_path: Path) -> None:
         started(tmp_path, f"hf:{path}")
 
 
-def test_weights_that_transformers_converts(
+def test_converted_weights_agree_with_transformers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Names without the prefix of the model; and tensors that it does not have."""
@@ -298,7 +296,7 @@ GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "num_key_value_heads":
         ({**LLAMA, "model_type": "cohere", "logit_scale": 0.06}, False),
     ],
 )
-def test_the_loss_inside_is_that_of_the_logits(
+def test_loss_inside_agrees_with_logits(
     tmp_path: Path, values: dict[str, Any], prepared: bool
 ) -> None:
     path = directory(tmp_path / "model", values)
@@ -318,14 +316,14 @@ def test_the_loss_inside_is_that_of_the_logits(
     assert_same_bits(AUTO.from_pretrained(tmp_path / "saved").state_dict(), model.state_dict())
 
 
-def test_a_head_with_a_bias_returns_logits(tmp_path: Path) -> None:
+def test_head_with_bias_returns_logits(tmp_path: Path) -> None:
     model = build(directory(tmp_path / "model", LLAMA))
     model.lm_head = nn.Linear(model.config.hidden_size, 300)
     assert not huggingface.prepare_loss(model)
     assert not takes_targets(model)
 
 
-def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_model_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     path = directory(tmp_path / "tiny", LLAMA)
@@ -359,7 +357,7 @@ def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (LLAMA | {"hidden_size": 17}, {}, "refused by transformers"),
     ],
 )
-def test_configurations_that_cannot_be_built(
+def test_unbuildable_configurations_are_refused(
     tmp_path: Path, values: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     path = directory(tmp_path / "model", values)
@@ -368,7 +366,7 @@ def test_configurations_that_cannot_be_built(
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, converted: bool) -> None:
+def test_weights_unknown_to_model_are_refused(tmp_path: Path, converted: bool) -> None:
     build(directory(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
     file = tmp_path / "weights" / "model.safetensors"
     if converted:
@@ -390,7 +388,7 @@ def test_weights_that_the_model_does_not_have_are_refused(tmp_path: Path, conver
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_different_values_of_tied_weights_are_refused(tmp_path: Path, converted: bool) -> None:
+def test_tied_weights_with_different_values_are_refused(tmp_path: Path, converted: bool) -> None:
     untied = build(directory(tmp_path / "tiny", {**LLAMA, "tie_word_embeddings": False}))
     for shared in (False, True):
         tensors = {**untied.state_dict()}
@@ -409,7 +407,7 @@ def test_different_values_of_tied_weights_are_refused(tmp_path: Path, converted:
             started(tmp_path, name, tie_word_embeddings=True)
 
 
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_mismatched_weights_are_refused(tmp_path: Path) -> None:
     first = build(directory(tmp_path / "tiny", LLAMA))
     first.save_pretrained(tmp_path / "weights")
     name = f"hf:{tmp_path}/weights"

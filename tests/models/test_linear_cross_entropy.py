@@ -56,9 +56,7 @@ def error(found: Tensor, expected: Tensor) -> float:
         (torch.float16, 2.0**10),
     ],
 )
-def test_loss_and_gradients_are_as_exact_as_those_of_all_logits(
-    dtype: torch.dtype, scale: float
-) -> None:
+def test_errors_do_not_exceed_those_of_full_logits(dtype: torch.dtype, scale: float) -> None:
     hidden, weight, targets = case(dtype)
     expected = exact(hidden, weight, targets, scale)
     errors = []
@@ -77,7 +75,7 @@ def test_loss_and_gradients_are_as_exact_as_those_of_all_logits(
         assert in_parts <= 1.3 * whole + 1e-6
 
 
-def test_small_gradients_survive_in_fp16() -> None:
+def test_small_fp16_gradients_are_exact() -> None:
     """Most gradients of the logits are below the range of FP16 before the loss scale."""
     hidden, weight, targets = case(torch.float16)
     with torch.no_grad():
@@ -90,7 +88,7 @@ def test_small_gradients_survive_in_fp16() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, MIN_ROWS, MIN_ROWS + 1])
-def test_any_number_of_rows_and_token_ids(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_rows_and_tokens_is_exact(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distmp.models.linear_cross_entropy.MAX_TOKEN_IDS", 300)
     hidden, weight, targets = case(rows=rows)
     expected = exact(hidden, weight, targets, 1.0)
@@ -103,7 +101,7 @@ def test_any_number_of_rows_and_token_ids(rows: int, monkeypatch: pytest.MonkeyP
     assert torch.allclose(weight.grad.double(), expected[2], atol=1e-5)
 
 
-def test_autocast_rounds_the_factors_and_returns_the_gradient_of_a_master_weight_in_fp32() -> None:
+def test_autocast_rounds_factors_and_returns_fp32_gradient() -> None:
     hidden, weight, targets = case()
     rounded = [tensor.detach().bfloat16().float().requires_grad_() for tensor in (hidden, weight)]
     expected = exact(*rounded, targets, 1.0)
@@ -118,14 +116,14 @@ def test_autocast_rounds_the_factors_and_returns_the_gradient_of_a_master_weight
     assert error(weight.grad, expected[2]) < 1e-2
 
 
-def test_dtypes_that_do_not_match_are_refused_as_by_a_linear_layer() -> None:
+def test_mismatched_dtypes_are_refused_like_linear() -> None:
     hidden, weight, targets = case()
     with pytest.raises(RuntimeError, match="dtype"):
         linear_cross_entropy(hidden.bfloat16(), weight, targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_only_the_gradients_that_are_needed(dtype: torch.dtype) -> None:
+def test_only_required_gradients_are_computed(dtype: torch.dtype) -> None:
     hidden, weight, targets = case(dtype)
     weight.requires_grad_(False)
     linear_cross_entropy(hidden, weight, targets).backward()
@@ -136,7 +134,7 @@ def test_only_the_gradients_that_are_needed(dtype: torch.dtype) -> None:
     assert loss.grad_fn is None
 
 
-def test_only_the_products_that_are_needed() -> None:
+def test_only_required_matmuls_are_computed() -> None:
     hidden, weight, targets = case()
     product = 2 * hidden.numel() * len(weight)
 
@@ -154,7 +152,7 @@ def test_only_the_products_that_are_needed() -> None:
         assert products() == 1
 
 
-def test_gradients_below_the_range_of_fp16_survive() -> None:
+def test_gradients_below_fp16_range_are_exact() -> None:
     """The model is sure of every target, so no gradient of a logit is large."""
     hidden, weight, targets = case(torch.float16)
     with torch.no_grad():
@@ -170,14 +168,14 @@ def test_gradients_below_the_range_of_fp16_survive() -> None:
     assert errors[1] <= 1.3 * errors[0] < 0.1
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_second_backward_is_refused() -> None:
     loss = linear_cross_entropy(*case())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated already"):
         loss.backward()
 
 
-def test_without_targets_nothing_counts() -> None:
+def test_ignored_targets_give_zero_loss_and_gradients() -> None:
     hidden, weight, targets = case()
     loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED))
     loss.backward()
@@ -186,7 +184,7 @@ def test_without_targets_nothing_counts() -> None:
     assert (hidden.grad == 0).all()
 
 
-def test_an_infinite_logit_is_not_hidden() -> None:
+def test_infinite_logit_gives_non_finite_loss() -> None:
     hidden, weight, targets = case()
     with torch.no_grad():
         hidden[3] = torch.inf
@@ -197,7 +195,7 @@ def test_an_infinite_logit_is_not_hidden() -> None:
     assert not weight.grad.isfinite().all()
 
 
-def test_a_copied_head_has_its_own_weight() -> None:
+def test_copied_head_has_own_weight() -> None:
     head = LossHead(24, 1000, bias=False)
     hidden, _, targets = case()
     other = copy.deepcopy(head)
@@ -211,7 +209,7 @@ def test_a_copied_head_has_its_own_weight() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_compiled_chunks_have_the_same_numbers(dtype: torch.dtype) -> None:
+def test_compiled_chunks_have_equal_values(dtype: torch.dtype) -> None:
     graphs: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -257,7 +255,7 @@ def peak(compute: str, rows: int, vocabulary: int) -> float:
 
 
 @pytest.mark.nightly
-def test_the_memory_of_the_loss_is_a_small_part() -> None:
+def test_loss_memory_is_small_part_of_logits() -> None:
     """At a vocabulary of 32k, also with the gradient of the weight counted in."""
     rows, vocabulary = 512, 2**15
     assert 8 * peak("linear_cross_entropy", rows * 4, vocabulary) < 4 * peak(

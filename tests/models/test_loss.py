@@ -35,7 +35,7 @@ def batch(targets: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sum_over_targets_that_count(dtype: torch.dtype) -> None:
+def test_loss_sums_over_counted_targets(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(3, 40, 7, generator=generator)).to(dtype)
     targets = torch.randint(7, (3, 40), generator=generator)
@@ -54,7 +54,7 @@ def test_sum_over_targets_that_count(dtype: torch.dtype) -> None:
     assert loss.shape == weight.shape == ()
 
 
-def test_ignored_batch_has_neither_loss_nor_weight_nor_gradient() -> None:
+def test_ignored_batch_has_zero_loss_weight_and_gradient() -> None:
     logits = torch.randn(2, 4, 7, requires_grad=True)
     loss, weight = next_token_loss(Constant(logits), batch(torch.full((2, 4), IGNORED)))
     loss.backward()
@@ -63,7 +63,7 @@ def test_ignored_batch_has_neither_loss_nor_weight_nor_gradient() -> None:
     assert not logits.grad.any()
 
 
-def test_a_batch_without_the_keys_of_next_token_is_described() -> None:
+def test_batch_with_missing_keys_is_described() -> None:
     model = Constant(torch.zeros(1, 1, 7))
     for wrong in ({"inputs": torch.zeros(4, 3)}, [torch.zeros(4, 3)], torch.zeros(4, 3)):
         with pytest.raises(ConfigError, match=r"float32 .* the loss next_token reads the keys"):
@@ -95,7 +95,7 @@ def tokens(rows: int = 4) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_that_computes_its_loss_gives_that_of_its_logits(tied: bool) -> None:
+def test_loss_computed_by_model_agrees_with_logits(tied: bool) -> None:
     own, outside = small(tied=tied), Outside(small(tied=tied))
     assert takes_targets(own)
     results = []
@@ -115,7 +115,7 @@ def test_a_model_that_computes_its_loss_gives_that_of_its_logits(tied: bool) -> 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_compiled_blocks_compile_the_loss_too(tied: bool) -> None:
+def test_compiled_blocks_compile_loss(tied: bool) -> None:
     model, expected = small(tied=tied), small(tied=tied)
     graphs: list[set[str]] = []
 
@@ -156,7 +156,7 @@ def trained(policy: str, strategy: str, loss_of: object, *, tied: bool) -> dict[
 
 
 @ranks(2)
-def test_the_loss_inside_works_with_every_strategy_and_policy() -> None:
+def test_loss_inside_works_with_strategies_and_policies() -> None:
     for strategy, policy, tied in (
         ("ddp", "bf16", True),
         ("ddp", "bf16-autocast", False),
@@ -174,14 +174,14 @@ def test_the_loss_inside_works_with_every_strategy_and_policy() -> None:
             assert close.float().mean() > 0.95, (strategy, policy, name)
 
 
-def test_a_policy_that_rounds_outputs_leaves_the_loss_outside() -> None:
+def test_policy_that_rounds_outputs_computes_loss_outside() -> None:
     engine = Engine(small(), next_token_loss, adamw, policy="bf16,output=bf16", strategy="single")
     assert not takes_targets(engine.module)
     loss, _ = next_token_loss(engine.module, tokens())
     assert loss.dtype == torch.float32
 
 
-def test_wrappers_do_not_hide_that_a_model_computes_its_loss() -> None:
+def test_wrapped_model_still_computes_its_loss() -> None:
     assert takes_targets(nn.Sequential(nn.Sequential(small())))
     assert not takes_targets(nn.Sequential(nn.Linear(2, 2)))
 
@@ -197,7 +197,7 @@ class Composed(nn.Module):
         return self.scale(self.backbone(tokens))  # type: ignore[no-any-return]
 
 
-def test_a_part_of_a_model_does_not_take_its_targets() -> None:
+def test_submodule_does_not_take_targets_of_model() -> None:
     model = Composed()
     assert not takes_targets(model)
     assert torch.equal(next_token_loss(model, tokens())[0], plain(model, tokens())[0])
@@ -208,7 +208,7 @@ def test_a_part_of_a_model_does_not_take_its_targets() -> None:
 
 @pytest.mark.parametrize("takes", [True, False])
 @pytest.mark.parametrize("target", [-1, -7, 50, 99_999])
-def test_targets_outside_of_the_vocabulary_are_refused(takes: bool, target: int) -> None:
+def test_targets_outside_vocabulary_are_refused(takes: bool, target: int) -> None:
     model = Transformer(TransformerConfig(50, 16, 1, 16, 2, 32))
     model.takes_targets = takes
     targets = torch.tensor([[3, IGNORED, target, 3]])
@@ -217,7 +217,7 @@ def test_targets_outside_of_the_vocabulary_are_refused(takes: bool, target: int)
         next_token_loss(model, batch(targets))
 
 
-def test_a_negative_target_is_never_the_first_token() -> None:
+def test_negative_target_raises_out_of_bounds() -> None:
     """Where targets are not checked: on a GPU, and below torch.compile."""
     hidden, weight, targets = torch.randn(4, 8), torch.randn(50, 8), torch.tensor([3, -7, 4, 5])
     with pytest.raises(RuntimeError, match="-7 is out of bounds"):

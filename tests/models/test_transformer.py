@@ -109,7 +109,7 @@ def spread(model: Transformer) -> Transformer:
     ],
 )
 @torch.no_grad()
-def test_logits_agree_with_the_reference(options: dict[str, Any]) -> None:
+def test_logits_agree_with_reference(options: dict[str, Any]) -> None:
     config = TransformerConfig(31, 24, 2, 16, 4, 20, **options)
     ours = spread(model(config))
     ids = tokens(batch=3)
@@ -124,7 +124,7 @@ def test_logits_agree_with_the_reference(options: dict[str, Any]) -> None:
 # --- rotary positions ---
 
 
-def test_rotation_agrees_with_complex_numbers_far_out() -> None:
+def test_rotation_agrees_with_complex_numbers_at_large_positions() -> None:
     cosine, sine = rotary_tables(torch.arange(3000), 8, 10_000.0)
     x = torch.randn(1, 3000, 2, 8, generator=torch.Generator().manual_seed(0))
     turned = rotate(x, cosine, sine)
@@ -134,7 +134,7 @@ def test_rotation_agrees_with_complex_numbers_far_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_parameters_leave_the_angles_alone(dtype: torch.dtype) -> None:
+def test_16_bit_parameters_do_not_round_angles(dtype: torch.dtype) -> None:
     # In bfloat16 the positions 257 and 258 are both 256 or 258: tables would repeat.
     seen: list[Tensor] = []
     config = TransformerConfig(31, 600, 1, 16, 2, 20)
@@ -170,7 +170,7 @@ def test_norm_is_computed_in_fp32(dtype: torch.dtype, weight_dtype: torch.dtype)
 # --- behavior ---
 
 
-def test_later_tokens_do_not_change_earlier_logits() -> None:
+def test_attention_is_causal() -> None:
     ours = spread(model())
     ids = tokens()
     changed = ids.clone()
@@ -180,7 +180,7 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
     assert (before[:, 5:] - after[:, 5:]).abs().amax(-1).min() > 1e-4
 
 
-def test_every_parameter_gets_a_gradient() -> None:
+def test_every_parameter_gets_gradient() -> None:
     ours = spread(model())
     ours(tokens()).logsumexp(-1).sum().backward()
     for name, parameter in ours.named_parameters():
@@ -194,7 +194,7 @@ def test_sequence_that_is_too_long_is_refused() -> None:
         model()(tokens(1, 25))
 
 
-def test_initial_weights() -> None:
+def test_initial_weights_have_expected_deviation() -> None:
     ours = model(TransformerConfig(257, 16, 4, 128, 4, 384, tied_head=False))
     deviations = {name: p.std().item() for name, p in ours.named_parameters() if p.dim() == 2}
     for name, deviation in deviations.items():
@@ -205,7 +205,7 @@ def test_initial_weights() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_model_from_the_meta_device_gets_the_same_values(tied: bool) -> None:
+def test_model_on_meta_device_gets_equal_values(tied: bool) -> None:
     config = TransformerConfig(31, 24, 2, 16, 2, 20, tied_head=tied)
     with torch.device("meta"):
         ours = Transformer(config)
@@ -226,13 +226,13 @@ def test_model_from_the_meta_device_gets_the_same_values(tied: bool) -> None:
     assert torch.equal(ours(tokens()), expected(tokens()))
 
 
-def test_nothing_but_parameters_is_stored() -> None:
+def test_state_holds_only_parameters() -> None:
     # A buffer would be cast with the model, and missing after `to_empty`.
     assert list(model().buffers()) == []
     assert set(model().state_dict()) == {name for name, _ in model().named_parameters()}
 
 
-def test_autocast_changes_logits_by_rounding_only() -> None:
+def test_autocast_changes_logits_only_by_rounding() -> None:
     ours = spread(model())
     expected = ours(tokens())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -240,14 +240,14 @@ def test_autocast_changes_logits_by_rounding_only() -> None:
     assert (logits - expected).norm() < 0.03 * expected.norm()
 
 
-def test_description_can_be_rebuilt() -> None:
+def test_model_is_rebuilt_from_description() -> None:
     for config in (CONFIG, replace(CONFIG, tied_head=False, key_value_heads=1, qk_norm=True)):
         described = architecture(Transformer(config), ModelConfig())
         assert described.pop("model_type") == TRANSFORMER
         assert TransformerConfig(**described) == config
 
 
-def test_settings_that_do_not_fit() -> None:
+def test_mismatched_head_counts_are_refused() -> None:
     message = r"^model\.options\.key_value_heads = 3: does not divide model\.options\.heads = 5"
     with pytest.raises(ConfigError, match=message):
         ModelConfig(options={"key_value_heads": 3})

@@ -66,7 +66,7 @@ def in_float64(steps: int) -> list[Tensor]:
     return weights
 
 
-def test_updates_are_those_of_float64_and_of_torch() -> None:
+def test_updates_agree_with_float64_and_torch() -> None:
     named, theirs = parameters(), [tensor for _, tensor in parameters()]
     take_steps(build(named), [tensor for _, tensor in named], 20)
     reference = torch.optim.AdamW(
@@ -78,9 +78,7 @@ def test_updates_are_those_of_float64_and_of_torch() -> None:
         torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=1e-6)
 
 
-def test_a_second_moment_that_changes_by_less_than_its_rounding_error_follows_the_gradient() -> (
-    None
-):
+def test_second_moment_follows_changes_below_rounding_error() -> None:
     """In bfloat16, rounded to nearest, it would stay: each step changes it by 0.1%."""
     weight = torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True)
     optimizer = AdamW([("w", weight)], lr=0.0)
@@ -129,7 +127,7 @@ def test_small_updates_of_weights_survive_on_average() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_on_the_device_is_unscaled_or_skipped(dtype: torch.dtype) -> None:
+def test_device_step_is_unscaled_or_skipped(dtype: torch.dtype) -> None:
     """The host reads nothing from the device, and a skipped step changes no bit."""
     scaled, plain = parameters(dtype), parameters(dtype)
     optimizer, reference = build(scaled), build(plain)
@@ -161,7 +159,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def test_ranges_and_memory_formats_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_independent_of_ranges_and_memory_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (6, 32, 4, 4)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
@@ -182,7 +180,7 @@ def test_ranges_and_memory_formats_do_not_change_bits(monkeypatch: pytest.Monkey
             assert torch.equal(bits(one), bits(other))
 
 
-def test_a_state_can_be_loaded() -> None:
+def test_state_can_be_loaded() -> None:
     named, others = parameters(torch.bfloat16), parameters(torch.bfloat16)
     optimizer, loaded = build(named), build(others)
     take_steps(optimizer, [tensor for _, tensor in named], 2)
@@ -197,7 +195,7 @@ def test_a_state_can_be_loaded() -> None:
             assert torch.equal(bits(value), bits(loaded.state[other][key]))
 
 
-def test_a_state_of_torch_can_be_loaded() -> None:
+def test_torch_state_can_be_loaded() -> None:
     theirs, ours = parameters(), parameters()
     reference = torch.optim.AdamW(
         theirs, lr=RATE, weight_decay=DECAY, betas=BETAS, eps=EPS, fused=True

@@ -39,7 +39,7 @@ def named_parameters() -> NamedParameters:
         ("adagrad", torch.optim.Adagrad, False),
     ],
 )
-def test_every_named_optimizer(name: str, kind: type, fused: bool) -> None:
+def test_every_named_optimizer_is_built(name: str, kind: type, fused: bool) -> None:
     optimizer = optimizer_factory(OptimizerConfig(name, lr=0.2))(named_parameters())
     assert type(optimizer) is kind
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2]
@@ -57,19 +57,19 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4)])
-def test_groups_without_parameters_are_left_out(shape: tuple[int, ...]) -> None:
+def test_groups_without_parameters_are_omitted(shape: tuple[int, ...]) -> None:
     (group,) = weight_decay_groups([("p", torch.zeros(shape))], 0.3)
     assert group["weight_decay"] == (0.3 if len(shape) >= 2 else 0.0)
 
 
-def test_options_reach_the_optimizer() -> None:
+def test_options_are_passed_to_optimizer() -> None:
     config = OptimizerConfig("sgd", options={"momentum": 0.7, "nesterov": True})
     (group, _) = optimizer_factory(config)(named_parameters()).param_groups
     assert (group["momentum"], group["nesterov"]) == (0.7, True)
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
-def test_fused_is_only_a_default(options: dict[str, Any]) -> None:
+def test_fused_default_can_be_overridden(options: dict[str, Any]) -> None:
     optimizer = optimizer_factory(OptimizerConfig("adamw", options=options))(named_parameters())
     assert not any(group["fused"] for group in optimizer.param_groups)
 
@@ -96,7 +96,7 @@ def test_fused_is_only_a_default(options: dict[str, Any]) -> None:
         ({"max_norm": math.nan}, r"optim\.max_norm = nan"),
     ],
 )
-def test_optimizer_settings_that_cannot_be_used(config: dict[str, Any], message: str) -> None:
+def test_invalid_optimizer_settings_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         optimizer_factory(OptimizerConfig(**config))
 
@@ -104,13 +104,13 @@ def test_optimizer_settings_that_cannot_be_used(config: dict[str, Any], message:
 @pytest.mark.parametrize(
     "options", [{"betas": (2.0, 0.9)}, {"eps": -1.0}, {"fused": True, "foreach": True}]
 )
-def test_what_the_optimizer_refuses(options: dict[str, Any]) -> None:
+def test_options_refused_by_optimizer_are_named(options: dict[str, Any]) -> None:
     create = optimizer_factory(OptimizerConfig("adamw", options=options))
     with pytest.raises(ConfigError, match=r"^optim\.options = .*refused by adamw: "):
         create(named_parameters())
 
 
-def test_stochastic_rounding_selects_the_optimizer() -> None:
+def test_stochastic_rounding_selects_optimizer() -> None:
     config = OptimizerConfig(lr=0.2, options={"betas": (0.8, 0.9)})
     optimizer = optimizer_factory(config, stochastic_rounding=True)(named_parameters())
     assert type(optimizer) is AdamW
@@ -119,7 +119,7 @@ def test_stochastic_rounding_selects_the_optimizer() -> None:
     assert optimizer.stochastic_rounding
 
 
-def test_an_optimizer_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_is_built_from_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(torch.optim.SGD):
         def __init__(self, params: Any, lr: float, strength: float) -> None:
             super().__init__(params, lr=lr)
@@ -169,7 +169,7 @@ TORCH_SCHEDULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 6])
 @pytest.mark.parametrize("name", TORCH_SCHEDULES)
-def test_a_schedule_of_torch_is_torchs_own(name: str, warmup_steps: int) -> None:
+def test_torch_schedule_agrees_with_torch(name: str, warmup_steps: int) -> None:
     options = TORCH_SCHEDULES[name]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     schedule = getattr(lr_scheduler, name)(optimizer, **options)
@@ -189,7 +189,7 @@ def test_a_schedule_of_torch_is_torchs_own(name: str, warmup_steps: int) -> None
 @pytest.mark.parametrize("warmup_steps", [0, 1, 6])
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
-def test_own_shapes(name: str, final: float, warmup_steps: int) -> None:
+def test_schedule_shapes_agree_with_formulas(name: str, final: float, warmup_steps: int) -> None:
     peak, length = 0.5, STEPS - warmup_steps
 
     def shape(update: int) -> float:
@@ -210,18 +210,18 @@ def test_own_shapes(name: str, final: float, warmup_steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize(("steps", "warmup_steps"), [(19, 0), (20, 1), (1000, 50)])
-def test_the_warmup_may_be_5_percent(name: str, steps: int, warmup_steps: int) -> None:
+def test_warmup_accepts_percentage(name: str, steps: int, warmup_steps: int) -> None:
     explicit = ScheduleConfig(name, warmup_steps)
     assert rates_of(ScheduleConfig(name, None), steps) == rates_of(explicit, steps)
 
 
-def test_a_scheduler_of_torch_has_no_warmup_by_itself() -> None:
+def test_torch_scheduler_has_no_default_warmup() -> None:
     name = "torch.optim.lr_scheduler:ExponentialLR"
     config = ScheduleConfig(name, None, options={"gamma": 0.9})
     assert rates_of(config, 100) == pytest.approx([0.5 * 0.9**step for step in range(100)])
 
 
-def test_the_decay_of_wsd_by_default_and_without_one() -> None:
+def test_wsd_decay_has_default_and_can_be_zero() -> None:
     ended = ScheduleConfig("wsd", 0, final=0.0)
     # A tenth of the steps; the last update has not reached the end yet.
     assert rates_of(ended) == pytest.approx(
@@ -231,7 +231,7 @@ def test_the_decay_of_wsd_by_default_and_without_one() -> None:
     assert set(rates_of(ScheduleConfig("wsd", 0, decay_steps=0))) == {0.5}
 
 
-def test_shapes_keep_the_ratio_of_groups() -> None:
+def test_schedules_keep_ratio_of_group_rates() -> None:
     optimizer = torch.optim.SGD(
         [{"params": [torch.zeros(1)], "lr": rate} for rate in (0.5, 0.05)], lr=1.0
     )
@@ -261,7 +261,7 @@ def test_shapes_keep_the_ratio_of_groups() -> None:
         ({"final": math.nan}, r"schedule\.final = nan"),
     ],
 )
-def test_schedule_settings_that_cannot_be_used(config: dict[str, Any], message: str) -> None:
+def test_invalid_schedule_settings_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         schedule_factory(ScheduleConfig(**config), STEPS)
 
@@ -270,7 +270,7 @@ def test_schedule_settings_that_cannot_be_used(config: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("name", "options"), [("StepLR", {}), ("StepLR", {"size": 3}), ("ConstantLR", {"factor": 7.0})]
 )
-def test_what_torchs_scheduler_refuses(
+def test_options_refused_by_torch_scheduler_are_named(
     name: str, options: dict[str, Any], warmup_steps: int
 ) -> None:
     path = f"torch.optim.lr_scheduler:{name}"

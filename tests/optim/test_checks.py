@@ -27,9 +27,7 @@ def on_tensors(kind: Any) -> Callable[[Any], torch.optim.Optimizer]:
     ("kind", "message"),
     [(torch.optim.LBFGS, "needs a closure"), (torch.optim.SparseAdam, "sparse gradients only")],
 )
-def test_an_optimizer_that_cannot_step_is_named_when_the_engine_is_built(
-    kind: Any, message: str
-) -> None:
+def test_optimizer_that_cannot_step_is_refused_by_engine(kind: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         make_engine(optimizer=on_tensors(kind))
     assert (caught.value.setting, caught.value.value) == ("optimizer", kind.__name__)
@@ -37,7 +35,7 @@ def test_an_optimizer_that_cannot_step_is_named_when_the_engine_is_built(
 
 @pytest.mark.slow
 @ranks(2)
-def test_an_optimizer_that_hides_its_state_is_refused() -> None:
+def test_optimizer_with_hidden_state_is_refused() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # torch warns about itself
 
     def build(named: Any) -> torch.optim.Optimizer:
@@ -48,7 +46,7 @@ def test_an_optimizer_that_hides_its_state_is_refused() -> None:
 
 
 @ranks(2)
-def test_the_setting_that_shards_is_named() -> None:
+def test_error_names_sharding_setting() -> None:
     with pytest.raises(ConfigError, match="Adafactor needs full parameters") as caught:
         make_engine(
             strategy="ddp", shard_optimizer=True, optimizer=on_tensors(torch.optim.Adafactor)
@@ -102,7 +100,7 @@ ELSEWHERE = make_optimizer(1.0)
         (lambda optimizer: None, "NoneType", "is what the function returned"),
     ],
 )
-def test_a_schedule_that_cannot_work_is_named(schedule: Any, value: str, message: str) -> None:
+def test_unusable_schedule_is_named(schedule: Any, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         make_engine(schedule=schedule)
     assert (caught.value.setting, caught.value.value) == ("schedule", value)
@@ -119,7 +117,7 @@ def test_a_schedule_that_cannot_work_is_named(schedule: Any, value: str, message
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*epoch parameter")
-def test_schedules_made_of_others_are_torchs_own(schedule: Any) -> None:
+def test_composed_schedules_agree_with_torch(schedule: Any) -> None:
     optimizer, reference = make_optimizer(0.8, 0.1), make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, schedule, torch.device("cpu"), on_device=False)
     torchs = schedule(reference)
@@ -133,7 +131,7 @@ def test_schedules_made_of_others_are_torchs_own(schedule: Any) -> None:
         torchs.step()
 
 
-def test_anything_that_steps_is_taken_for_a_schedule() -> None:
+def test_any_object_with_step_is_a_schedule() -> None:
     class Own:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.group = optimizer.param_groups[0]
@@ -146,7 +144,7 @@ def test_anything_that_steps_is_taken_for_a_schedule() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.4
 
 
-def test_the_end_of_a_schedule_in_a_loop_of_ones_own() -> None:
+def test_schedule_end_in_custom_training_loop_is_refused() -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         return one_cycle(optimizer, cycle_momentum=False)
 
@@ -179,7 +177,7 @@ TORCH = "torch.optim.lr_scheduler"
         ),
     ],
 )
-def test_a_configuration_of_a_schedule_that_cannot_work_names_its_setting(
+def test_unusable_schedule_configuration_names_setting(
     name: str, options: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -188,7 +186,7 @@ def test_a_configuration_of_a_schedule_that_cannot_work_names_its_setting(
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
-def test_one_cycle_is_taken_where_it_lasts_for_the_run(warmup_steps: int) -> None:
+def test_one_cycle_must_cover_the_run(warmup_steps: int) -> None:
     def attempt(total_steps: int) -> LearningRates:
         config = load(
             [
@@ -210,7 +208,7 @@ def test_one_cycle_is_taken_where_it_lasts_for_the_run(warmup_steps: int) -> Non
         attempt(enough - 1)
 
 
-def test_no_other_optimizer_of_torch_is_refused() -> None:
+def test_all_other_torch_optimizers_are_accepted() -> None:
     kinds = {
         kind
         for kind in vars(torch.optim).values()

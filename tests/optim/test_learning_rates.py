@@ -30,7 +30,7 @@ def count(number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_every_group_follows_the_schedule(on_device: bool) -> None:
+def test_every_group_follows_schedule(on_device: bool) -> None:
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, halving, CPU, on_device=on_device)
     for applied in range(4):
@@ -44,7 +44,7 @@ def test_every_group_follows_the_schedule(on_device: bool) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(skipped=st.lists(st.booleans(), max_size=20))
-def test_a_skipped_update_does_not_consume_the_schedule(skipped: list[bool]) -> None:
+def test_skipped_update_does_not_advance_schedule(skipped: list[bool]) -> None:
     optimizer = make_optimizer(0.8)
     rates = LearningRates(optimizer, halving, CPU, on_device=True)
     applied = count(0)
@@ -55,7 +55,7 @@ def test_a_skipped_update_does_not_consume_the_schedule(skipped: list[bool]) -> 
         applied = applied + (not skip)
 
 
-def test_rates_on_the_device_stay_the_same_tensors() -> None:
+def test_device_rates_keep_their_tensors() -> None:
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, halving, CPU, on_device=True)
     tensors = [group["lr"] for group in optimizer.param_groups]
@@ -65,7 +65,7 @@ def test_rates_on_the_device_stay_the_same_tensors() -> None:
     assert rate.item() == pytest.approx(0.4)  # the rate of an earlier step does not change
 
 
-def test_without_a_schedule_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_constant_without_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 3)
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, None, CPU, on_device=False)
@@ -75,7 +75,7 @@ def test_without_a_schedule_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7])
-def test_the_table_grows_without_a_seam(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_rate_table_grows_continuously(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(module, "CHUNK", chunk)
     optimizer = make_optimizer(1.0)
     rates = LearningRates(optimizer, halving, CPU, on_device=False)
@@ -83,13 +83,13 @@ def test_the_table_grows_without_a_seam(monkeypatch: pytest.MonkeyPatch, chunk: 
     assert found == [0.5**n for n in (0, 1, 2, 3, 9, 10, 30, 4)]
 
 
-def test_a_resumed_run_looks_up_where_it_stands() -> None:
+def test_resumed_run_uses_rate_of_its_update() -> None:
     optimizer = make_optimizer(1.0)
     rates = LearningRates(optimizer, halving, CPU, on_device=True)
     assert rates.set(count(12), 12).item() == 0.5**12
 
 
-def test_a_schedule_with_an_end_can_be_used_up_to_it() -> None:
+def test_finite_schedule_is_usable_up_to_its_end() -> None:
     def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         return lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10, cycle_momentum=False)
 
@@ -110,7 +110,7 @@ def test_a_schedule_with_an_end_can_be_used_up_to_it() -> None:
 
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3)], ids=["float", "tensor"])
-def test_without_a_schedule_the_rates_in_the_groups_count(on_device: bool, rate: Any) -> None:
+def test_group_rates_apply_without_schedule(on_device: bool, rate: Any) -> None:
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, None, CPU, on_device=on_device)
     rates.set(count(0), 0)
@@ -123,7 +123,7 @@ def test_without_a_schedule_the_rates_in_the_groups_count(on_device: bool, rate:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_a_torch_scheduler_on_the_optimizer_counts(on_device: bool) -> None:
+def test_torch_scheduler_on_optimizer_applies(on_device: bool) -> None:
     optimizer = make_optimizer(0.8)
     rates = LearningRates(optimizer, None, CPU, on_device=on_device)
     scheduler = halving(optimizer)
@@ -146,7 +146,7 @@ def fill(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("change", [assign, fill, halving])
-def test_a_rate_beside_the_schedule_is_refused(on_device: bool, change: Any) -> None:
+def test_rate_changed_outside_schedule_is_refused(on_device: bool, change: Any) -> None:
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, halving, CPU, on_device=on_device)
     rates.set(count(0), 0)
@@ -159,7 +159,7 @@ def test_a_rate_beside_the_schedule_is_refused(on_device: bool, change: Any) -> 
 
 
 @pytest.mark.gpu
-def test_rates_of_a_gpu_never_make_the_host_wait() -> None:
+def test_gpu_rates_need_no_synchronization() -> None:
     gpu = torch.device("cuda")
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, halving, gpu, on_device=True)

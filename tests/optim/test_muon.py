@@ -32,7 +32,7 @@ def set_gradients(named: list[tuple[str, Tensor]], step: int) -> None:
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_updates_are_those_of_torchs_muon(adjust: str) -> None:
+def test_updates_agree_with_torch_muon(adjust: str) -> None:
     options: dict[str, Any] = {"lr": 0.02, "adjust_lr_fn": adjust}
     ours, theirs, exact = matrices(), matrices(), matrices()
     optimizer = Muon(ours, ns_dtype="bf16", **options)
@@ -52,7 +52,7 @@ def test_updates_are_those_of_torchs_muon(adjust: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_iterations_agree_with_float64_and_make_singular_values_near_1(
+def test_iterations_agree_with_float64_and_orthogonalize(
     shape: tuple[int, int],
 ) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -86,7 +86,7 @@ def layers() -> nn.ModuleDict:
     )
 
 
-def test_adamw_updates_everything_but_hidden_matrices() -> None:
+def test_adamw_updates_all_except_hidden_matrices() -> None:
     ours, theirs = layers(), layers()
     config = OptimizerConfig("muon", lr=0.01, weight_decay=0.3, options={"betas": [0.8, 0.9]})
     optimizer = optimizer_factory(config)(list(ours.named_parameters()))
@@ -117,7 +117,7 @@ def test_adamw_updates_everything_but_hidden_matrices() -> None:
         assert torch.equal(own, other) is (name != "up.weight"), name
 
 
-def test_rates_decay_and_patterns_are_per_rule() -> None:
+def test_rates_and_weight_decay_apply_per_rule() -> None:
     named = list(layers().named_parameters())
     optimizer = Muon(named, lr=0.5, weight_decay=0.2, adamw=["*up*"], adamw_lr=0.1)
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
@@ -168,12 +168,12 @@ def test_embeddings_and_heads_are_not_hidden(name: str) -> None:
         "attention.score_proj.weight",
     ],
 )
-def test_matrices_whose_names_only_resemble_heads_are_hidden(name: str) -> None:
+def test_matrices_with_names_resembling_heads_are_hidden(name: str) -> None:
     assert is_hidden(name, torch.zeros(2, 2))
     assert not is_hidden(name, torch.zeros(2, 2, 2))
 
 
-def test_a_skipped_step_changes_no_bit() -> None:
+def test_skipped_step_changes_no_bit() -> None:
     named = matrices()
     optimizer = Muon(named, lr=0.02)
     optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ def test_a_skipped_step_changes_no_bit() -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_gradients_are_divided_by_the_scale() -> None:
+def test_muon_divides_gradients_by_scale() -> None:
     scaled, plain = matrices(), matrices()
     optimizer, reference = Muon(scaled, lr=0.02), Muon(plain, lr=torch.tensor(0.02))  # type: ignore[arg-type]
     optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ def test_gradients_are_divided_by_the_scale() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_adamw_divides_by_the_scale_too() -> None:
+def test_adamw_divides_gradients_by_scale() -> None:
     scaled, plain = (list(layers().named_parameters()) for _ in range(2))
     # Of a size at which an update depends on that of the gradient.
     optimizer, reference = (Muon(named, lr=0.02) for named in (scaled, plain))
@@ -227,7 +227,7 @@ def test_adamw_divides_by_the_scale_too() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_steps_after_an_overflow_need_no_scaler() -> None:
+def test_steps_after_overflow_need_no_scaler() -> None:
     module = layers()
     optimizer = Muon(module.named_parameters(), lr=0.02)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -256,19 +256,19 @@ def test_steps_after_an_overflow_need_no_scaler() -> None:
         ({"betas": (2.0, 0.9)}, r"optim\.options = .*refused by muon: "),
     ],
 )
-def test_options_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
+def test_invalid_muon_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         optimizer_factory(OptimizerConfig("muon", options=options))(matrices())
 
 
-def test_tensors_need_names_and_muon_needs_matrices() -> None:
+def test_unnamed_tensors_and_vectors_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs the names of its tensors"):
         Muon([torch.zeros(2, 2)])
     with pytest.raises(ConfigError, match=r"'bias' has the shape \(3,\)"):
         Muon([{"params": [("bias", torch.zeros(3))], "muon": True}])
 
 
-def test_groups_that_are_added_later_are_divided_too() -> None:
+def test_groups_added_later_are_divided() -> None:
     named = list(layers().named_parameters())
     at_once, later = Muon(named, lr=0.02), Muon(named[:1], lr=0.02)
     later.add_param_group({"params": named[1:], "weight_decay": 0.0})
@@ -281,7 +281,7 @@ def test_groups_that_are_added_later_are_divided_too() -> None:
         later.add_param_group({"params": [torch.zeros(2, 2)]})
 
 
-def test_a_state_of_torch_returns() -> None:
+def test_torch_state_round_trips() -> None:
     first, second = matrices(), matrices()
     optimizer, other = Muon(first, lr=0.02), Muon(second, lr=0.02)
     set_gradients(first, 0)

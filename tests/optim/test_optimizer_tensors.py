@@ -36,7 +36,7 @@ def only_tensors(parameters: Any) -> list[torch.Tensor]:
         AdamW,
     ],
 )
-def test_an_optimizer_of_all_tensors_is_taken(factory: Callable[[Any], Any]) -> None:
+def test_optimizer_of_all_tensors_is_accepted(factory: Callable[[Any], Any]) -> None:
     parameters = named()
     optimizer = build_on(factory, parameters)
     updated = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
@@ -67,20 +67,20 @@ def twice(parameters: Any) -> torch.optim.Optimizer:
         (lambda p: None, r"optimizer = 'NoneType': the function returned this; return a torch"),
     ],
 )
-def test_anything_else_is_one_message(factory: Any, message: str) -> None:
+def test_invalid_optimizer_factory_is_one_message(factory: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_on(factory, named())
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_an_optimizer_on_the_models_own_parameters_is_refused(policy: str) -> None:
+def test_optimizer_on_model_parameters_is_refused(policy: str) -> None:
     """It would step the 16-bit copies, which the master weights overwrite."""
     model = make_model()
     with pytest.raises(ConfigError, match="steps 11 tensors that the engine does not train"):
         make_engine(model=model, policy=policy, optimizer=lambda _: SGD(model.parameters(), lr=0.1))
 
 
-def test_in_fp32_the_models_own_parameters_are_those_that_are_stepped() -> None:
+def test_fp32_optimizer_updates_model_parameters() -> None:
     model = make_model()
     engine = make_engine(
         model=model, policy="fp32", optimizer=lambda _: SGD(model.parameters(), lr=0.1)
@@ -99,7 +99,7 @@ class Rebinds(torch.optim.SGD):
 
 
 @ranks(2)
-def test_an_optimizer_that_replaces_memory_is_refused_where_its_update_would_be_lost() -> None:
+def test_optimizer_that_replaces_memory_is_refused() -> None:
     batches = microbatches(0, TWO_RANKS[0], dist.get_rank())
     for options in ({"policy": "bf16"}, {"shard_optimizer": True}, {"strategy": "fsdp"}):
         engine = make_engine(optimizer=lambda named: Rebinds(named, lr=0.1), **options)
@@ -121,7 +121,7 @@ def shards() -> list[tuple[str, Tensor]]:
     return [(name, torch.linspace(1, 2, size).requires_grad_()) for name, size in sizes.items()]
 
 
-def test_groups_are_chosen_by_whole_parameters() -> None:
+def test_groups_are_selected_by_whole_parameters() -> None:
     factory = optimizer_factory(OptimizerConfig(weight_decay=0.3))
     named = shards()
     optimizer = build_on_shards(factory, named, SHAPES)
@@ -133,7 +133,7 @@ def test_groups_are_chosen_by_whole_parameters() -> None:
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
-def test_shards_are_stepped_as_the_whole_would_be(
+def test_sharded_updates_agree_with_whole_parameters(
     kind: Callable[..., torch.optim.Optimizer],
 ) -> None:
     def factory(parameters: Any) -> torch.optim.Optimizer:
@@ -154,7 +154,7 @@ def test_shards_are_stepped_as_the_whole_would_be(
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_optimizers_that_look_at_whole_matrices_are_refused(name: str) -> None:
+def test_whole_matrix_optimizers_are_refused_for_shards(name: str) -> None:
     kind = getattr(torch.optim, name, None)
     if kind is None:
         pytest.skip(f"this torch has no {name}")
@@ -176,7 +176,7 @@ class Normalized(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [Own, Normalized])
-def test_an_unknown_optimizer_is_used_with_a_warning(
+def test_unknown_optimizer_is_used_with_warning(
     kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "distmp"):
@@ -184,7 +184,7 @@ def test_an_unknown_optimizer_is_used_with_a_warning(
     assert "this is correct only if it updates every element" in caplog.text
 
 
-def test_an_optimizer_of_others_that_is_known_to_look_at_whole_parameters_is_refused() -> None:
+def test_external_whole_parameter_optimizer_is_refused() -> None:
     class FusedLAMB(Own): ...
 
     with pytest.raises(ConfigError, match="FusedLAMB needs full parameters"):

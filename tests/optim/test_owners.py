@@ -42,7 +42,7 @@ def _bounds(size: int, count: int, kind: str) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [1, 20, 10**6])
 @ranks(3)
-def test_functions_get_full_matrices_and_shards_return(limit: int, dtype: torch.dtype) -> None:
+def test_owners_compute_full_matrices_and_return_shards(limit: int, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
     assert group is not None
     values = [torch.randn(shape).to(dtype) for shape in SHAPES]
@@ -85,7 +85,7 @@ def test_functions_get_full_matrices_and_shards_return(limit: int, dtype: torch.
 
 @pytest.mark.gpu
 @ranks(2, cuda=True)
-def test_matrices_of_two_gpus_are_exchanged() -> None:
+def test_two_gpus_exchange_matrices() -> None:
     group = dist.group.WORLD
     assert group is not None
     generator = torch.Generator().manual_seed(0)

@@ -64,7 +64,7 @@ def kinds(state: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_stored_state_continues_in_a_fresh_optimizer(name: str) -> None:
+def test_stored_state_continues_in_new_optimizer(name: str) -> None:
     first = parameters()
     optimizer = OPTIMIZERS[name](first.values())
     take_steps(first, optimizer, 1, 2)
@@ -87,7 +87,7 @@ def test_a_stored_state_continues_in_a_fresh_optimizer(name: str) -> None:
         assert torch.equal(first[key], second[key]), key
 
 
-def test_names_are_those_of_the_parameters() -> None:
+def test_state_names_agree_with_parameters() -> None:
     named = parameters()
     optimizer = OPTIMIZERS["adamw"](named.values())
     take_steps(named, optimizer, 1)
@@ -98,7 +98,7 @@ def test_names_are_those_of_the_parameters() -> None:
     assert state["a.weight/exp_avg"] is optimizer.state[named["a.weight"]]["exp_avg"]
 
 
-def test_state_that_exists_already_is_kept() -> None:
+def test_existing_state_is_kept() -> None:
     named = parameters()
     optimizer = OPTIMIZERS["adamw"](named.values())
     take_steps(named, optimizer, 1)
@@ -108,7 +108,7 @@ def test_state_that_exists_already_is_kept() -> None:
     assert all(after[key] is before[key] for key in before)
 
 
-def test_state_that_is_not_a_tensor_is_refused_by_name() -> None:
+def test_state_without_tensor_is_refused_by_name() -> None:
     named = parameters()
     optimizer = torch.optim.LBFGS([named["a.weight"]])
     optimizer.state[named["a.weight"]]["func_evals"] = 3
@@ -116,7 +116,7 @@ def test_state_that_is_not_a_tensor_is_refused_by_name() -> None:
         named_state(optimizer, names_of(named))
 
 
-def test_state_of_what_is_not_trained_is_left_out() -> None:
+def test_state_of_untrained_parameters_is_omitted() -> None:
     named = parameters()
     optimizer = OPTIMIZERS["adamw"](named.values())
     stored = {f"gone/{key}": (torch.Size([2]), torch.float32) for key in ("exp_avg", "exp_avg_sq")}
@@ -125,7 +125,7 @@ def test_state_of_what_is_not_trained_is_left_out() -> None:
 
 
 @ranks(2)
-def test_state_of_sharded_parameters_is_sharded_alike() -> None:
+def test_state_is_sharded_like_its_parameter() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameter = nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]))
     optimizer = torch.optim.AdamW([parameter])
@@ -145,7 +145,7 @@ def test_state_of_sharded_parameters_is_sharded_alike() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_only_fused_optimizers_skip_by_themselves(name: str) -> None:
+def test_only_fused_optimizers_skip_on_device(name: str) -> None:
     optimizer = OPTIMIZERS[name](parameters().values())
     fused = name.endswith("-fused")
     if name == "adagrad-fused":  # not in torch 2.11
@@ -154,7 +154,7 @@ def test_only_fused_optimizers_skip_by_themselves(name: str) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_fused_momentum_that_starts_at_zero_is_the_same(nesterov: bool) -> None:
+def test_fused_momentum_from_zero_agrees_with_plain(nesterov: bool) -> None:
     def build(named: dict[str, nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
         return torch.optim.SGD(
             named.values(), lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.1, fused=fused
@@ -171,9 +171,7 @@ def test_fused_momentum_that_starts_at_zero_is_the_same(nesterov: bool) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_parameters_on_the_cpu_are_stepped_as_plain_sgd_does(
-    dtype: torch.dtype, momentum: float
-) -> None:
+def test_16_bit_cpu_updates_agree_with_plain_sgd(dtype: torch.dtype, momentum: float) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(144, generator=generator)
     parameter = nn.Parameter(start.to(dtype))
@@ -199,7 +197,7 @@ def test_fused_momentum_with_dampening_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["adamw-fused", "sgd-fused", "adagrad-fused"])
 @ranks(2)
-def test_sharded_parameters_are_stepped_by_a_kernel_that_takes_them(name: str) -> None:
+def test_sharded_parameters_use_fused_kernel_if_supported(name: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = parameters()["a.weight"]
     sharded = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))

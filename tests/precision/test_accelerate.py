@@ -60,7 +60,7 @@ def test_low_precision_matmuls_are_refused(
 
 
 @pytest.mark.parametrize("text", WANTED)
-def test_presets_field_by_field(text: str) -> None:
+def test_preset_fields_agree_with_plugin(text: str) -> None:
     word, autocast, cast, refused = WANTED[text]
     requested = policy(text)
     assert mixed_precision(requested) == word
@@ -82,7 +82,7 @@ def test_presets_field_by_field(text: str) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_fields_that_fsdp_knows_reach_it(version: int) -> None:
+def test_fsdp_fields_are_passed_to_plugin(version: int) -> None:
     requested = policy("bf16,reduce=bf16,buffer=bf16")
     given = fsdp_plugin(requested, FullyShardedDataParallelPlugin(fsdp_version=version))
     assert given.mixed_precision_policy.reduce_dtype == BF16
@@ -96,7 +96,7 @@ def test_fields_that_fsdp_knows_reach_it(version: int) -> None:
         ("bf16,keep_fp32=norm", "precision.policy", "keeps norm in FP32 among bfloat16"),
     ],
 )
-def test_what_fsdp_cannot_do_is_refused(text: str, setting: str, message: str) -> None:
+def test_policies_unsupported_by_fsdp_are_refused(text: str, setting: str, message: str) -> None:
     for version in (1, 2):
         with pytest.raises(ConfigError, match=message) as caught:
             fsdp_plugin(policy(text), FullyShardedDataParallelPlugin(fsdp_version=version))
@@ -114,7 +114,7 @@ def test_batch_norms_among_16_bit_parameters_are_refused() -> None:
         prepare_to_shard(module(), policy(text), "cpu", mixed_dtypes=True)
 
 
-def test_the_rest_of_the_plugin_stays() -> None:
+def test_other_plugin_settings_are_kept() -> None:
     given = FullyShardedDataParallelPlugin(
         fsdp_version=2, reshard_after_forward=False, activation_checkpointing=True
     )
@@ -124,7 +124,7 @@ def test_the_rest_of_the_plugin_stays() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_another_precision_in_the_plugin_is_refused(version: int) -> None:
+def test_conflicting_plugin_precision_is_refused(version: int) -> None:
     # The default of accelerate: everything in 16 bits.
     given = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="bf16")
     with pytest.raises(ConfigError, match="remove it") as caught:
@@ -134,7 +134,7 @@ def test_another_precision_in_the_plugin_is_refused(version: int) -> None:
     assert fsdp_plugin(policy("bf16"), again) is again
 
 
-def test_accumulation_in_16_bits_is_refused() -> None:
+def test_16_bit_accumulation_is_refused() -> None:
     def build(text: str, version: int) -> Any:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
         return fsdp_plugin(policy(text), plugin, reduces_every_microbatch=False)
@@ -155,6 +155,6 @@ def test_accumulation_in_16_bits_is_refused() -> None:
         ("bf16-pure,stochastic_rounding=true", "applies to distmp.Engine"),
     ],
 )
-def test_what_accelerate_has_no_word_for_is_refused(text: str, message: str) -> None:
+def test_policies_without_accelerate_equivalent_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         mixed_precision(policy(text))

@@ -62,7 +62,7 @@ def call(preset: PrecisionPolicy) -> tuple[Module, Output]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_types_in_and_around_the_module(name: str) -> None:
+def test_dtypes_inside_and_around_module_follow_policy(name: str) -> None:
     module, output = call(policy(name))
     compute = policy(name).compute_dtype
     inputs = compute if policy(name).casts_parameters else FP32
@@ -80,21 +80,19 @@ def test_types_in_and_around_the_module(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_output_type_can_be_chosen(dtype: torch.dtype) -> None:
+def test_output_dtype_can_be_set(dtype: torch.dtype) -> None:
     own = PrecisionPolicy("own", compute_dtype=BF16, output_dtype=dtype)
     assert call(own)[1].hidden.dtype == dtype
 
 
-def test_double_outputs_become_those_of_the_policy() -> None:
+def test_float64_outputs_become_output_dtype() -> None:
     module = nn.Identity()
     cast_inputs_and_outputs(module, policy("fp32"))
     assert module(torch.ones(1, dtype=torch.float64)).dtype == FP32
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16-autocast", BF16), ("fp16-autocast", FP16)])
-def test_autocast_computes_matrix_products_in_16_bits_and_losses_in_32(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_autocast_uses_16_bit_matmuls_and_fp32_losses(name: str, dtype: torch.dtype) -> None:
     linear = nn.Linear(3, 3)
     seen = []
     linear.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -112,7 +110,7 @@ def test_other_policies_have_no_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("casts", [True, False])
-def test_inputs_are_cast_if_the_policy_says_so(casts: bool) -> None:
+def test_inputs_are_cast_according_to_policy(casts: bool) -> None:
     own = PrecisionPolicy("own", compute_dtype=BF16, cast_inputs=casts)
     module = nn.Identity()
     cast_inputs_and_outputs(module, own)
@@ -188,7 +186,7 @@ def test_low_precision_matmuls_are_refused_in_one_message(text: str, instead: st
 
 
 @pytest.mark.parametrize(("text", "expected"), EXPECTED.items(), ids=EXPECTED)
-def test_every_field_for_every_target(text: str, expected: Expected) -> None:
+def test_builders_apply_every_policy_field(text: str, expected: Expected) -> None:
     built = policy(text)
     context = autocast_context(built, CPU)
     if expected.autocast is None:
@@ -225,7 +223,7 @@ def test_every_field_for_every_target(text: str, expected: Expected) -> None:
 
 
 @ranks(2)
-def test_distributed_data_parallel_sends_what_the_policy_says() -> None:
+def test_ddp_sends_reduce_dtype() -> None:
     rank = dist.get_rank()
     for text, expected in EXPECTED.items():
         built = policy(text)

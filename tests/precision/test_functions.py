@@ -55,7 +55,7 @@ def function_in_fp64(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_page_says_which_functions_sum_in_16_bits(dtype: torch.dtype) -> None:
+def test_page_lists_functions_summing_in_16_bits(dtype: torch.dtype) -> None:
     errors = {name: error(function, dtype) for name, function in FUNCTIONS.items()}
     assert {name for name, found in errors.items() if found > 2} == {"prod"}, errors
     for name in FUNCTIONS:
@@ -63,7 +63,7 @@ def test_the_page_says_which_functions_sum_in_16_bits(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_kept_function_rounds_only_its_result(dtype: torch.dtype) -> None:
+def test_kept_function_rounds_only_its_result(dtype: torch.dtype) -> None:
     assert error(FUNCTIONS["prod"], dtype, "prod") < 1.1
 
 
@@ -77,9 +77,7 @@ def test_a_kept_function_rounds_only_its_result(dtype: torch.dtype) -> None:
         ("chunk", lambda x: x.chunk(2)[0]),
     ],
 )
-def test_writes_that_a_copy_would_take_are_refused(
-    name: str, function: Callable[[Tensor], Tensor]
-) -> None:
+def test_writes_lost_in_a_copy_are_refused(name: str, function: Callable[[Tensor], Tensor]) -> None:
     x = X[:2, :4].bfloat16()
     with functions_in_fp32([name]), pytest.raises(ConfigError, match="its argument"):
         function(x)
@@ -87,7 +85,7 @@ def test_writes_that_a_copy_would_take_are_refused(
         F.dropout(x.clone(), 0.5, False)  # returns its argument, and writes nothing
 
 
-def test_special_functions_have_the_names_of_the_others() -> None:
+def test_special_functions_follow_common_names() -> None:
     with functions_in_fp32(["logsumexp"]):
         number = torch.special.logsumexp(X[0].bfloat16(), 0)
     assert number.dtype == torch.float32, "numbers are not rounded"
@@ -119,7 +117,7 @@ def trained(policy: str, strategy: str) -> tuple[float, list[Tensor]]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
-def test_policies_name_functions(strategy: str) -> None:
+def test_policies_select_functions_by_name(strategy: str) -> None:
     exact = trained("fp32", strategy)[1][0]
     _, plain = trained("bf16", strategy)
     loss, kept = trained("bf16,keep_fp32=prod()|mse_loss()", strategy)
@@ -130,7 +128,7 @@ def test_policies_name_functions(strategy: str) -> None:
     assert trained("bf16", strategy)[0] == float("inf")
 
 
-def test_what_does_not_work_is_refused() -> None:
+def test_unsupported_function_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"keep_fp32 = 'prodd\(\)': did you mean 'prod\(\)'"):
         functions_in_fp32(["prodd"])
     with pytest.raises(ConfigError, match="writes to its argument"):
@@ -176,7 +174,7 @@ seen: list[torch.dtype] = []
 @pytest.mark.parametrize(
     "policy", ["bf16,keep_fp32=Cubing", "bf16-autocast", "fp16,keep_fp32=Cubing"]
 )
-def test_a_function_with_custom_fwd_gets_fp32_in_a_kept_module(policy: str) -> None:
+def test_custom_fwd_function_gets_fp32_in_kept_module(policy: str) -> None:
     seen.clear()
     model = nn.Sequential(nn.Linear(8, 8), Cubing(), nn.Linear(8, 8))
     engine = make_engine(model=model, loss=sum_of_squares, policy=policy)

@@ -27,7 +27,7 @@ NO_TF32 = "has no TF32, so products keep all bits of float32"
         ((12, 0), "bf16", "natively; fp8 may be faster: distmp calibrate --policies bf16,fp8"),
     ],
 )
-def test_auto_on_cuda(
+def test_auto_policy_on_cuda(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: str, reason: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
@@ -52,7 +52,7 @@ def test_auto_on_cuda(
         (None, "fp32", "no bfloat16 instructions"),
     ],
 )
-def test_auto_on_a_cpu(
+def test_auto_policy_on_cpu(
     monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, expected: str, reason: str
 ) -> None:
     def open_cpuinfo(path: str) -> io.StringIO:
@@ -92,7 +92,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
         ("nvfp4", "amx_bf16", f"configured; this CPU {EMULATES.format('block16')}"),
     ],
 )
-def test_what_a_cpu_cannot_do_is_said(
+def test_cpu_limitations_are_reported(
     monkeypatch: pytest.MonkeyPatch, requested: str, features: str, reason: str
 ) -> None:
     on_a_cpu(monkeypatch, features)
@@ -119,7 +119,7 @@ def test_what_a_cpu_cannot_do_is_said(
         ("fp8-rowwise", (9, 0), ""),
     ],
 )
-def test_what_a_gpu_cannot_do_is_said(
+def test_gpu_limitations_are_reported(
     monkeypatch: pytest.MonkeyPatch, requested: str, capability: tuple[int, int], limit: str
 ) -> None:
     on_a_gpu(monkeypatch, capability)
@@ -130,7 +130,7 @@ def test_what_a_gpu_cannot_do_is_said(
 
 
 @pytest.mark.parametrize(("requested", "scaling"), [("mxfp8", "block32"), ("nvfp4", "block16")])
-def test_blocks_are_emulated_on_every_gpu(
+def test_block_scaling_is_emulated_on_every_gpu(
     monkeypatch: pytest.MonkeyPatch, requested: str, scaling: str
 ) -> None:
     on_a_gpu(monkeypatch, (10, 0))
@@ -138,7 +138,7 @@ def test_blocks_are_emulated_on_every_gpu(
     assert found.reason.endswith(f") {EMULATES.format(scaling)}")
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_requested_policy_is_unchanged() -> None:
     own = PrecisionPolicy("own", compute_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
     for device in (CPU, torch.device("cuda", 0), torch.device("meta")):
         assert resolve(own, device).policy is own
@@ -148,7 +148,7 @@ def test_what_is_asked_for_is_kept() -> None:
         assert resolve("bf16,reduce=bf16", device).policy.reduce_dtype == torch.bfloat16
 
 
-def test_auto_on_a_device_that_is_not_known() -> None:
+def test_auto_policy_on_unknown_device() -> None:
     found = resolve("auto", torch.device("meta"))
     assert found == (policy("fp32"), "what meta computes natively is not known")
 

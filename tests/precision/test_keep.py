@@ -129,15 +129,13 @@ class Uncalled(nn.Module):
         (Uncalled(), "tables", r"'tables' \(ParameterList\) holds parameters but is never called"),
     ],
 )
-def test_patterns_that_keep_nothing_are_refused(
-    model: nn.Module, pattern: str, message: str
-) -> None:
+def test_patterns_without_match_are_refused(model: nn.Module, pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         kept_modules(model, (pattern,))
     assert str(caught.value).startswith("precision.policy.keep_fp32 = ")
 
 
-def test_modules_that_share_a_parameter_with_a_kept_one_are_kept() -> None:
+def test_modules_sharing_parameters_with_kept_one_are_kept() -> None:
     model = Model()
     model.lm_head.weight = model.embedding.weight
     assert list(kept_modules(model, ("head",))) == ["embedding", "lm_head"]
@@ -155,7 +153,7 @@ def test_modules_that_share_a_parameter_with_a_kept_one_are_kept() -> None:
     assert weight.grad.dtype == FP32
 
 
-def test_a_kept_module_cannot_share_with_the_outermost_one() -> None:
+def test_kept_module_sharing_with_root_is_refused() -> None:
     model = Model()
     model.register_parameter("table", model.lm_head.weight)
     with pytest.raises(ConfigError, match="shares its parameter with 'table' of the outermost"):
@@ -197,7 +195,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BITS)
-def test_what_is_kept_computes_in_fp32_and_the_rest_does_not(name: str) -> None:
+def test_only_kept_modules_compute_in_fp32(name: str) -> None:
     own = policy(f"{name},keep_fp32=norm|softmax|router|head")
     model = Model()
     prepare(model, own, "cpu")
@@ -218,7 +216,7 @@ def test_what_is_kept_computes_in_fp32_and_the_rest_does_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BITS)
-def test_nothing_else_is_kept(name: str) -> None:
+def test_modules_outside_patterns_are_not_kept(name: str) -> None:
     model = Model()
     prepare(model, policy(name), "cpu")
     seen = Dtypes(model)
@@ -231,7 +229,7 @@ def test_nothing_else_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "around"), [("bf16", BF16), ("bf16-autocast", FP32)])
-def test_what_comes_out_of_a_kept_module(name: str, around: torch.dtype) -> None:
+def test_output_dtype_of_kept_module(name: str, around: torch.dtype) -> None:
     """With 16-bit parameters the next layer needs 16 bits; after a head there is none."""
     own = policy(f"{name},keep_fp32=norm|head")
     model = Model()
@@ -251,7 +249,7 @@ class Arguments(nn.Module):
 
 
 @pytest.mark.parametrize("returned", [BF16, None])
-def test_arguments_of_any_kind(returned: torch.dtype | None) -> None:
+def test_kept_module_casts_arguments_of_any_kind(returned: torch.dtype | None) -> None:
     module = Arguments()
     run_in_fp32(module, "cpu", returned)
     more = {"a": torch.ones(1, dtype=FP16), "index": torch.tensor([1])}
@@ -280,7 +278,7 @@ def reference() -> tuple[nn.Linear, Tensor, Tensor]:
     return linear, x, F.linear(x.float(), linear.weight, linear.bias).to(BF16)
 
 
-def test_a_copy_is_kept_with_its_own_parameters(
+def test_copied_kept_module_uses_own_parameters(
     reference: tuple[nn.Linear, Tensor, Tensor],
 ) -> None:
     linear, x, expected = reference
@@ -290,7 +288,9 @@ def test_a_copy_is_kept_with_its_own_parameters(
     torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)
 
 
-def test_compiled_and_checkpointed(reference: tuple[nn.Linear, Tensor, Tensor]) -> None:
+def test_kept_modules_work_compiled_and_checkpointed(
+    reference: tuple[nn.Linear, Tensor, Tensor],
+) -> None:
     linear, x, expected = reference
     whole = torch.compile(linear, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(x), expected, rtol=0, atol=0)
@@ -301,7 +301,7 @@ def test_compiled_and_checkpointed(reference: tuple[nn.Linear, Tensor, Tensor]) 
     torch.testing.assert_close(linear.weight.grad, x.float().sum(0).expand(4, 4))
 
 
-def test_a_forward_that_another_tool_has_replaced_is_called() -> None:
+def test_forward_replaced_by_other_tool_is_called() -> None:
     linear = nn.Linear(2, 2)
     linear.forward = lambda x: (x, torch.is_autocast_enabled("cpu"))  # type: ignore[method-assign]
     run_in_fp32(linear, "cpu")
@@ -310,7 +310,7 @@ def test_a_forward_that_another_tool_has_replaced_is_called() -> None:
     assert (output.dtype, autocast) == (FP32, False)
 
 
-def test_the_fast_path_of_torchs_encoder_layer_is_not_taken() -> None:
+def test_encoder_layer_fast_path_is_disabled() -> None:
     """It would pass FP32 and 16-bit weights to one kernel."""
     layer = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
     prepare(layer, policy("bf16,keep_fp32=norm"), "cpu")
@@ -343,7 +343,9 @@ class Tables(nn.Module):
         ("fp16,buffer=fp16", FP16, FP16),
     ],
 )
-def test_buffers(text: str, table: torch.dtype, statistics: torch.dtype) -> None:
+def test_buffers_have_dtype_of_policy(
+    text: str, table: torch.dtype, statistics: torch.dtype
+) -> None:
     model = Tables()
     prepare(model, policy(text), "cpu")
     found = {name: buffer.dtype for name, buffer in model.named_buffers()}
@@ -359,7 +361,7 @@ def test_buffers(text: str, table: torch.dtype, statistics: torch.dtype) -> None
             model(torch.randn(5, 4)).sum().backward()
 
 
-def test_buffers_of_16_bit_models_become_fp32_where_the_module_is_kept() -> None:
+def test_16_bit_buffers_of_kept_modules_become_fp32() -> None:
     model = Tables().to(BF16)
     cast_buffers(model, policy("bf16"))
     assert model.norm.running_mean is not None
@@ -367,7 +369,7 @@ def test_buffers_of_16_bit_models_become_fp32_where_the_module_is_kept() -> None
     assert model.table.dtype == BF16
 
 
-def test_kept_statistics_follow_the_data_as_in_fp32() -> None:
+def test_kept_batch_norm_statistics_agree_with_fp32() -> None:
     plain, kept = nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4))
     prepare(kept, policy("bf16"), "cpu")
     for step in range(20):
@@ -379,12 +381,12 @@ def test_kept_statistics_follow_the_data_as_in_fp32() -> None:
         assert torch.equal(getattr(plain[0], name), getattr(kept[0], name))
 
 
-def test_nothing_is_wrapped_in_fp32_policies() -> None:
+def test_fp32_policies_wrap_no_module() -> None:
     assert keep_in_fp32(Model(), policy("fp32"), "cpu") == {}
 
 
 @pytest.mark.parametrize(("text", "dtype"), [("bf16-autocast", FP16), ("bf16", BF16)])
-def test_frozen_parameters_stay_among_fp32_ones(text: str, dtype: torch.dtype) -> None:
+def test_frozen_parameters_keep_dtype_among_fp32(text: str, dtype: torch.dtype) -> None:
     model = Model()
     for parameter in model.blocks.parameters():
         parameter.requires_grad_(False)
@@ -394,7 +396,7 @@ def test_frozen_parameters_stay_among_fp32_ones(text: str, dtype: torch.dtype) -
     assert storage_dtypes(model, kept)["blocks.0.ln.weight"] == FP32
 
 
-def test_integer_parameters_stay() -> None:
+def test_integer_parameters_keep_dtype() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     counter = nn.Parameter(torch.tensor(1), requires_grad=False)
     model[0].register_parameter("counter", counter)
@@ -448,7 +450,7 @@ def observed_loss(text: str, shard: Shard) -> float:
 
 
 @ranks(2)
-def test_kept_modules_inside_fsdp() -> None:
+def test_kept_modules_work_inside_fsdp() -> None:
     for text in ("bf16,keep_fp32=norm|head", "fp16,keep_fp32=norm", "bf16-autocast,keep_fp32=norm"):
         own, whole = policy(text), make_model()
         prepare(whole, own, "cpu")

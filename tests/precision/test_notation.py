@@ -37,7 +37,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
         ),
     ],
 )
-def test_what_a_text_says(text: str, fields: dict[str, Any]) -> None:
+def test_policy_text_sets_fields(text: str, fields: dict[str, Any]) -> None:
     assert policy(text) == PrecisionPolicy(name=text.strip(), **fields)
 
 
@@ -55,7 +55,7 @@ def test_what_a_text_says(text: str, fields: dict[str, Any]) -> None:
         ({"preset": "bf16", "keep_fp32": "norm|head"}, "compute=bf16,keep_fp32=norm|head"),
     ],
 )
-def test_what_a_mapping_says(mapping: dict[str, Any], expected: str) -> None:
+def test_policy_mapping_sets_fields(mapping: dict[str, Any], expected: str) -> None:
     assert as_text(policy(mapping)) == expected
     assert policy(expected) == policy(mapping)
 
@@ -101,7 +101,7 @@ def test_what_a_mapping_says(mapping: dict[str, Any], expected: str) -> None:
         ("bf16-mixed,reduce=bf16", "'bf16-mixed': use 'bf16-autocast', which means the same$"),
     ],
 )
-def test_what_says_nothing_is_refused_with_one_message(description: Any, message: str) -> None:
+def test_invalid_policy_description_is_one_message(description: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         policy(description)
     assert "\n" not in str(caught.value)
@@ -165,25 +165,25 @@ def test_round_trips(described: PrecisionPolicy) -> None:
         )
     ).map("".join)
 )
-def test_any_text_is_a_policy_or_one_message(text: str) -> None:
+def test_any_text_round_trips_or_is_refused(text: str) -> None:
     with contextlib.suppress(ConfigError):
         described = policy(text)
         assert policy(as_text(described)) == described
 
 
-def test_a_name_that_reads_as_another_policy_is_not_written() -> None:
+def test_name_that_reads_as_other_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="is the text of another policy"):
         as_text(PrecisionPolicy("compute=bf16"))
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
-def test_presets_are_called_by_their_name(preset: PrecisionPolicy) -> None:
+def test_presets_are_written_by_name(preset: PrecisionPolicy) -> None:
     assert as_text(preset) == preset.name
     assert policy(preset.name) == policy(as_mapping(preset)) == preset
 
 
 @pytest.mark.parametrize("preset", [*PRESETS.values(), policy("bf16,keep_fp32=norm|head")])
-def test_yaml_and_command_line(tmp_path: Path, preset: PrecisionPolicy) -> None:
+def test_policy_from_yaml_and_command_line(tmp_path: Path, preset: PrecisionPolicy) -> None:
     path = tmp_path / "config.yaml"
     for form in (as_text(preset), as_mapping(preset)):
         config = RunConfig(precision=PrecisionConfig(policy=form))
@@ -197,6 +197,6 @@ def test_yaml_and_command_line(tmp_path: Path, preset: PrecisionPolicy) -> None:
 
 
 @pytest.mark.parametrize("described", [{"name": "fp8"}, "name=bf16"])
-def test_the_name_of_a_preset_is_no_policy(described: Any) -> None:
+def test_preset_name_as_custom_name_is_refused(described: Any) -> None:
     with pytest.raises(ConfigError, match=r"is only a label of an FP32 policy; use preset="):
         policy(described)

@@ -74,7 +74,7 @@ def test_presets(
     assert preset.module_dtype == (compute if casts_parameters else FP32)
 
 
-def test_no_preset_is_left_untested() -> None:
+def test_all_presets_are_tested() -> None:
     assert list(PRESETS) == [
         *("fp32", "tf32", "bf16", "bf16-autocast", "bf16-pure"),
         *("fp16", "fp16-autocast", "fp16-static"),
@@ -83,7 +83,7 @@ def test_no_preset_is_left_untested() -> None:
 
 
 @pytest.mark.parametrize("name", LOW_PRECISION)
-def test_low_precision_presets(name: str) -> None:
+def test_low_precision_presets_have_expected_fields(name: str) -> None:
     forward, grad, wgrad, scaling, hp = LOW_PRECISION[name]
     expected = PrecisionPolicy(
         name,
@@ -101,7 +101,7 @@ def test_low_precision_presets(name: str) -> None:
     assert policy("bf16").high_precision is policy("bf16")
 
 
-def test_a_refused_dtype_is_printed_as_written() -> None:
+def test_refused_dtype_is_printed_as_written() -> None:
     with pytest.raises(ConfigError, match=r"^precision\.policy\.compute = 'fp32': results"):
         policy("fp32,forward=e4m3")
 
@@ -166,9 +166,7 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         ({"name": "two\nlines"}, "name", "a word or two"),
     ],
 )
-def test_bad_policies_are_refused_with_one_message(
-    bad: dict[str, Any], setting: str, problem: str
-) -> None:
+def test_invalid_policies_are_one_message(bad: dict[str, Any], setting: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         PrecisionPolicy(**{"name": "custom", **bad})
     assert caught.value.setting == f"precision.policy.{setting}"
@@ -219,7 +217,7 @@ def changed_presets(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=400, deadline=None)
 @given(fields=changed_presets())
-def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> None:
+def test_any_policy_is_refused_or_has_its_dtypes(fields: dict[str, Any]) -> None:
     model = Model()
     try:
         built = PrecisionPolicy(**fields)
@@ -268,16 +266,16 @@ def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> Non
     assert seen["first"] == (FP32 if "first" in kept and built.autocast else computed)
 
 
-def test_every_field_is_in_the_random_policies() -> None:
+def test_random_policies_cover_every_field() -> None:
     assert {field.name for field in fields(PrecisionPolicy)} == {"name", *_CHANGES}
 
 
-def test_a_policy_cannot_be_changed() -> None:
+def test_policy_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         policy("bf16").autocast = True  # type: ignore[misc]
 
 
-def test_names_of_types() -> None:
+def test_dtype_names_and_words() -> None:
     assert [dtype_name(dtype) for dtype in (FP32, BF16, torch.int64)] == [
         "float32",
         "bfloat16",
@@ -286,7 +284,7 @@ def test_names_of_types() -> None:
     assert [dtype_word(dtype) for dtype in (FP32, BF16, FP16)] == ["fp32", "bf16", "fp16"]
 
 
-def test_the_figures_are_those_of_the_benchmark() -> None:
+def test_precision_costs_agree_with_benchmark() -> None:
     measured = json.loads((RESULTS / "precision-errors-cpu.json").read_text())["errors"]
     for key, figure in MEASURED.items():
         assert f"{measured[key]:.2g}" == f"{figure:.2g}", key
@@ -304,13 +302,13 @@ def test_the_figures_are_those_of_the_benchmark() -> None:
         ("bf16-pure,stochastic_rounding=true", []),
     ],
 )
-def test_every_saving_has_its_figure(text: str, saved: list[str]) -> None:
+def test_every_precision_cost_has_a_figure(text: str, saved: list[str]) -> None:
     found = costs(policy(text))
     assert [cost.partition("=")[0] for cost in found] == saved
     assert all(any(char.isdigit() for char in cost.partition(":")[2]) for cost in found)
 
 
-def test_the_engine_says_what_a_policy_costs(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_warns_of_accuracy_cost(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "distmp"):
         make_engine(policy="bf16")
         assert caplog.messages == []

@@ -17,7 +17,7 @@ def rounded(values: Tensor, *, step: int | Tensor = 1, start: int | Tensor = 0) 
 
 
 @pytest.mark.parametrize("magnitude", [1e-39, 1e-20, 0.3, 1e30])
-def test_the_mean_of_rounded_values_is_the_value(magnitude: float) -> None:
+def test_mean_of_rounded_values_is_unbiased(magnitude: float) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.empty(8).uniform_(-magnitude, magnitude, generator=generator)
     repeated = values.repeat(COUNT)
@@ -31,7 +31,7 @@ def test_the_mean_of_rounded_values_is_the_value(magnitude: float) -> None:
     assert (nearest.abs() > 5 * step / 2 / COUNT**0.5).any()
 
 
-def test_a_result_is_one_of_the_two_neighbours() -> None:
+def test_result_is_one_of_two_neighbors() -> None:
     values = torch.randn(COUNT, generator=torch.Generator().manual_seed(1))
     result = rounded(values).double()
     down = (values.view(torch.int32) & -(2**16)).view(torch.float32).double()  # towards zero
@@ -48,7 +48,7 @@ def test_numbers_of_the_target_dtype_are_unchanged() -> None:
     assert torch.equal(result.view(torch.int16)[kept], patterns[kept])
 
 
-def test_every_nan_stays_one_and_overflow_becomes_infinity() -> None:
+def test_nan_is_kept_and_overflow_becomes_infinity() -> None:
     nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32)
     assert rounded(nans.view(torch.float32).repeat(1000)).isnan().all()
     largest = torch.finfo(torch.float32).max
@@ -57,7 +57,7 @@ def test_every_nan_stays_one_and_overflow_becomes_infinity() -> None:
     assert result.isinf().float().mean() > 0.99  # FP32's largest number is nearly infinity
 
 
-def test_bits_do_not_depend_on_the_division_of_a_tensor() -> None:
+def test_bits_are_independent_of_tensor_partition() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(2))
     whole = rounded(values)
     parts = [rounded(values[a:b], start=a) for a, b in [(0, 1), (1, 257), (257, 257), (257, 1000)]]
@@ -83,7 +83,7 @@ def test_bits_depend_on_seed_step_parameter_and_element() -> None:
         assert abs(correlation) < 5 / COUNT**0.5
 
 
-def test_bits_are_uniform() -> None:
+def test_random_bits_are_uniform() -> None:
     bits = random_bits(indices(2**33, COUNT, CPU), seed=0, step=7, parameter=5)
     assert bits.min() >= 0
     assert bits.max() < 2**32
@@ -95,7 +95,7 @@ def test_bits_are_uniform() -> None:
     assert ((counts - expected).square() / expected).sum() < 256 + 5 * (2 * 256) ** 0.5
 
 
-def test_bits_are_those_of_splitmix64() -> None:
+def test_bits_agree_with_splitmix64() -> None:
     """Compare with Python's integers, which do not wrap around."""
     mask = 2**64 - 1
 

@@ -69,7 +69,7 @@ SETTINGS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("before", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_set_inside_and_put_back(name: str, before: Callable[[], None]) -> None:
+def test_matmul_switches_are_set_and_restored(name: str, before: Callable[[], None]) -> None:
     before()
     found = state()
     with product_switches(policy(name)):
@@ -86,14 +86,14 @@ def test_set_inside_and_put_back(name: str, before: Callable[[], None]) -> None:
     }
 
 
-def test_put_back_after_an_error() -> None:
+def test_matmul_switches_are_restored_after_error() -> None:
     before = state()
     with pytest.raises(ZeroDivisionError), product_switches(policy("tf32")):
         1 / 0  # noqa: B018
     assert state() == before
 
 
-def test_one_inside_another() -> None:
+def test_matmul_switches_can_be_nested() -> None:
     before = state()
     with product_switches(policy("tf32")):
         with product_switches(policy("bf16")):
@@ -104,7 +104,7 @@ def test_one_inside_another() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-def test_products_on_a_gpu() -> None:
+def test_gpu_matmuls_follow_switches() -> None:
     """TF32 has 10 bits of mantissa, FP32 23."""
     torch.manual_seed(0)
     x, y = torch.randn(2, 512, 512, device="cuda")

@@ -73,7 +73,7 @@ def assert_rounded_once(result: Tensor, exact: Tensor) -> None:
 
 
 @pytest.mark.parametrize("formats", [FP8, nightly(MX)], ids=["tensor", "block32"])
-def test_products_of_rounded_operands(formats: ProductFormats) -> None:
+def test_matmuls_use_rounded_operands(formats: ProductFormats) -> None:
     x, weight, bias, dy = tensors()
     y, dx, dw, db = run(formats)
 
@@ -95,7 +95,7 @@ def test_products_of_rounded_operands(formats: ProductFormats) -> None:
     torch.testing.assert_close(db, dy.double().sum(0).bfloat16(), rtol=0.01, atol=0.02)
 
 
-def test_scales_of_rows_are_multiplied_into_the_gradient() -> None:
+def test_row_scales_are_multiplied_into_gradient() -> None:
     x, weight, bias, dy = tensors()
     y, dx, dw, _ = run(ROW)
     w = torch.cat([oracle.dequantized(row[None], "e4m3", "tensor") for row in weight])
@@ -110,7 +110,7 @@ def test_scales_of_rows_are_multiplied_into_the_gradient() -> None:
     assert_rounded_once(dw, rows(dy.t()) @ rows(x.t()).t())
 
 
-def test_wide_products_are_those_of_torch() -> None:
+def test_full_precision_matmuls_agree_with_torch() -> None:
     x, weight, bias, dy = (each.requires_grad_() for each in tensors())
     y, dx, dw, _ = run(WIDE)
     expected = F.linear(x, weight, bias)
@@ -128,7 +128,7 @@ def test_wide_products_are_those_of_torch() -> None:
         (ProductFormats(None, None, "e5m2"), (False, False, True)),
     ],
 )
-def test_each_product_has_its_format(
+def test_each_matmul_has_its_format(
     formats: ProductFormats, changed: tuple[bool, bool, bool]
 ) -> None:
     different = [
@@ -138,7 +138,7 @@ def test_each_product_has_its_format(
 
 
 @pytest.mark.nightly
-def test_four_bits_are_unbiased_in_gradients() -> None:
+def test_4_bit_gradients_are_unbiased() -> None:
     """Random rounding of dy has dy as its mean, so the mean of dx is that without rounding dy."""
     x, weight, _, dy = tensors()
     of = state(ProductFormats(None, "e2m1", None, "block16"))
@@ -159,7 +159,7 @@ def test_four_bits_are_unbiased_in_gradients() -> None:
 
 
 @pytest.mark.nightly
-def test_nvfp4_transforms_the_operands_of_the_weight_gradient() -> None:
+def test_nvfp4_transforms_operands_of_weight_gradient() -> None:
     x, weight, _, dy = tensors(64)
     of = state(ProductFormats(None, None, "e2m1", "block16"))
     total = torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)
@@ -178,7 +178,7 @@ def test_nvfp4_transforms_the_operands_of_the_weight_gradient() -> None:
     assert error < 2 * single / repetitions**0.5
 
 
-def test_the_hadamard_transform_is_orthogonal_and_spreads_outliers() -> None:
+def test_hadamard_transform_is_orthogonal_and_spreads_outliers() -> None:
     transform = random_transform(torch.device("cpu"))
     assert torch.equal(transform @ transform.t(), torch.eye(16))
     x = tensors(64)[0].float()
@@ -191,7 +191,7 @@ def test_the_hadamard_transform_is_orthogonal_and_spreads_outliers() -> None:
     assert peak(hadamard(x, transform)) < 0.5 * peak(x)
 
 
-def test_random_numbers_depend_on_the_key_only() -> None:
+def test_random_numbers_depend_only_on_key() -> None:
     of = state(NVFP4)
     first, second = run(of), run(of)
     of.key.fill_(2)
@@ -204,7 +204,7 @@ def test_random_numbers_depend_on_the_key_only() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("formats", [FP8, ROW, MX, NVFP4], ids=lambda f: f.scaling)
-def test_compiled_layers_compute_the_same_bits(formats: ProductFormats) -> None:
+def test_compiled_layers_compute_equal_bits(formats: ProductFormats) -> None:
     x, weight, _, dy = tensors()
     results = []
     for compiled in (False, True):
@@ -223,7 +223,7 @@ def test_compiled_layers_compute_the_same_bits(formats: ProductFormats) -> None:
     torch.compiler.reset()
 
 
-def test_a_compiled_layer_follows_its_formats() -> None:
+def test_compiled_layer_follows_format_changes() -> None:
     x, weight, bias, _ = tensors()
     of = state(FP8)
     compiled = torch.compile(lambda: low_precision_linear(x, weight, bias, of), backend="eager")
@@ -235,7 +235,7 @@ def test_a_compiled_layer_follows_its_formats() -> None:
     torch.compiler.reset()
 
 
-def test_statistics_of_a_step() -> None:
+def test_statistics_of_step_agree_with_tensors() -> None:
     of = state(FP8)
     run(of)
     counts = of.counts.values
@@ -252,7 +252,7 @@ def test_statistics_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("shape", [(32,), (4, 32), (2, 3, 32)])
-def test_a_result_is_no_view(shape: tuple[int, ...]) -> None:
+def test_result_is_not_a_view(shape: tuple[int, ...]) -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
     low_precision_layers(layer, policy("fp8"), [], torch.device("cpu"))
     result = layer(torch.ones(shape, requires_grad=True))
@@ -269,7 +269,7 @@ def test_second_derivatives_are_refused(text: str) -> None:
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
-def test_a_layer_is_called_as_that_of_torch() -> None:
+def test_layer_accepts_torch_call_signature() -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
     low_precision_layers(layer, policy("fp8"), [], torch.device("cpu"))
     x = torch.ones(4, 32)
@@ -285,7 +285,7 @@ def test_function_transforms_are_refused() -> None:
         torch.func.grad(lambda x: layer(x).sum())(torch.ones(4, 32))
 
 
-def test_a_model_of_an_earlier_engine_has_only_the_formats_of_the_new_one() -> None:
+def test_new_engine_replaces_formats_of_earlier_one() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     first = low_precision_layers(model, policy("fp8"), [], torch.device("cpu"))
     second = low_precision_layers(model, policy("mxfp8"), [], torch.device("cpu"))

@@ -54,7 +54,7 @@ def random(rows: int, columns: int, seed: int = 0) -> Tensor:
 @EACH
 @settings(max_examples=25, deadline=None)
 @given(matrix=matrices())
-def test_an_operand_has_the_values_of_the_oracle(scaling: str, name: str, matrix: Tensor) -> None:
+def test_operand_values_agree_with_oracle(scaling: str, name: str, matrix: Tensor) -> None:
     operand = quantize(matrix, name, scaling)
     expected = oracle.dequantized(matrix, name, scaling)
     # FP32 and bfloat16 do not represent what is below their subnormal numbers.
@@ -64,7 +64,7 @@ def test_an_operand_has_the_values_of_the_oracle(scaling: str, name: str, matrix
 @EACH
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_products_are_exact_up_to_fp32_sums(scaling: str, name: str, data: st.DataObject) -> None:
+def test_matmuls_are_exact_except_fp32_sums(scaling: str, name: str, data: st.DataObject) -> None:
     columns = data.draw(st.integers(1, 40))
     # FP32 has to represent the sums.
     a, b = (data.draw(matrices(columns, exponents=(-60, 20))) for _ in range(2))
@@ -77,9 +77,7 @@ def test_products_are_exact_up_to_fp32_sums(scaling: str, name: str, data: st.Da
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @EACH
-def test_a_non_finite_value_makes_its_row_of_the_product_nan(
-    scaling: str, name: str, value: float
-) -> None:
+def test_non_finite_value_makes_its_row_nan(scaling: str, name: str, value: float) -> None:
     a, b = random(4, 64), random(5, 64, seed=1)
     a[1, 3] = value
     product = emulated_product(quantize(a, name, scaling), quantize(b, name, scaling))
@@ -89,7 +87,7 @@ def test_a_non_finite_value_makes_its_row_of_the_product_nan(
 
 
 @EACH
-def test_the_transposed_weight_has_the_same_values(scaling: str, name: str) -> None:
+def test_transposed_weight_has_equal_values(scaling: str, name: str) -> None:
     if scaling == "row":
         pytest.skip("scales of rows cannot be transposed")
     operand = quantize(random(70, 48), name, scaling, square=True)
@@ -97,7 +95,7 @@ def test_the_transposed_weight_has_the_same_values(scaling: str, name: str) -> N
 
 
 @EACH
-def test_statistics_of_an_operand(scaling: str, name: str) -> None:
+def test_operand_statistics_agree_with_values(scaling: str, name: str) -> None:
     matrix = random(20, 64)
     matrix[0, 0], matrix[1, 0], matrix[2, 0] = math.inf, math.nan, -math.inf
     matrix[3, 1], matrix[3, 2], matrix[4] = 1e-20, -1e-20, 0.0
@@ -128,7 +126,7 @@ def _agree(a: Operand, b: Operand) -> None:
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("names", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
-def test_the_kernel_of_torch_agrees_on_a_cpu(scaling: str, names: tuple[str, str]) -> None:
+def test_torch_kernel_agrees_on_cpu(scaling: str, names: tuple[str, str]) -> None:
     a, b = random(48, 64), random(32, 64, seed=1)
     _agree(quantize(a, names[0], scaling), quantize(b, names[1], scaling))
 
@@ -136,7 +134,7 @@ def test_the_kernel_of_torch_agrees_on_a_cpu(scaling: str, names: tuple[str, str
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("names", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
-def test_the_kernel_of_torch_agrees_on_a_gpu(scaling: str, names: tuple[str, str]) -> None:
+def test_torch_kernel_agrees_on_gpu(scaling: str, names: tuple[str, str]) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
     a, b = random(1040, 2048).cuda(), random(512, 2048, seed=1).cuda()
@@ -144,7 +142,7 @@ def test_the_kernel_of_torch_agrees_on_a_gpu(scaling: str, names: tuple[str, str
 
 
 @EACH
-def test_the_scale_of_an_operand_keeps_the_relative_error(scaling: str, name: str) -> None:
+def test_operand_scale_keeps_relative_error(scaling: str, name: str) -> None:
     matrix = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     limit = {"e4m3": 0.03, "e2m1": 0.12}[name]
     for factor in (2.0**-100, 1.0, 2.0**100):
@@ -155,7 +153,7 @@ def test_the_scale_of_an_operand_keeps_the_relative_error(scaling: str, name: st
 
 
 @EACH
-def test_a_product_in_bfloat16_is_rounded_once(scaling: str, name: str) -> None:
+def test_bfloat16_matmul_is_rounded_once(scaling: str, name: str) -> None:
     a, b = random(48, 1024), random(32, 1024, seed=1)
     first, second = quantize(a, name, scaling), quantize(b, name, scaling, square=True)
     product = emulated_product(first, second, torch.bfloat16)
@@ -180,14 +178,14 @@ FLOATS = st.one_of(
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(values=st.lists(FLOATS, min_size=1, max_size=20))
-def test_values_are_rounded_to_the_nearest_number(name: str, values: list[float]) -> None:
+def test_values_are_rounded_to_nearest(name: str, values: list[float]) -> None:
     result = round_to_nearest(torch.tensor(values, dtype=torch.float32), FORMATS[name])
     expected = torch.tensor([oracle.rounded(value, name) for value in values])
     torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ties_and_numbers_of_the_format(name: str) -> None:
+def test_ties_and_representable_numbers_agree_with_oracle(name: str) -> None:
     known = oracle.numbers(name)
     middles = [(a + b) / 2 for a, b in itertools.pairwise(known)]
     values = torch.tensor([*known, *middles])
@@ -207,14 +205,14 @@ def test_rounding_agrees_with_torch_for_every_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dtype_of_torch_stores_the_numbers(name: str) -> None:
+def test_torch_dtype_stores_all_numbers(name: str) -> None:
     values = torch.tensor(oracle.numbers(name))
     assert torch.equal(values.to(FORMATS[name].dtype).float(), values)
     assert torch.equal(values.bfloat16().float(), values)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stochastic_rounding_has_the_value_as_its_mean(name: str) -> None:
+def test_stochastic_rounding_is_unbiased(name: str) -> None:
     largest = FORMATS[name].largest
     generator = torch.Generator().manual_seed(1)
     uniform = torch.rand(200_000, generator=generator)
@@ -227,7 +225,7 @@ def test_stochastic_rounding_has_the_value_as_its_mean(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stochastic_rounding_keeps_numbers_of_the_format_and_limits(name: str) -> None:
+def test_stochastic_rounding_keeps_representable_numbers_and_limits(name: str) -> None:
     values = torch.tensor([*oracle.numbers(name), math.inf, math.nan, 1e30])
     values = torch.cat([values, -values])
     for uniform in (torch.zeros_like(values), torch.full_like(values, 1 - 2**-24)):
@@ -242,16 +240,16 @@ def test_stochastic_rounding_keeps_numbers_of_the_format_and_limits(name: str) -
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(largest=st.one_of(st.floats(0, 2.0**126, width=32), st.sampled_from([448.0, 6.0, 57344.0])))
-def test_a_scale_is_the_smallest_power_of_two_without_saturation(name: str, largest: float) -> None:
+def test_scale_is_smallest_power_of_two_without_saturation(name: str, largest: float) -> None:
     scale = power_of_two_scales(torch.tensor(largest, dtype=torch.float32), FORMATS[name]).item()
     assert scale == oracle.power_of_two(largest, name)
 
 
-def test_magnitudes_without_a_scale() -> None:
+def test_zero_and_non_finite_magnitudes_have_scale_1() -> None:
     values = torch.tensor([0.0, math.inf, math.nan])
     assert power_of_two_scales(values, FORMATS["e4m3"]).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("name", "limit"), [("e4m3", 464.0), ("e5m2", 61440.0), ("e2m1", 7.0)])
-def test_the_magnitude_from_which_values_saturate(name: str, limit: float) -> None:
+def test_saturation_threshold_agrees_with_format(name: str, limit: float) -> None:
     assert FORMATS[name].saturates_from == limit

@@ -40,7 +40,7 @@ def selected(text: str, model: nn.Module | None = None, **changes: Any) -> Any:
     return select(model or Model(), policy(text), changes.get("blocks", BLOCKS))
 
 
-def test_the_preset_keeps_heads_and_unsuitable_layers_wide() -> None:
+def test_preset_keeps_heads_and_unsuitable_layers_full_precision() -> None:
     low_precision, wide = selected("fp8")
     assert list(low_precision) == [f"{block}.up" for block in BLOCKS]
     assert wide == {
@@ -65,20 +65,20 @@ def test_the_preset_keeps_heads_and_unsuitable_layers_wide() -> None:
         ("first1|last1", {0, 4}),
     ],
 )
-def test_patterns_of_blocks_and_names(pattern: str, wide: set[int]) -> None:
+def test_patterns_select_blocks_and_names(pattern: str, wide: set[int]) -> None:
     low_precision = selected(f"fp8,hp={pattern}").low_precision
     assert {name for name in low_precision if name.startswith("blocks")} == {
         f"blocks.{index}.up" for index in range(5) if index not in wide
     }
 
 
-def test_mxfp8_needs_whole_blocks() -> None:
+def test_mxfp8_requires_whole_blocks() -> None:
     model = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 32))
     assert list(selected("fp8", model).low_precision) == ["0", "1"]
     assert list(selected("mxfp8", model).low_precision) == ["1"]
 
 
-def test_layers_in_fp32_are_wide() -> None:
+def test_fp32_layers_use_full_precision_matmuls() -> None:
     wide = selected("fp8,keep_fp32=lm_head|blocks.0").high_precision
     assert wide["blocks.0.up"] == wide["lm_head"] == "keep_fp32"
 
@@ -97,7 +97,7 @@ def test_errors(text: str, problem: str) -> None:
         selected(text)
 
 
-def test_a_model_without_blocks_or_layers() -> None:
+def test_model_without_blocks_or_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="its blocks are unknown"):
         selected("fp8,hp=first1", nn.Sequential(nn.Linear(32, 32)), blocks=[])
     with pytest.raises(ConfigError, match=r"the model has no nn\.Linear"):

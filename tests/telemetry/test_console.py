@@ -32,7 +32,7 @@ def _shown_steps(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"step +(\d+)/", text)]
 
 
-def test_plain_lines_come_at_their_steps() -> None:
+def test_plain_lines_are_printed_at_configured_steps() -> None:
     console, stream = _plain(every=10)
     for step in range(3, 46):
         validation_loss = 2.5 if step == 33 else None
@@ -43,7 +43,7 @@ def test_plain_lines_come_at_their_steps() -> None:
     assert stream.getvalue().count("\n") == 9
 
 
-def test_plain_messages_are_in_order_and_unchanged() -> None:
+def test_plain_messages_keep_order_and_text() -> None:
     console, stream = _plain()
     console.message("[bold]model[/bold] :smile: 12")
     console.step(record(1), 45)
@@ -55,7 +55,7 @@ def test_plain_messages_are_in_order_and_unchanged() -> None:
 
 
 @pytest.mark.parametrize("settings", [LogConfig(console="off"), LogConfig(console="live")])
-def test_silent(settings: LogConfig) -> None:
+def test_disabled_console_prints_nothing(settings: LogConfig) -> None:
     stream = io.StringIO()
     quiet = settings.console != "off"
     with Console(settings, quiet=quiet, stream=stream) as console:
@@ -64,7 +64,7 @@ def test_silent(settings: LogConfig) -> None:
     assert stream.getvalue() == ""
 
 
-def test_time_left_ignores_the_first_step_and_old_ones() -> None:
+def test_time_left_ignores_first_and_old_steps() -> None:
     console, stream = _plain(every=1)
     for step in range(1, 101):
         seconds = 500.0 if step == 1 else 2.0 if step <= 30 else 1.0
@@ -74,7 +74,7 @@ def test_time_left_ignores_the_first_step_and_old_ones() -> None:
     assert f"{'1:00:00':>8} left" in lines[99]  # 3600 steps of 1 s
 
 
-def test_a_stream_without_unicode() -> None:
+def test_stream_without_unicode_gets_escapes() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     Console(LogConfig(), stream=stream).message("größe → 1")
@@ -97,7 +97,7 @@ def _live_run() -> None:
 
 
 @pytest.mark.parametrize("columns", [30, 40, 80, 100, 125, 200])
-def test_live_line_stays_at_the_bottom(columns: int) -> None:
+def test_live_line_stays_at_bottom(columns: int) -> None:
     *above, live, after, rest = screen(run_on_terminal(_live_run, columns), columns)
     assert above == ["before", "[b]a message[/b]", "printed by user code", "a warning"]
     assert live.startswith("step 200/200  loss   2.3456"[:columns])
@@ -118,12 +118,12 @@ def test_live_line_is_drawn_ten_times_a_second() -> None:
     assert 1 <= len(set(shown)) <= 12
 
 
-def test_the_cursor_stays_visible_when_the_process_is_killed() -> None:
+def test_cursor_stays_visible_after_kill() -> None:
     output = run_on_terminal(lambda: Console().step(record(1), 9), 80)
     assert output.rfind("\x1b[?25h") >= output.rfind("\x1b[?25l")
 
 
-def test_no_color() -> None:
+def test_no_color_variable_disables_color() -> None:
     output = run_on_terminal(_live_run, 80, {"NO_COLOR": "1"})
     assert not re.search(r"\x1b\[[\d;]*m", output)
     assert screen(output, 80)[-3].startswith("step 200/200")
@@ -132,7 +132,7 @@ def test_no_color() -> None:
 @pytest.mark.parametrize(
     ("settings", "environment"), [(LogConfig(console="plain"), {}), (LogConfig(), {"TERM": "dumb"})]
 )
-def test_plain_on_a_terminal(settings: LogConfig, environment: dict[str, str]) -> None:
+def test_plain_console_on_terminal(settings: LogConfig, environment: dict[str, str]) -> None:
     def run() -> None:
         with Console(settings) as console:
             for step in range(1, 31):
@@ -143,7 +143,7 @@ def test_plain_on_a_terminal(settings: LogConfig, environment: dict[str, str]) -
     assert "\x1b" not in output
 
 
-def test_errors_that_go_to_a_file_stay_there(tmp_path: Path) -> None:
+def test_redirected_errors_stay_in_file(tmp_path: Path) -> None:
     def run() -> None:
         with (tmp_path / "errors").open("w") as sys.stderr:
             _live_run()
@@ -152,7 +152,7 @@ def test_errors_that_go_to_a_file_stay_there(tmp_path: Path) -> None:
     assert (tmp_path / "errors").read_text() == "a warning\n"
 
 
-def test_a_pipe_gets_plain_lines_immediately() -> None:
+def test_pipe_gets_plain_lines_immediately() -> None:
     script = """
 import sys
 from distmp.telemetry.console import Console
@@ -179,7 +179,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("settings", [LogConfig(console="live"), LogConfig(console="plain")])
-def test_a_step_that_draws_nothing_is_cheap(settings: LogConfig, monkeypatch: Any) -> None:
+def test_step_without_output_is_cheap(settings: LogConfig, monkeypatch: Any) -> None:
     monkeypatch.setattr("distmp.telemetry.console._SECONDS_BETWEEN_DRAWS", 1e9)
     console = Console(settings, stream=io.StringIO())
     console.step(record(1), 10**6)
@@ -213,7 +213,7 @@ sys.exit(75)
 
 
 @pytest.mark.parametrize("command", ["{} | head -1", "{} > /dev/full"])
-def test_a_closed_reader_does_not_end_the_run(command: str) -> None:
+def test_closed_reader_does_not_end_run(command: str) -> None:
     program = shlex.join([sys.executable, "-c", SCRIPT_WITHOUT_READER])
     errors = "(" + program + " 2>&3; echo code $? >&3)"
     done = subprocess.run(
@@ -227,7 +227,7 @@ def test_a_closed_reader_does_not_end_the_run(command: str) -> None:
     assert "the output of this run cannot be written any more" in lines[0]
 
 
-def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
+def test_closed_terminal_does_not_end_run(tmp_path: Path) -> None:
     child, terminal = pty.fork()
     if child == 0:
         status = 1
@@ -252,14 +252,14 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(status) == 75
 
 
-def test_all_fields() -> None:
+def test_progress_line_has_all_fields() -> None:
     assert progress_line(record(120, skipped_total=3), 5000, 221.0) == (
         "step  120/5000  loss   2.3456      3:41 left  12.3k tok/s  norm    0.987"
         "  skipped   3  scale  2^16  lr 3.00e-04   1.2 GiB"
     )
 
 
-def test_notes_come_last_so_that_columns_stay() -> None:
+def test_notes_follow_the_columns() -> None:
     plain = progress_line(record(7), 100, 60.0)
     metrics = {"accuracy": 0.75}
     validated = record(7, skipped=True, validation_loss=2.5, validation_metrics=metrics)
@@ -271,7 +271,7 @@ _SOME = st.sampled_from([0.0, 1e-7, 0.5, 9.99, 123.456, 999.9, 1e5, 1e38, math.i
 
 
 @given(_SOME, _SOME, st.integers(-14, 24), st.integers(0, 999), st.floats(0, 1e7))
-def test_columns_do_not_move(
+def test_columns_are_aligned(
     loss: float, norm: float, exponent: int, skips: int, left: float
 ) -> None:
     typical = progress_line(record(1), 5000, 60.0)

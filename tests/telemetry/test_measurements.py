@@ -20,7 +20,7 @@ _STATUS = Path("/proc/self/status")
 
 
 @pytest.mark.skipif(not _STATUS.exists(), reason="needs Linux's /proc")
-def test_cpu_agrees_with_the_kernel() -> None:
+def test_cpu_memory_agrees_with_kernel() -> None:
     before = peak_memory_bytes(torch.device("cpu"))
     block = bytearray(b"x" * before)
     del block
@@ -31,7 +31,7 @@ def test_cpu_agrees_with_the_kernel() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_counts_tensors() -> None:
+def test_cuda_memory_counts_tensors() -> None:
     device = torch.device("cuda", 0)
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(device)
@@ -46,13 +46,13 @@ def _timer(*readings: float) -> StepTimer:
     return StepTimer(clock=lambda: next(iterator))
 
 
-def test_each_lap_begins_where_the_last_ended() -> None:
+def test_laps_are_contiguous() -> None:
     timer = _timer(10.0, 12.0, 12.5)
     assert timer.lap() == 2.0
     assert timer.lap() == 0.5
 
 
-def test_pauses_do_not_count() -> None:
+def test_pauses_are_excluded() -> None:
     timer = _timer(0.0, 1.0, 61.0, 70.0, 75.0, 80.0)
     with timer.paused():
         pass
@@ -63,21 +63,21 @@ def test_pauses_do_not_count() -> None:
     assert timer.paused_seconds == 0.0
 
 
-def test_nested_pauses_count_once() -> None:
+def test_nested_pauses_are_excluded_once() -> None:
     timer = _timer(0.0, 1.0, 2.0, 5.0, 9.0, 10.0)
     with timer.paused(), timer.paused():
         pass
     assert timer.lap() == 2.0
 
 
-def test_a_pause_that_fails_does_not_count_either() -> None:
+def test_failed_pause_is_excluded() -> None:
     timer = _timer(0.0, 1.0, 5.0, 6.0)
     with pytest.raises(KeyError), timer.paused():
         raise KeyError
     assert timer.lap() == 2.0
 
 
-def test_a_clock_that_does_not_advance() -> None:
+def test_constant_clock_gives_positive_lap() -> None:
     assert _timer(1.0, 1.0).lap() > 0
 
 
@@ -91,7 +91,7 @@ def statistics(sums: dict[str, list[list[float]]], largest: float = 2.0) -> Matm
     return MatmulStatistics(["first", "second"], values, magnitudes)
 
 
-def test_shares_are_those_of_all_values() -> None:
+def test_shares_are_relative_to_all_values() -> None:
     found = summarize(statistics({"input": [[1, 0, 10], [0, 6, 30]], "grad": [[0, 0, 4]] * 2}))
     assert found == {
         "input": {
@@ -111,12 +111,12 @@ def test_shares_are_those_of_all_values() -> None:
     }
 
 
-def test_a_layer_that_was_not_called_has_no_share() -> None:
+def test_uncalled_layer_has_no_share() -> None:
     found = summarize(statistics({"weight": [[0, 0, 0], [5, 0, 5]]}))
     assert found["weight"]["most_saturated"] == {"layer": "second", "share": 1.0}
 
 
-def test_values_that_are_not_finite() -> None:
+def test_largest_of_non_finite_values_is_nan() -> None:
     found = summarize(statistics({"input": [[1, 0, 4]] * 2}, largest=math.nan))
     assert math.isnan(found["input"]["largest"])
 
@@ -212,17 +212,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_exposed_communication(case: str) -> None:
+def test_exposed_communication_agrees_with_trace(case: str) -> None:
     events, expected, on_cuda = CASES[case]
     found = measured(events, on_cuda=on_cuda)
     assert found == pytest.approx([1e-6 * microseconds for microseconds in expected])
 
 
-def test_a_trace_without_steps_has_no_time() -> None:
+def test_trace_without_steps_has_no_time() -> None:
     assert measured([event("aten::mm", 0, 10)], on_cuda=False) is None
 
 
-def test_the_summary_names_a_slow_rank() -> None:
+def test_summary_names_slow_rank() -> None:
     ranks = [RankTimes(0, "a", 0.5, 0.1), RankTimes(1, "b", 0.5, 0.01)]
     exposed, slow = summary(ranks)
     assert exposed == "500.0 ms a step; exposed communication: 55.0 ms a step, 11%"
@@ -231,6 +231,6 @@ def test_the_summary_names_a_slow_rank() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_equal_ranks_have_one_line(count: int) -> None:
+def test_summary_of_equal_ranks_has_one_line(count: int) -> None:
     ranks = [RankTimes(rank, "a", 0.5, 0.1) for rank in range(count)]
     assert [*summary(ranks)] == ["500.0 ms a step; exposed communication: 100.0 ms a step, 20%"]

@@ -79,7 +79,7 @@ def times(trace: Path) -> tuple[float, float]:
 
 
 @pytest.mark.nightly
-def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path: Path) -> None:
+def test_profile_locates_slow_rank_and_waiting_rank(tmp_path: Path) -> None:
     first, second = run_ranks(profiled, 2, tmp_path, timeout=100)
     # Recording changes no number.
     assert first["ddp data"][0] == first["ddp forward"][0] == first["plain"]
@@ -134,7 +134,7 @@ def recorded(directory: Path, steps: str, first: int, last: int, fails_in: int =
     return lines
 
 
-def test_the_table_of_operators_has_shapes_and_memory(tmp_path: Path) -> None:
+def test_operator_table_has_shapes_and_memory(tmp_path: Path) -> None:
     recorded(tmp_path, "2:3", 1, 4)
     table = (tmp_path / "operators-rank0.txt").read_text()
     assert "Input Shapes" in table
@@ -153,7 +153,7 @@ def test_the_table_of_operators_has_shapes_and_memory(tmp_path: Path) -> None:
         ("4:5", 6, 5, ["nothing was recorded, step 4 did not run"]),
     ],
 )
-def test_steps_that_do_not_all_run(
+def test_partially_run_profile_window_is_reported(
     tmp_path: Path, steps: str, first: int, last: int, expected: list[str]
 ) -> None:
     lines = recorded(tmp_path, steps, first, last)
@@ -162,7 +162,7 @@ def test_steps_that_do_not_all_run(
         assert part in line
 
 
-def test_a_run_that_rolls_back_is_recorded_once(tmp_path: Path) -> None:
+def test_rolled_back_steps_are_profiled_once(tmp_path: Path) -> None:
     lines: list[str] = []
     with StepProfiler(ProfileConfig("2:3"), tmp_path, CPU, lines.append) as profiler:
         for steps in ((1, 2), (1, 2, 3)):
@@ -174,9 +174,7 @@ def test_a_run_that_rolls_back_is_recorded_once(tmp_path: Path) -> None:
     assert line.startswith("profile of steps 2 to 2 on 1 rank")
 
 
-def test_a_run_that_fails_writes_its_recording(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_run_writes_its_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="a fault"):
         recorded(tmp_path, "2:4", 1, 4, fails_in=3)
     assert current_phase.observer is None
@@ -187,9 +185,7 @@ def test_a_run_that_fails_writes_its_recording(
     assert f"the recording up to the error is in {tmp_path}" in caplog.text
 
 
-def test_a_disk_error_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_disk_error_does_not_end_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "file"
     directory.write_text("in the way")
     assert recorded(directory, "2", 1, 3) == []
@@ -199,7 +195,7 @@ def test_a_disk_error_does_not_end_the_run(
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
+def test_profile_contains_cuda_steps(tmp_path: Path) -> None:
     lines: list[str] = []
     engine = Engine(make_model(), reference.loss, fused_adamw, policy="fp32", device="cuda")
     with StepProfiler(ProfileConfig("3:4"), tmp_path, engine.world, lines.append) as profiler:

@@ -68,7 +68,7 @@ def write_lines(word: str) -> None:
 ENDINGS = ("of Python", "of a descriptor", "error of Python", "warning of C", "of a child")
 
 
-def test_all_output_is_copied_and_still_printed(tmp_path: Path) -> None:
+def test_output_is_copied_and_printed(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "rank-0.log"
 
     def program() -> None:
@@ -99,7 +99,7 @@ def test_all_output_is_copied_and_still_printed(tmp_path: Path) -> None:
         assert sorted(start[6:]) == sorted(f"late {what}" for what in ENDINGS)
 
 
-def test_nothing_is_lost_when_the_rank_is_killed(tmp_path: Path) -> None:
+def test_log_is_complete_after_kill(tmp_path: Path) -> None:
     def program() -> None:
         log = RankLog()
         log.start("--- a start")
@@ -118,7 +118,7 @@ def test_nothing_is_lost_when_the_rank_is_killed(tmp_path: Path) -> None:
     assert ended.errors == "terminate called\n"
 
 
-def test_signals_to_all_processes_of_a_job_do_not_stop_the_copies(tmp_path: Path) -> None:
+def test_job_signals_do_not_stop_copying(tmp_path: Path) -> None:
     """Slurm sends them to all processes before it ends a job."""
 
     def program() -> None:
@@ -138,7 +138,7 @@ def test_signals_to_all_processes_of_a_job_do_not_stop_the_copies(tmp_path: Path
     assert "saved a checkpoint" in (tmp_path / "log").read_text()
 
 
-def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+def test_unwritable_log_file_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def program() -> None:
@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert "no log of this rank" in ended.errors
 
 
-def test_the_live_line_is_not_copied_to_the_file(tmp_path: Path) -> None:
+def test_live_line_is_not_copied_to_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
 
     def program() -> None:
@@ -194,7 +194,7 @@ def test_the_live_line_is_not_copied_to_the_file(tmp_path: Path) -> None:
     ]
 
 
-def test_without_a_start_nothing_happens(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unstarted_log_writes_no_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with RankLog() as log:
         log.place(tmp_path / "log")
         os.write(1, b"hello\n")

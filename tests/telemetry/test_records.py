@@ -83,7 +83,7 @@ def test_nan_and_infinities_are_distinguished(path: Path) -> None:
     assert found.validation_loss == -math.inf
 
 
-def test_each_line_can_be_read_immediately(path: Path) -> None:
+def test_lines_are_readable_immediately(path: Path) -> None:
     writer = RecordWriter(path, None)
     for step in (1, 2, 3):
         writer.write(record(step))
@@ -101,7 +101,7 @@ def _steps(path: Path) -> list[int]:
     return [found.step for found in read_records(path)]
 
 
-def test_a_file_cut_at_any_byte_keeps_its_complete_records(path: Path) -> None:
+def test_file_truncated_anywhere_keeps_complete_records(path: Path) -> None:
     _written(path, range(1, 3))
     content = path.read_bytes()
     for length in range(len(content) + 1):
@@ -114,14 +114,14 @@ def test_a_file_cut_at_any_byte_keeps_its_complete_records(path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume_after_step", [0, 1, 4, 9, 10, 25])
-def test_a_resumed_run_has_every_step_once(path: Path, resume_after_step: int) -> None:
+def test_resumed_run_records_every_step_once(path: Path, resume_after_step: int) -> None:
     _written(path, range(1, 11))
     _written(path, range(resume_after_step + 1, 31), resume_after_step)
     expected = [*range(1, min(resume_after_step, 10) + 1), *range(resume_after_step + 1, 31)]
     assert _steps(path) == expected
 
 
-def test_without_a_step_to_resume_from_all_complete_records_are_kept(path: Path) -> None:
+def test_complete_records_are_kept_without_resume_step(path: Path) -> None:
     _written(path, range(1, 4))
     with path.open("ab") as file:
         file.write(b'{"step": 4, "sam')
@@ -153,7 +153,7 @@ def test_dropping_records_is_atomic(path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_records_are_buffered_on_a_full_disk(tmp_path: Path) -> None:
+def test_records_are_buffered_on_full_disk(tmp_path: Path) -> None:
     messages: list[str] = []
     with disk(tmp_path / "disk", "size=64k") as directory:
         path = directory / "records.jsonl"
@@ -183,7 +183,7 @@ def test_records_are_buffered_on_a_full_disk(tmp_path: Path) -> None:
     assert len(messages) == 4
 
 
-def test_a_file_that_vanishes_is_created_again(tmp_path: Path) -> None:
+def test_deleted_file_is_created_again(tmp_path: Path) -> None:
     messages: list[str] = []
     path = tmp_path / "run" / "records.jsonl"
     with closing(RecordWriter(path, None, messages.append)) as writer:
@@ -195,14 +195,14 @@ def test_a_file_that_vanishes_is_created_again(tmp_path: Path) -> None:
     assert messages == [f"{path} has vanished; later records go to a new file"]
 
 
-def test_creates_missing_directories(tmp_path: Path) -> None:
+def test_missing_directories_are_created(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "first" / "records.jsonl"
     _written(path, range(1, 3), resume_after_step=0)
     assert _steps(path) == [1, 2]
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b"7", b"\xff\xfe", b"\0\0\0", b'{"step":2}'])
-def test_a_broken_line_is_named(path: Path, line: bytes) -> None:
+def test_damaged_line_is_named(path: Path, line: bytes) -> None:
     _written(path, range(1, 4))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + line + b"\n" + lines[2])
@@ -219,7 +219,7 @@ def test_fields_of_later_versions_are_ignored(path: Path) -> None:
     assert read_records(path) == [record(1)]
 
 
-def test_overflow_that_is_not_json_is_refused_before_anything_is_written(path: Path) -> None:
+def test_overflow_without_json_form_writes_nothing(path: Path) -> None:
     with closing(RecordWriter(path, None)) as writer:
         with pytest.raises(TypeError):
             writer.write(record(1, overflow={"where": object()}))
@@ -243,7 +243,7 @@ def write_steps(log: StepLog, *steps: int) -> None:
         log.write(record(step))
 
 
-def test_a_run_that_continues_drops_later_records(path: Path) -> None:
+def test_continued_run_drops_later_records(path: Path) -> None:
     log = make_log(path)
     write_steps(log, 1, 2, 3)
     log.close()
@@ -255,7 +255,7 @@ def test_a_run_that_continues_drops_later_records(path: Path) -> None:
     assert [step for step, _ in written(path)] == [1, 2, 3, 4]
 
 
-def test_a_validation_that_comes_later_belongs_to_the_last_step(path: Path) -> None:
+def test_late_validation_belongs_to_last_step(path: Path) -> None:
     log = make_log(path)
     write_steps(log, 1, 2)
     log.add_validation(2, 1.5, {})

@@ -17,14 +17,14 @@ from distmp.telemetry.settings import LogConfig, ProfileConfig
         ({"console": "plane"}, "log.console = 'plane': did you mean 'plain'?"),
     ],
 )
-def test_refuses(changes: dict[str, Any], message: str) -> None:
+def test_invalid_log_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LogConfig(**changes)
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("console", ["auto", "live", "plain", "off"])
-def test_accepts_every_mode(console: Any) -> None:
+def test_every_console_mode_is_accepted(console: Any) -> None:
     assert LogConfig(every=1, console=console).console == console
 
 
@@ -39,9 +39,7 @@ def test_accepts_every_mode(console: Any) -> None:
         ("1:100", range(1, 101)),
     ],
 )
-def test_steps_are_counted_from_1_and_include_the_last(
-    steps: int | str | None, window: range
-) -> None:
+def test_profile_steps_start_at_1_and_include_last(steps: int | str | None, window: range) -> None:
     assert list(ProfileConfig(steps).window) == list(window)
 
 
@@ -61,7 +59,7 @@ def test_steps_are_counted_from_1_and_include_the_last(
         ("9" * 5000, "write the first"),
     ],
 )
-def test_other_values_are_refused_with_one_message(steps: int | str, problem: str) -> None:
+def test_invalid_profile_steps_are_one_message(steps: int | str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ProfileConfig(steps)
     shown = repr(steps) if len(str(steps)) < 100 else f"'{steps[:20]}"
@@ -69,7 +67,7 @@ def test_other_values_are_refused_with_one_message(steps: int | str, problem: st
     assert f": {problem}" in str(caught.value)
 
 
-def test_on_the_command_line_and_after_the_end_of_the_run() -> None:
+def test_profile_steps_on_command_line() -> None:
     assert load(["--profile.steps", "20:25"]).profile.window == range(20, 26)
     assert load(["--profile.steps=20", "--steps=100"]).profile.window == range(20, 21)
     with pytest.raises(ConfigError, match=r"profile\.steps = '20:25': the run ends with step 24"):
@@ -78,7 +76,7 @@ def test_on_the_command_line_and_after_the_end_of_the_run() -> None:
         load(["--profile.steps=x"])
 
 
-def test_in_a_file(tmp_path: Path) -> None:
+def test_profile_steps_in_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     for text, window in (("20:25", range(20, 26)), ("20", range(20, 21)), ("null", range(0))):
         path.write_text(f"profile:\n  steps: {text}\n")

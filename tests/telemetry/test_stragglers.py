@@ -83,7 +83,7 @@ def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], 
         nightly("fsdp", "backward", {}),
     ],
 )
-def test_a_slow_rank_is_named(strategy: str, where: str, options: dict[str, Any]) -> None:
+def test_slow_rank_is_named(strategy: str, where: str, options: dict[str, Any]) -> None:
     (lines, found), (other_lines, other_found) = run_ranks(run, 2, strategy, where, options)
     assert found == other_found, "ranks must get the same times"
     assert lines == other_lines
@@ -98,7 +98,7 @@ def test_a_slow_rank_is_named(strategy: str, where: str, options: dict[str, Any]
     assert line.endswith(f"since step {EVERY}")
 
 
-def test_hidden_transfers_are_not_waiting() -> None:
+def test_overlapped_transfers_do_not_count_as_waiting() -> None:
     """If transfers overlap with computation, only the excess waiting time of fast ranks counts."""
     times = [ComputeTime(1.0, 0.7), ComputeTime(1.0, 0.3), ComputeTime(1.0, 0.7)]
     assert compute_seconds(times, hidden=True) == pytest.approx([0.6, 1.0, 0.6])
@@ -150,7 +150,7 @@ def test_compute_time_is_never_negative(
     assert clock.take() == ComputeTime(10.0, waited)
 
 
-def test_an_interval_is_past_after_all_of_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interval_ends_after_all_of_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait on another stream may end later than the interval."""
     clock = begun(monkeypatch)
     pending = Moment(12.0)
@@ -161,7 +161,7 @@ def test_an_interval_is_past_after_all_of_its_waits(monkeypatch: pytest.MonkeyPa
     assert clock.take() is None
 
 
-def test_waits_are_recorded_on_the_stream_that_computes() -> None:
+def test_only_waits_of_compute_stream_are_recorded() -> None:
     device, work = torch.device("cpu"), dist.Work()
     collective_waits.active = True
     with contextlib.suppress(RuntimeError), collective_waits.on_side_stream():
@@ -177,7 +177,7 @@ def test_waits_are_recorded_on_the_stream_that_computes() -> None:
     assert len(collective_waits.take()) == 1
 
 
-def test_once_may_be_chance() -> None:
+def test_slow_rank_is_reported_after_two_consecutive_intervals() -> None:
     lines: list[str] = []
     detector = SlowRankDetector([f"rank {rank} on host" for rank in range(4)], lines.append)
     even, slow = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 2.0, 1.0]
@@ -211,7 +211,7 @@ def pauses() -> list[float]:
     return seconds
 
 
-def test_pauses_do_not_count() -> None:
+def test_pauses_are_excluded() -> None:
     fast, paused = run_ranks(pauses, 2)[0]
     assert fast > 0
     assert math.isnan(paused)  # nothing else is left
@@ -225,7 +225,7 @@ def test_hsdp_is_not_compared() -> None:
     assert not clock.active
 
 
-def test_a_single_rank_is_not_measured() -> None:
+def test_single_rank_is_not_measured() -> None:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cpu")
     stragglers = Stragglers(engine.world, engine.clock, "single", every=1, log=pytest.fail)
     for step in (1, 2, 3):
@@ -237,7 +237,7 @@ def test_a_single_rank_is_not_measured() -> None:
 
 
 @pytest.mark.gpu
-def test_times_of_a_device_are_read_without_waiting() -> None:
+def test_device_times_are_read_without_synchronization() -> None:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cuda")
     batches = [
         [Batch(batch.inputs.cuda(), batch.labels.cuda()) for batch in microbatches(step, [(4,)])]
@@ -267,7 +267,7 @@ def test_times_of_a_device_are_read_without_waiting() -> None:
 
 @pytest.mark.gpu
 @ranks(2, cuda=True)
-def test_two_gpus_exchange_their_times_without_waiting() -> None:
+def test_two_gpus_exchange_times_without_synchronization() -> None:
     world = World.current("cuda")
     clock = StepClock(world.device)
     stragglers = Stragglers(world, clock, "ddp", every=1, log=[].append)

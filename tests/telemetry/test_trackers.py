@@ -83,7 +83,7 @@ def start(names: list[str], directory: Path, warnings: list[str], **options: Any
     )
 
 
-def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None:
+def test_tracker_gets_scalars_and_flat_configuration(tmp_path: Path) -> None:
     warnings: list[str] = []
     loggers = start([NAME], tmp_path, warnings)
     loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
@@ -108,7 +108,7 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     assert warnings == []
 
 
-def test_a_tracker_that_fails_is_dropped(tmp_path: Path) -> None:
+def test_failing_tracker_is_removed(tmp_path: Path) -> None:
     warnings: list[str] = []
     loggers = start([NAME], tmp_path, warnings, **{NAME: {"fails_at": 2}})
     for step in (1, 2, 3):
@@ -120,7 +120,7 @@ def test_a_tracker_that_fails_is_dropped(tmp_path: Path) -> None:
     assert "continues without it" in warning
 
 
-def test_a_tracker_that_does_not_start_is_one_message(tmp_path: Path) -> None:
+def test_tracker_start_failure_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no account; fix or remove it"):
         start([f"{HERE}:Broken"], tmp_path, [])
     with pytest.raises(ConfigError, match="unexpected keyword"):
@@ -143,7 +143,7 @@ def test_unknown_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-def test_a_run_logs_on_its_first_rank(tmp_path: Path) -> None:
+def test_only_first_rank_logs_to_trackers(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     arguments = tiny(tmp_path, "--steps=2", "--log.trackers", "tensorboard", NAME)
     (done,) = run_jobs([Job(arguments)], tmp_path)

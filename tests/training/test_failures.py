@@ -78,7 +78,7 @@ def seconds_after_the_fault(done: Done, directory: Path) -> float:
     return done.ended - max(float(file.read_text()) for file in directory.glob("fault-*"))
 
 
-def test_an_exception_ends_all_ranks_and_is_reported_once(tmp_path: Path) -> None:
+def test_exception_ends_all_ranks_and_is_reported_once(tmp_path: Path) -> None:
     jobs = [job(fault, *arguments) for fault, arguments, _ in FAILING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
     for number, (name, (_, _, rank)) in enumerate(FAILING.items()):
@@ -93,7 +93,7 @@ def test_an_exception_ends_all_ranks_and_is_reported_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
+def test_hang_is_detected_and_described(tmp_path: Path) -> None:
     jobs = [job(fault, WATCHED, *arguments) for fault, arguments, _, _ in HANGING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
     for number, (name, (_, _, late, doing)) in enumerate(HANGING.items()):
@@ -116,7 +116,7 @@ def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
     assert "in _spin\n" in native
 
 
-def test_ranks_that_end_themselves(tmp_path: Path) -> None:
+def test_ranks_that_exit_with_zero_are_failures(tmp_path: Path) -> None:
     """Their exit code 0 is neither success nor the end of the message."""
     exited, left = run_jobs([job("1 forward exit"), job("1 forward quit")], tmp_path, timeout=180)
     assert exited.stderr.startswith("distmp: rank 1 of 2 failed:\n")
@@ -130,7 +130,7 @@ def test_ranks_that_end_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_other_failures(tmp_path: Path) -> None:
+def test_kills_hangs_and_early_ends_are_reported(tmp_path: Path) -> None:
     """A kill, no memory, a single rank that hangs, a rank that stops before it has connected to the
     others, and a slow run that does not hang.
     """
@@ -164,9 +164,7 @@ def test_other_failures(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_crash_in_native_code_shows_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_crash_shows_python_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAULT", "0 forward crash")
     done = run(python("-m", "distmp.train", *faulty_runs.ARGUMENTS), tmp_path)
     assert done.returncode == -signal.SIGSEGV
@@ -184,7 +182,7 @@ def test_a_crash_in_native_code_shows_where(
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_a_lost_connection_is_distinguished_from_a_cause(error: Exception, lost: bool) -> None:
+def test_lost_connection_is_distinguished_from_cause(error: Exception, lost: bool) -> None:
     assert failures.is_lost_connection(error) is lost
     wrapped = KeyError("what DCP makes of it")
     wrapped.__cause__ = error
@@ -201,7 +199,7 @@ def test_a_lost_connection_is_distinguished_from_a_cause(error: Exception, lost:
         (ValueError("no"), 3, 1, True),
     ],
 )
-def test_ranks_that_are_not_connected_do_not_repeat_each_other(
+def test_disconnected_ranks_do_not_repeat_messages(
     error: Exception,
     rank: int,
     local_rank: int,
@@ -214,7 +212,7 @@ def test_ranks_that_are_not_connected_do_not_repeat_each_other(
     assert (capsys.readouterr().err != "") is reports
 
 
-def test_a_rank_that_lost_another_without_a_message_reports_it(
+def test_rank_reports_peer_lost_without_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(failures, "GRACE_SECONDS", 0.01)
@@ -227,7 +225,7 @@ def test_a_rank_that_lost_another_without_a_message_reports_it(
 
 
 @pytest.mark.usefixtures("cwd")
-def test_the_launcher_cannot_end_a_rank_between_its_error_and_the_message(
+def test_sigterm_does_not_suppress_error_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A SIGTERM that arrives after the training loop, before the error is reported."""
@@ -254,7 +252,7 @@ def test_the_launcher_cannot_end_a_rank_between_its_error_and_the_message(
     assert StopSignals.last is None
 
 
-def test_no_wait_for_a_launcher_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_does_not_wait_for_ended_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "GRACE_SECONDS", 600)
     monkeypatch.setattr(failures, "is_orphan", lambda: True)
     assert failures.wait_to_be_ended()
@@ -263,14 +261,14 @@ def test_no_wait_for_a_launcher_that_has_ended(monkeypatch: pytest.MonkeyPatch) 
     assert not failures.wait_to_be_ended()
 
 
-def test_the_watchdog_of_a_single_process_ends_with_it() -> None:
+def test_watchdog_of_single_process_ends_with_it() -> None:
     failures.watch(RankEnvironment(), seconds=100, first_seconds=100)
     before = time.monotonic()
     failures.stop_watching()
     assert time.monotonic() - before < 60
 
 
-def test_watchdog_seconds() -> None:
+def test_watchdog_seconds_set_hang_limit() -> None:
     assert RunConfig(timeout_minutes=4).hang_seconds == 120
     assert RunConfig(watchdog_seconds=7).hang_seconds == 7
     assert RunConfig(watchdog_seconds=0).hang_seconds == 0
@@ -294,7 +292,7 @@ def text(config: RunConfig | None, world_size: int = 4) -> str:
     return message
 
 
-def test_real_errors_of_the_host_are_recognized() -> None:
+def test_host_out_of_memory_errors_are_recognized() -> None:
     with pytest.raises(RuntimeError) as torchs:
         torch.empty(1 << 50, dtype=torch.uint8)
     with pytest.raises(MemoryError) as numpys:
@@ -317,12 +315,12 @@ def test_real_errors_of_the_host_are_recognized() -> None:
         (ValueError("can't allocate memory"), False),
     ],
 )
-def test_what_is_out_of_memory(error: Exception, expected: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
     assert (advice(error, None, 1, "setup") is not None) is expected
 
 
-def test_advice_names_the_values_in_force() -> None:
+def test_advice_names_current_values() -> None:
     message = text(RunConfig(batch=BatchConfig(global_batch_size=96, microbatch_size=6)))
     assert (
         "batch.microbatch_size = 3 instead of 6: the same global batch of 96 in 2 times" in message
@@ -332,13 +330,13 @@ def test_advice_names_the_values_in_force() -> None:
     assert "`distmp explain`" in message
 
 
-def test_advice_does_not_claim_that_auto_selected_ddp() -> None:
+def test_advice_does_not_attribute_ddp_to_auto() -> None:
     automatic, replicated = text(RunConfig()), text(RunConfig(strategy="ddp"))
     assert "strategy = fsdp instead of auto, if auto selected ddp: shards" in automatic
     assert "strategy = fsdp instead of ddp: shards" in replicated
 
 
-def test_advice_omits_what_is_in_force_already() -> None:
+def test_advice_omits_settings_already_active() -> None:
     sharded = RunConfig(
         strategy="fsdp",
         activation_checkpointing="blocks",
@@ -353,7 +351,7 @@ def test_advice_omits_what_is_in_force_already() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 9, 15, 16])
-def test_the_smaller_microbatch_is_one_that_runs(size: int) -> None:
+def test_suggested_microbatch_size_is_valid(size: int) -> None:
     config = RunConfig(batch=BatchConfig(global_batch_size=4 * size, microbatch_size=size))
     found = re.search(r"microbatch_size = (\d+) instead", text(config))
     assert found is not None

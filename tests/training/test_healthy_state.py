@@ -70,7 +70,7 @@ def marks() -> dict[int, str | None]:
 
 
 @pytest.mark.nightly
-def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
+def test_nan_weights_resume_from_last_healthy_checkpoint(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")
@@ -97,7 +97,7 @@ def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
+def test_checkpoint_during_skipped_steps_is_marked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # Otherwise a save would hold the weights that the callback changes.
@@ -107,7 +107,7 @@ def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
     assert "the last healthy checkpoint is run/checkpoints/step-000004" in capsys.readouterr().err
 
 
-def test_a_checkpoint_in_a_streak_that_ends_the_run_is_passed_over(
+def test_checkpoint_in_final_skipped_steps_is_ignored(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one of step 8, after two skipped steps; no later one is due before the limit."""
@@ -119,7 +119,7 @@ def test_a_checkpoint_in_a_streak_that_ends_the_run_is_passed_over(
     assert marks() == {4: None, 9: problem}
 
 
-def test_before_the_first_update_no_step_counts_as_skipped() -> None:
+def test_steps_before_first_update_are_not_skipped() -> None:
     """There is no better state to continue from."""
     assert skipped_in_a_row(torch.tensor([0.0, 12.0, 12.0])) == 0
     assert skipped_in_a_row(torch.tensor([1.0, 12.0, 11.0])) == 11
@@ -127,7 +127,7 @@ def test_before_the_first_update_no_step_counts_as_skipped() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", [nightly("fp32"), "bf16"])
-def test_weights_that_one_step_ruined_displace_no_others(
+def test_damaged_weights_do_not_replace_healthy_checkpoints(
     policy: str,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -170,7 +170,7 @@ def test_weights_that_one_step_ruined_displace_no_others(
     assert marks()[25] is None
 
 
-def test_exports_of_nan_weights_say_so(
+def test_export_of_nan_weights_warns(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")

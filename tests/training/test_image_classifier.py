@@ -26,7 +26,7 @@ EASIER = [
 
 
 @pytest.mark.nightly
-def test_it_learns_resumes_stops_early_and_exports_its_best_average(
+def test_classifier_learns_resumes_and_exports_best_average(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -66,7 +66,7 @@ def test_it_learns_resumes_stops_early_and_exports_its_best_average(
     assert float(count) / weight == pytest.approx(validated[best]["ema_two_best"])
 
 
-def test_crops_are_drawn_for_training_only() -> None:
+def test_random_crops_apply_only_in_training() -> None:
     train, validation = digits("train", 0, samples=16), digits("validation", 0, samples=128)
     torch.manual_seed(0)
     crops = [train[3]["inputs"] for _ in range(20)]

@@ -46,7 +46,7 @@ def trained(tmp_path: Path, *arguments: str) -> str:
 
 
 @pytest.mark.nightly
-def test_from_the_start_to_the_report(tmp_path: Path) -> None:
+def test_low_precision_run_reports_its_matmuls(tmp_path: Path) -> None:
     output = trained(tmp_path, "--steps=7", "--precision.policy=fp8,hp=*.down")
     assert f"formats: {FORMATS}; {BACKEND}; in the compute dtype: " in output
     assert "this CPU only emulates matmuls with scaling=tensor, which is slow" in output
@@ -71,7 +71,7 @@ def test_from_the_start_to_the_report(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_in_16_bits_has_no_such_section(tmp_path: Path) -> None:
+def test_16_bit_run_has_no_matmul_section(tmp_path: Path) -> None:
     assert "formats:" not in trained(tmp_path, "--steps=1", "--precision.policy=bf16")
     (record,) = read_records(tmp_path / "run" / "steps.jsonl")
     assert record.low_precision_operands is None
@@ -91,9 +91,7 @@ def run(directory: str, data: Path, *arguments: str) -> list[Any]:
 
 
 @pytest.mark.nightly
-def test_records_name_the_policy_and_a_resumed_run_has_the_same_steps(
-    cwd: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_records_name_policy_also_after_resume(cwd: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = corpus(cwd / "corpus")
     late = "{until_tokens: 1e12, policy: 'fp8,forward=bf16'}"
     phases = ["--precision.phases", "{until_tokens: 1, policy: bf16}", late]

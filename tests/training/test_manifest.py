@@ -34,7 +34,7 @@ def on_each_rank(path: Path) -> int:
     return os.getpid()
 
 
-def test_a_start_of_several_ranks(tmp_path: Path) -> None:
+def test_manifest_describes_start_of_several_ranks(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     pids = run_ranks(on_each_rank, 2, path)
     first, second = read(path)
@@ -57,7 +57,7 @@ def git(directory: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_revision(tmp_path: Path) -> None:
+def test_manifest_names_git_revision(tmp_path: Path) -> None:
     assert revision(tmp_path) is None
     git(tmp_path, "init")
     assert revision(tmp_path) is None  # no commit yet
@@ -73,7 +73,7 @@ def test_revision(tmp_path: Path) -> None:
     assert revision(tmp_path) == {"commit": commit, "dirty": True}
 
 
-def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_is_none_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert revision(Path.cwd()) is None
 
@@ -107,7 +107,7 @@ def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"starts": 3}', "{"])
-def test_something_else_in_its_place_is_refused(text: str, tmp_path: Path) -> None:
+def test_other_file_in_place_of_manifest_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text(text)
     with pytest.raises(SetupError, match=r"manifest\.json: not a manifest"):
@@ -115,7 +115,7 @@ def test_something_else_in_its_place_is_refused(text: str, tmp_path: Path) -> No
     assert path.read_text() == text
 
 
-def test_a_failure_while_writing_leaves_the_old_one(
+def test_failed_write_keeps_previous_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "manifest.json"
@@ -152,7 +152,7 @@ def _no_accelerate_state() -> object:
 
 
 @pytest.mark.usefixtures("_no_accelerate_state")
-def test_no_file_of_a_run_contains_a_secret(
+def test_run_files_contain_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCH_HUB_PAT", SECRET)
@@ -190,7 +190,7 @@ def test_no_file_of_a_run_contains_a_secret(
         load(["--config", str(directory / "config.yaml")])
 
 
-def test_a_checkpoint_from_before_secrets_were_hidden() -> None:
+def test_masked_secrets_do_not_count_as_changes() -> None:
     def numbers(secret: str) -> dict[str, object]:
         tracker = {"name": "wandb", "options": {"api_key": secret}}
         return {"configuration": {"log": {"trackers": [tracker]}}}

@@ -81,7 +81,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-def test_from_random_weights_to_an_export(tmp_path: Path) -> None:
+def test_random_weights_train_and_export_in_limited_memory(tmp_path: Path) -> None:
     """A run starts, is killed, continues on another number of ranks, and is exported."""
     data = corpus(tmp_path / "corpus")
     arguments = [*TRANSFORMER, f"--run-dir={tmp_path / 'run'}", "--steps=3"]
@@ -109,7 +109,7 @@ def test_from_random_weights_to_an_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_from_files_to_a_model_directory(tmp_path: Path, directory: Path) -> None:
+def test_model_files_train_and_export_in_limited_memory(tmp_path: Path, directory: Path) -> None:
     arguments = [f"--model.name=hf:{directory}", "--run-dir=run", "--steps=2"]
     (done,) = run_jobs([_job(*arguments, ranks=4, data=corpus(tmp_path / "corpus"))], tmp_path)
     assert done.exit_codes == {}, done

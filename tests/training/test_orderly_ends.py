@@ -93,7 +93,7 @@ def stopped_and_resumed(directory: Path, number: int, target: int, step: int) ->
         assert [record.step for record in records] == [*range(1, STEPS + 1)]
 
 
-def test_a_signal_to_any_rank_stops_all_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_signal_to_any_rank_stops_and_saves_all(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     number = random.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
     target, step = random.randrange(2), random.randrange(1, STEPS - 1)
@@ -119,7 +119,7 @@ def _time_is_over_on_rank_1(directory: Path) -> None:
     assert not late.run(StopSignals())
 
 
-def test_a_time_limit_stops_all_ranks(tmp_path: Path) -> None:
+def test_time_limit_stops_all_ranks(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _time_is_over_on_rank_1(tmp_path)
 
@@ -150,7 +150,7 @@ def _stop_in_the_last_validation(directory: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_validation_that_was_stopped_is_repeated_later(tmp_path: Path) -> None:
+def test_stopped_validation_is_repeated_after_resume(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _stop_in_the_last_validation(tmp_path)
 
@@ -207,7 +207,7 @@ def signalling(directory: Path, target: int, number: int) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_torchruns_agent_starts_ranks_again_that_do_not_train(tmp_path: Path) -> None:
+def test_ranks_restarted_after_stop_do_not_train(tmp_path: Path) -> None:
     directory = tmp_path / "0"
     directory.mkdir()
     arguments = signalling(directory, random.randrange(2), signal.SIGUSR1)
@@ -218,7 +218,7 @@ def test_torchruns_agent_starts_ranks_again_that_do_not_train(tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-def test_launch_ends_with_the_exit_code_of_the_ranks(tmp_path: Path) -> None:
+def test_launch_returns_exit_code_of_ranks(tmp_path: Path) -> None:
     arguments = signalling(tmp_path, random.randrange(2), signal.SIGUSR1)
     launch = python("-m", "distmp", "launch", "--max-restarts=1", "--", *arguments)
     done = run(launch, tmp_path)
@@ -239,7 +239,7 @@ def assert_stopped_once(directory: Path, output: str) -> None:
 
 
 @pytest.mark.nightly
-def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
+def test_rank_waiting_for_others_ends_immediately(tmp_path: Path) -> None:
     """torchrun would wait half a minute for it, and let others start without it."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     command = python("-m", "distmp.train", *TINY, "--preflight=never")
@@ -264,7 +264,7 @@ def _listens(port: int) -> bool:
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)]
 )
-def test_exit_codes_of_a_single_process(
+def test_single_process_exit_codes(
     number: int,
     expected: int,
     cwd: Path,

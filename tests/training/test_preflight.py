@@ -116,7 +116,7 @@ def run_case(case: str, directory: Path, limit: float = LIMIT_SECONDS) -> list[R
         return run_ranks(as_rank, 3, case, port, str(directory), limit, initialize=False)
 
 
-def test_healthy_ranks(tmp_path: Path) -> None:
+def test_healthy_ranks_pass_preflight(tmp_path: Path) -> None:
     results = run_case("healthy", tmp_path)
     assert {result.code for result in results} == {0}
     assert results[0].output.startswith("3 ranks on 1 host, consistent; all-reduce ")
@@ -129,7 +129,7 @@ def test_healthy_ranks(tmp_path: Path) -> None:
     assert "NCCL_SOCKET_IFNAME" not in results[0].output
 
 
-def test_ranks_that_differ_are_named_with_the_setting(tmp_path: Path) -> None:
+def test_ranks_with_different_setting_are_named(tmp_path: Path) -> None:
     results = run_case("other_settings", tmp_path)
     assert {result.code for result in results} == {2}
     host = os.uname().nodename
@@ -144,7 +144,7 @@ def test_ranks_that_differ_are_named_with_the_setting(tmp_path: Path) -> None:
         assert result.output.count("differs") == 2  # nothing else differs
 
 
-def test_a_slow_link_is_named(tmp_path: Path) -> None:
+def test_slow_link_is_named(tmp_path: Path) -> None:
     results = run_case("slow_link", tmp_path)
     assert {result.code for result in results} == {0}
     lines = [line for line in results[0].output.splitlines() if " is slow: " in line]
@@ -155,7 +155,7 @@ def test_a_slow_link_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_rank_that_blocks_the_others_is_named(tmp_path: Path) -> None:
+def test_blocking_rank_is_named(tmp_path: Path) -> None:
     results = run_case("hangs_in_the_middle", tmp_path, SHORT_SECONDS)
     (reporter,) = [result for result in results if "no rank has made progress" in result.output]
     assert reporter.code == HANG_EXIT_CODE
@@ -165,7 +165,7 @@ def test_a_rank_that_blocks_the_others_is_named(tmp_path: Path) -> None:
     assert "preflight: comparing settings, code and data" in reporter.output
 
 
-def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with store_of_an_agent() as port:
         pass  # nothing listens on this port any more
     for name, value in {
@@ -195,18 +195,20 @@ def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("never", 4, 2, False),
     ],
 )
-def test_when_it_runs(setting: str, world_size: int, local_world_size: int, enabled: bool) -> None:
+def test_preflight_runs_according_to_setting(
+    setting: str, world_size: int, local_world_size: int, enabled: bool
+) -> None:
     config = RunConfig(preflight=setting)  # type: ignore[arg-type]
     environment = RankEnvironment(0, 0, world_size, local_world_size)
     assert is_enabled(config, environment) == enabled
 
 
-def test_a_single_rank_has_nothing_to_compare() -> None:
+def test_preflight_only_needs_two_ranks() -> None:
     with pytest.raises(ConfigError, match="preflight = 'only': use two or more"):
         is_enabled(RunConfig(preflight="only"), RankEnvironment(0, 0, 1, 1))
 
 
-def test_only_the_preflight(tmp_path: Path) -> None:
+def test_preflight_only_creates_no_run(tmp_path: Path) -> None:
     options = [*TINY, f"--data.path={corpus(tmp_path / 'data')}", "--preflight=only"]
     done = run(torchrun(*options), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

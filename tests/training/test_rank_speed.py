@@ -7,7 +7,7 @@ from distmp.training.rank_speed import RankSpeed, partners, slow_ranks, stride
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
-def test_partners_are_mutual(machines: int, local_size: int, data: st.DataObject) -> None:
+def test_exchange_partners_are_mutual(machines: int, local_size: int, data: st.DataObject) -> None:
     world_size = machines * local_size
     if data.draw(st.booleans(), label="uniform machines") or machines < 3:
         sizes = [local_size] * world_size
@@ -26,7 +26,7 @@ def test_partners_are_mutual(machines: int, local_size: int, data: st.DataObject
             assert not any(partner // local_size == rank // local_size for partner in neighbors)
 
 
-def test_slow_is_far_from_the_median_of_the_others() -> None:
+def test_slow_ranks_deviate_from_median_of_others() -> None:
     names = [f"rank {rank}" for rank in range(8)]
     speeds = [RankSpeed(4e9 + 1e8 * rank, 1e9) for rank in range(8)]
     assert slow_ranks(speeds, names) == []

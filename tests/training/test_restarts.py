@@ -114,7 +114,7 @@ def _kill_in_step(seconds: float) -> None:
 
 
 @pytest.mark.nightly
-def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
+def test_run_with_fifty_kills_agrees_with_uninterrupted(tmp_path: Path) -> None:
     jobs = [
         Job(LONG),
         Job(LONG, entry="tests.training.test_restarts:killed", max_restarts=KILLS + 10),
@@ -142,7 +142,7 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
+def test_torchrun_restarts_failed_run(tmp_path: Path) -> None:
     command = torchrun(*tiny(tmp_path, "--steps=60", "--checkpoint.every=5"))
     command.insert(command.index("-m", 3), "--max-restarts=3")
     with (tmp_path / "log").open("w+") as log:
@@ -177,7 +177,7 @@ def _kill_a_rank(job: subprocess.Popen[bytes], run: Path, after_step: int, rank:
 
 
 @pytest.mark.nightly
-def test_a_fault_that_comes_again_ends_the_restarts(tmp_path: Path) -> None:
+def test_recurring_fault_ends_restarts(tmp_path: Path) -> None:
     job = Job(
         [*faulty_runs.ARGUMENTS, "--checkpoint.every=1"],
         entry="tests.faulty_runs:train",
@@ -212,7 +212,7 @@ def begun(directory: Path) -> tuple[RunDirectory, HashStore]:
     return run, memory
 
 
-def test_without_restarts_there_is_no_message(tmp_path: Path) -> None:
+def test_first_attempt_prints_no_message(tmp_path: Path) -> None:
     alone = Restarts.of_this_job(world_size=1)
     assert alone.checkpoint(lambda: tmp_path) == tmp_path
     assert alone.describe_attempt(3) is None
@@ -221,7 +221,7 @@ def test_without_restarts_there_is_no_message(tmp_path: Path) -> None:
     alone.note_saved()
 
 
-def test_a_restarted_run_continues_in_its_own_directory_only(tmp_path: Path) -> None:
+def test_restarted_run_continues_only_in_its_directory(tmp_path: Path) -> None:
     memory = HashStore()
     first = attempt(memory, 0)
     assert first.directory is None
@@ -242,7 +242,7 @@ def test_a_restarted_run_continues_in_its_own_directory_only(tmp_path: Path) -> 
     )
 
 
-def test_before_its_first_save_it_begins_where_the_first_attempt_began(tmp_path: Path) -> None:
+def test_restart_before_first_save_uses_original_checkpoint(tmp_path: Path) -> None:
     """A run that resumed from an earlier checkpoint does not jump to a later one."""
     run = create_run(str(tmp_path / "run"))
     early, late = _pretend_checkpoint(run, 10), _pretend_checkpoint(run, 20)
@@ -254,7 +254,7 @@ def test_before_its_first_save_it_begins_where_the_first_attempt_began(tmp_path:
     assert attempt(memory, 2).checkpoint(lambda: early).path == late
 
 
-def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
+def test_cause_of_last_attempt_is_reported(tmp_path: Path) -> None:
     memory = HashStore()
     attempt(memory, 0).begin(RunDirectory(tmp_path), None)
     assert "ranks were killed" in str(attempt(memory, 1).describe_attempt(0))
@@ -266,7 +266,7 @@ def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
     assert "a cause" not in str(attempt(memory, 2).describe_attempt(3))
 
 
-def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
+def test_only_restarts_without_progress_count(tmp_path: Path) -> None:
     """Attempts that reach these steps, one after the other; the last one exceeds the limit."""
     run, memory = begun(tmp_path)
     reached = [5, 5, 3, 6, 6, 2, 6]
@@ -283,14 +283,14 @@ def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
     assert attempt(memory, len(reached) + 1).given_up() == 1
 
 
-def test_machines_that_join_and_leave_are_no_failures(tmp_path: Path) -> None:
+def test_joining_and_leaving_machines_are_no_failures(tmp_path: Path) -> None:
     run, memory = begun(tmp_path)
     for count in range(1, 2 * RESTARTS_WITHOUT_GAIN):
         Restarts(memory, count, 9, world_size=1 + count % 2).begin(run, None)
         assert attempt(memory, count).given_up() is None
 
 
-def test_a_damaged_record_ends_the_restarts_with_its_line(tmp_path: Path) -> None:
+def test_damaged_restart_record_is_reported_with_line(tmp_path: Path) -> None:
     run, memory = begun(tmp_path)
     run.records.write_text("damaged\n")
     with pytest.raises(RecordError, match=r"steps.jsonl, line 1: .* fix or delete that line"):

@@ -198,11 +198,11 @@ def _check_that_it_happened(name: str, records: list[StepRecord]) -> None:
         assert [r.step for r in records if r.validation_loss is not None] == [3, 6, 9, 10]
 
 
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_resumed_bits_agree_with_uninterrupted_run(tmp_path: Path) -> None:
     check_resuming(tmp_path)
 
 
-def test_workers_that_prepare_samples_change_no_bit_either(tmp_path: Path) -> None:
+def test_data_workers_change_no_bit(tmp_path: Path) -> None:
     workers = {"data": {"options": {"augmented": True}, "workers": 1}}
     interrupted(tmp_path, AUGMENTED, workers)
 
@@ -223,7 +223,7 @@ def _files(run: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if not path.name.startswith("lease-")}
 
 
-def test_another_run_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_checkpoint_of_other_run_is_refused_unchanged(tmp_path: Path) -> None:
     resume(tmp_path)
     before = _files(tmp_path / "run")
     with pytest.raises(SetupError) as caught:
@@ -241,7 +241,7 @@ def test_another_run_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_forced_run_resumes_with_another_optimizer(
+def test_forced_resume_accepts_other_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = resume(tmp_path, seed=2, optim={"name": "sgd"}, resume_force=True)
@@ -253,7 +253,7 @@ def test_a_forced_run_resumes_with_another_optimizer(
     assert not [name for name in state if "exp_avg" in name]
 
 
-def test_allowed_changes_are_reported_once_each(
+def test_allowed_changes_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(configuration(tmp_path / "run", steps=3))
@@ -345,7 +345,7 @@ def global_batches(leg: list[Travelled]) -> list[list[int]]:
 
 
 @pytest.mark.nightly
-def test_changing_world_size_and_strategy_changes_no_sample_and_no_bit(tmp_path: Path) -> None:
+def test_world_size_and_strategy_changes_keep_bits(tmp_path: Path) -> None:
     alone = {"strategy": "single"}
     total = STEPS * len(LEGS)
     (reference,) = run_ranks(travel, 1, tmp_path / "stayed", alone, alone, total)

@@ -83,7 +83,7 @@ def die_after_the_rollback(run: Trainer) -> None:
 
 @pytest.mark.nightly
 @ranks(2, timeout=100)
-def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
+def test_rollback_agrees_with_run_without_the_window(tmp_path: Path) -> None:
     rank = World.current("cpu").rank
     for strategy in ("ddp", "fsdp"):
         directory, other = tmp_path / strategy, tmp_path / f"{strategy}-other"
@@ -117,7 +117,7 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @ranks(1)
-def test_an_average_that_the_checkpoint_lacks_starts_anew(tmp_path: Path) -> None:
+def test_average_missing_in_checkpoint_starts_again(tmp_path: Path) -> None:
     """The weights of the steps that the rollback undoes are not in it."""
     averaged = ("--schedule.name=constant", "--ema.decay=0.8", "--resume=auto")
     averages = []
@@ -136,7 +136,7 @@ def test_an_average_that_the_checkpoint_lacks_starts_anew(tmp_path: Path) -> Non
 
 
 @ranks(1)
-def test_an_average_that_starts_anew_is_saved(tmp_path: Path) -> None:
+def test_average_started_after_rollback_is_saved(tmp_path: Path) -> None:
     """A restart right after the rollback continues with it, not with the one of the bad steps."""
     poisoned = [samples_of(9)[5]]
     run(tmp_path, *ROLLBACK, "--steps=6", poisoned=poisoned)
@@ -152,7 +152,7 @@ def test_an_average_that_starts_anew_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @ranks(2, timeout=100)
-def test_a_run_that_resumes_after_a_rollback_does_not_repeat_it(tmp_path: Path) -> None:
+def test_resume_does_not_repeat_rollback(tmp_path: Path) -> None:
     """Wherever it is killed: its checkpoint already has the new data position."""
     bad = [samples_of(9)[0]]
     whole = run(tmp_path / "whole", *ROLLBACK, poisoned=bad)
@@ -168,7 +168,7 @@ def test_a_run_that_resumes_after_a_rollback_does_not_repeat_it(tmp_path: Path) 
 
 @pytest.mark.nightly
 @ranks(2, timeout=100)
-def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
+def test_second_rollback_goes_back_further_until_limit(tmp_path: Path) -> None:
     # Steps 9 to 11 are bad. Back to 6, continue with the data of 10: bad. That checkpoint has been
     # tried: back to 3, continue with the data of 11, which is bad too.
     bad = [sample for step in (9, 10, 11) for sample in samples_of(step)]
@@ -192,7 +192,7 @@ def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_p
 
 @pytest.mark.nightly
 @ranks(1)
-def test_a_loss_that_is_not_finite_and_a_spike_that_is_only_reported(tmp_path: Path) -> None:
+def test_non_finite_loss_rolls_back_and_spike_warns(tmp_path: Path) -> None:
     bad = [samples_of(9)[3]]
     found = run(tmp_path / "nan", *ROLLBACK, poisoned=bad, poison=float("inf"))
     clean = never_saw(tmp_path / "clean", 6, 9 * BATCH)

@@ -9,12 +9,12 @@ from distmp.training.run_directory import RunDirectory, check_saves, create_run,
 from tests.disks import disk
 
 
-def test_a_name_that_no_directory_can_have(tmp_path: Path) -> None:
+def test_too_long_directory_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read \\(File name too long\\)"):
         latest_run(str(tmp_path / (300 * "x")))
 
 
-def test_the_paths_of_a_run(tmp_path: Path) -> None:
+def test_run_directory_has_expected_paths(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert {run.config, run.records, run.checkpoints} == {
         tmp_path / name for name in ("config.yaml", "steps.jsonl", "checkpoints")
@@ -22,7 +22,7 @@ def test_the_paths_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "deep/er/run", "run/", "run-x", "[run]", "run*", "r.1"])
-def test_every_run_gets_its_own_directory(tmp_path: Path, name: str) -> None:
+def test_each_run_gets_its_own_directory(tmp_path: Path, name: str) -> None:
     wanted = f"{tmp_path}/{name}"
     first = Path(wanted)
     assert latest_run(wanted) is None
@@ -36,14 +36,14 @@ def test_every_run_gets_its_own_directory(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("cwd")
-def test_a_relative_directory() -> None:
+def test_relative_run_directory_is_supported() -> None:
     assert [create_run("runs/a").path for _ in range(2)] == [Path("runs/a"), Path("runs/a-2")]
     newest = latest_run("runs/a")
     assert newest is not None
     assert newest.path == Path("runs/a-2")
 
 
-def test_what_is_not_a_run_does_not_count(tmp_path: Path) -> None:
+def test_files_and_other_names_are_not_runs(tmp_path: Path) -> None:
     wanted = str(tmp_path / "run")
     create_run(wanted)
     (tmp_path / "run-7").write_text("a file")
@@ -54,25 +54,25 @@ def test_what_is_not_a_run_does_not_count(tmp_path: Path) -> None:
     assert newest.path == Path(wanted)
 
 
-def test_a_file_of_that_name_is_refused(tmp_path: Path) -> None:
+def test_file_with_name_of_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError, match=r"^run_dir = '.*run': is a file; name a directory$"):
         create_run(str(tmp_path / "run"))
 
 
-def test_a_file_of_a_numbered_name_is_skipped(tmp_path: Path) -> None:
+def test_file_with_numbered_name_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run-2").write_text("a file")
     assert create_run(str(tmp_path / "run")).path == tmp_path / "run-3"
 
 
-def test_a_directory_that_cannot_be_created_is_an_error_of_the_setting(tmp_path: Path) -> None:
+def test_uncreatable_directory_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^run_dir = '.*/run': cannot be created \(Not a dir"):
         create_run(str(tmp_path / "file" / "run"))
 
 
-def test_checkpoints_in_another_directory(tmp_path: Path) -> None:
+def test_checkpoints_are_stored_in_other_directory(tmp_path: Path) -> None:
     place, wanted = str(tmp_path / "scratch"), str(tmp_path / "run")
     assert latest_run(wanted, place) is None
     first = create_run(wanted, place)
@@ -82,7 +82,7 @@ def test_checkpoints_in_another_directory(tmp_path: Path) -> None:
     assert create_run(wanted, place).checkpoints == tmp_path / "scratch" / "run-2"
 
 
-def test_a_run_whose_directory_is_on_another_machine_counts(tmp_path: Path) -> None:
+def test_run_with_remote_directory_is_found(tmp_path: Path) -> None:
     place, wanted = tmp_path / "scratch", str(tmp_path / "here" / "run")
     for name in ("run", "run-3", "other", "run-x"):
         (place / name).mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_a_run_whose_directory_is_on_another_machine_counts(tmp_path: Path) -> N
     assert [create_run(wanted, str(place)).path.name for _ in range(2)] == ["run-2", "run-4"]
 
 
-def test_a_checkpoint_path_that_cannot_be_written_to_is_refused_at_the_start(
+def test_unwritable_checkpoint_path_is_refused_at_start(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").touch()
@@ -105,6 +105,6 @@ def test_a_checkpoint_path_that_cannot_be_written_to_is_refused_at_the_start(
     assert (tmp_path / "new" / "run").is_dir()
 
 
-def test_a_checkpoint_path_that_cannot_be_read_is_an_error_of_the_setting(tmp_path: Path) -> None:
+def test_unreadable_checkpoint_path_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^checkpoint\.path = 'nothing://x': is a URL; name a"):
         latest_run(str(tmp_path / "run"), "nothing://x")

@@ -60,7 +60,7 @@ def numbers(
     return json.loads(json.dumps(run_fingerprint(config, datasets, world, policy(precision))))
 
 
-def test_what_a_checkpoint_contains() -> None:
+def test_checkpoint_contains_configuration_data_and_versions() -> None:
     found = numbers({"seed": 7, "log": {"trackers": ["tensorboard"]}})
     assert found["configuration"]["seed"] == 7
     assert found["configuration"]["log"]["trackers"] == ["tensorboard"]
@@ -70,7 +70,7 @@ def test_what_a_checkpoint_contains() -> None:
     assert from_mapping(RunConfig, found["configuration"]).seed == 7
 
 
-def test_the_hash_is_that_of_the_configuration() -> None:
+def test_fingerprint_hash_agrees_with_configuration() -> None:
     found = numbers()
     assert found["configuration_hash"] == digest(to_json(RunConfig()))
     backwards = dict(reversed(found["configuration"].items()))
@@ -84,7 +84,7 @@ def test_equal_runs_have_no_changes() -> None:
     assert changes_since(numbers(values), numbers(values)) == Changes()
 
 
-def test_nested_settings_and_facts_are_compared() -> None:
+def test_nested_settings_and_environment_are_compared() -> None:
     before = numbers({"optim": {"lr": 1e-3}, "precision": {"loss_scale": {"init": 4.0}}})
     now = numbers(
         {"optim": {"lr": 3e-4}, "precision": {"loss_scale": {"init": 8.0}}},
@@ -112,12 +112,12 @@ def test_nested_settings_and_facts_are_compared() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_another_model_or_other_data_is_dangerous(now: dict[str, Any], line: str) -> None:
+def test_other_model_or_data_is_dangerous(now: dict[str, Any], line: str) -> None:
     found = changes_since(numbers(), now)
     assert [dangerous.split(" (")[0] for dangerous in found.dangerous.values()] == [line]
 
 
-def test_the_warmup_is_compared_as_a_number_of_updates() -> None:
+def test_warmup_is_compared_in_updates() -> None:
     def share(steps: int) -> dict[str, Any]:
         return numbers({"steps": steps, "schedule": {"warmup_steps": None}})
 
@@ -131,29 +131,29 @@ def test_the_warmup_is_compared_as_a_number_of_updates() -> None:
     ]
 
 
-def test_the_same_data_in_another_directory_is_harmless() -> None:
+def test_moved_data_is_harmless() -> None:
     found = changes_since(numbers({"data": {"path": "/a"}}), numbers({"data": {"path": "/b"}}))
     assert found == Changes(harmless={"data.path": "data.path: /a -> /b"})
 
 
-def test_facts_that_one_side_lacks_are_not_compared() -> None:
+def test_values_missing_on_one_side_are_not_compared() -> None:
     before = numbers()
     del before["data"]["digest"], before["versions"]
     assert changes_since(before, numbers(data=[1, 2, 3, 4, 5, 6, 7, 8])) == Changes()
 
 
-def test_every_setting_has_a_rule_and_no_rule_is_of_something_else() -> None:
+def test_rules_cover_exactly_the_settings() -> None:
     compared = [*leaf_names(RunConfig), *RUN_PROPERTIES]
     assert sorted(set(compared) - set(all_rules())) == [], "declare what a change of these means"
     assert sorted(set(all_rules()) - set(compared)) == [], "there are no such settings"
 
 
-def test_every_rule_with_consequences_names_them() -> None:
+def test_consequential_rules_name_their_effect() -> None:
     for name, rule in all_rules().items():
         assert bool(rule.effect) == (rule.kind in ("consequential", "dangerous")), name
 
 
-def test_a_section_has_a_rule_for_settings_without_their_own() -> None:
+def test_section_rule_applies_to_settings_without_own() -> None:
     @dataclass(frozen=True)
     class Section:
         inherits: int = 1
@@ -174,7 +174,7 @@ def test_a_section_has_a_rule_for_settings_without_their_own() -> None:
     }
 
 
-def test_each_change_is_reported_as_its_rule_says() -> None:
+def test_each_change_is_reported_by_its_rule() -> None:
     before = {"optim.lr": 0.001, "log.every": 10, "seed": 1, "resume": None, "steps": 5}
     now = {"optim.lr": 0.0003, "log.every": 1, "seed": 2, "resume": "auto", "steps": 5}
     changes = compare(before, now)
@@ -187,7 +187,7 @@ def test_each_change_is_reported_as_its_rule_says() -> None:
     ]
 
 
-def test_values_are_shown_as_they_are_configured() -> None:
+def test_values_are_shown_as_configured() -> None:
     before = {"strategy": "ddp", "compile": "none", "data.path": None, "optim.options": {"a": [1]}}
     now = {"strategy": "fsdp", "compile": "none", "data.path": "/x", "optim.options": {"a": [2]}}
     changes = compare(before, now)
@@ -197,14 +197,14 @@ def test_values_are_shown_as_they_are_configured() -> None:
     )
 
 
-def test_settings_of_other_versions() -> None:
+def test_settings_of_other_versions_are_harmless() -> None:
     changes = compare({"gone": 3, "old": 1}, {"old": 1, "new": 2})
     assert changes == Changes(
         harmless={"new": "new: (unknown) -> 2", "gone": "gone: 3 -> (unknown)"}
     )
 
 
-def test_dangerous_changes_are_refused_in_one_message() -> None:
+def test_dangerous_changes_are_one_message() -> None:
     before = {"model.size": "1m", "seed": 1, "log.every": 1}
     changes = compare(before, {"model.size": "22m", "seed": 2, "log.every": 2})
     with pytest.raises(ConfigError) as caught:
@@ -222,7 +222,7 @@ def test_dangerous_changes_are_refused_in_one_message() -> None:
     compare(before, before | {"log.every": 7}).refuse("x")
 
 
-def test_harmless_changes_are_logged_and_the_others_are_warnings(
+def test_harmless_changes_are_logged_others_warn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     logged: list[str] = []
@@ -235,7 +235,7 @@ def test_harmless_changes_are_logged_and_the_others_are_warnings(
     ]
 
 
-def test_fewer_steps_than_the_checkpoint_has_change_no_learning_rate(
+def test_fewer_steps_than_checkpoint_keep_learning_rate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(configuration(tmp_path, steps=4))

@@ -76,7 +76,7 @@ def records(directory: Path) -> list[int]:
 
 
 @pytest.mark.nightly
-def test_the_same_command_twice_trains_once(tmp_path: Path) -> None:
+def test_second_equal_command_does_not_train(tmp_path: Path) -> None:
     options = ["--resume=auto", "--steps=20000", "--checkpoint.every=5"]
     arguments = ["distmp.train", *tiny(tmp_path, *options)]
     with job(tmp_path, "-m", *arguments) as first:
@@ -99,7 +99,7 @@ def test_the_same_command_twice_trains_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
+def test_stop_request_ends_wait_for_lease(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     Lease(tmp_path / "run", other("a")).claim()
     with job(tmp_path, "-m", "distmp.train", *tiny(tmp_path, "--resume=auto")) as waiting:
@@ -113,7 +113,7 @@ def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_no_wait_after_a_killed_launcher(tmp_path: Path) -> None:
+def test_job_continues_after_killed_launcher(tmp_path: Path) -> None:
     """Its ranks save and end, and the next job waits for them; the result is that of one job."""
     arguments = tiny(tmp_path, "--steps=150", "--resume=auto")
     arguments += ["--checkpoint.every=10", "--preflight=never"]
@@ -166,7 +166,7 @@ def squared(model, batch):
 
 
 @pytest.mark.nightly
-def test_ranks_that_cannot_end_a_step_end_too(tmp_path: Path) -> None:
+def test_ranks_blocked_in_step_end(tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     launch += ["-m", "distmp.train", "--model.name=stuck:Stuck", "--model.loss=stuck:squared"]
@@ -186,7 +186,7 @@ def test_ranks_that_cannot_end_a_step_end_too(tmp_path: Path) -> None:
 # One process
 
 
-def test_a_job_that_was_replaced_ends_and_writes_nothing_more(tmp_path: Path) -> None:
+def test_replaced_job_ends_without_writing(tmp_path: Path) -> None:
     displaced = trainer(tmp_path, "--steps=50", "--checkpoint.every=1")
     assert displaced.lease is not None
     taken = Lease(displaced.directory.path, other("b"))
@@ -211,7 +211,7 @@ def test_a_job_that_was_replaced_ends_and_writes_nothing_more(tmp_path: Path) ->
     assert taken.is_valid
 
 
-def test_a_checkpoint_that_is_being_written_does_not_appear(tmp_path: Path) -> None:
+def test_checkpoint_of_replaced_job_does_not_appear(tmp_path: Path) -> None:
     displaced = trainer(tmp_path, "--steps=50")
     assert displaced.lease is not None
     displaced.checkpointing.save_now(displaced)
@@ -225,7 +225,7 @@ def test_a_checkpoint_that_is_being_written_does_not_appear(tmp_path: Path) -> N
     displaced.lease.release()
 
 
-def test_a_run_that_has_ended_leaves_its_directory(tmp_path: Path) -> None:
+def test_ended_run_releases_its_directory(tmp_path: Path) -> None:
     first = trainer(tmp_path, "--steps=2")
     assert first.run(StopSignals())
     owner = leases.last_owner(tmp_path / "run")
@@ -250,7 +250,7 @@ def begin(chosen: DirectoryChoice) -> RunDirectory:
 @pytest.mark.parametrize(
     ("again", "directory"), [(SchedulerJob("1", 1), "run"), (SchedulerJob("3", 0), "run-2")]
 )
-def test_a_requeued_job_continues_its_directory_and_others_the_newest(
+def test_requeued_job_continues_its_own_directory(
     again: SchedulerJob, directory: str, tmp_path: Path
 ) -> None:
     for name in ("1", "2"):
@@ -262,7 +262,7 @@ def test_a_requeued_job_continues_its_directory_and_others_the_newest(
     third.release()
 
 
-def test_two_new_runs_take_two_directories(tmp_path: Path) -> None:
+def test_two_new_runs_use_two_directories(tmp_path: Path) -> None:
     jobs = [choice(tmp_path, other(name), resume=None) for name in "ab"]
     assert [begin(job).path.name for job in jobs] == ["run", "run-2"]
     for job in jobs:
@@ -276,7 +276,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-def test_the_same_command_a_moment_later(tmp_path: Path) -> None:
+def test_concurrent_start_in_same_directory_is_refused(tmp_path: Path) -> None:
     first, second = (choice(tmp_path, other(name)) for name in "ab")
     assert first.continued(None) is None
     assert second.continued(None) is None
@@ -287,7 +287,7 @@ def test_the_same_command_a_moment_later(tmp_path: Path) -> None:
     first.release()
 
 
-def test_the_same_command_a_moment_later_and_the_other_one_has_ended(tmp_path: Path) -> None:
+def test_late_start_after_ended_run_is_refused(tmp_path: Path) -> None:
     first, second = (choice(tmp_path, other(name)) for name in "ab")
     assert first.continued(None) is None
     assert second.continued(None) is None
@@ -299,7 +299,7 @@ def test_the_same_command_a_moment_later_and_the_other_one_has_ended(tmp_path: P
     assert second.lease is None
 
 
-def test_records_without_a_checkpoint_are_warned_of(tmp_path: Path) -> None:
+def test_records_without_checkpoint_warn(tmp_path: Path) -> None:
     first = choice(tmp_path, other("a"), resume=None)
     earlier = begin(first)
     earlier.records.write_text("{}\n")
@@ -318,7 +318,7 @@ def test_records_without_a_checkpoint_are_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-def test_a_directory_without_a_checkpoint_is_held_until_there_is_a_new_one(tmp_path: Path) -> None:
+def test_directory_without_checkpoint_stays_leased_until_save(tmp_path: Path) -> None:
     """Of two jobs that continue a run that never saved, one trains."""
     (tmp_path / "run").mkdir()
     first, second = (choice(tmp_path, other(name)) for name in "ab")
@@ -332,7 +332,7 @@ def test_a_directory_without_a_checkpoint_is_held_until_there_is_a_new_one(tmp_p
 
 
 @pytest.mark.usefixtures("_patient")
-def test_checkpoints_elsewhere_have_a_lease_too(tmp_path: Path) -> None:
+def test_checkpoints_in_other_directory_have_lease(tmp_path: Path) -> None:
     """Two machines whose run directories are on their own disks."""
     shared = str(tmp_path / "shared")
     here, there = (
@@ -348,7 +348,7 @@ def test_checkpoints_elsewhere_have_a_lease_too(tmp_path: Path) -> None:
     second.release()
 
 
-def test_without_a_place_for_the_lease_training_continues(
+def test_training_continues_if_lease_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()

@@ -31,7 +31,7 @@ def build(directory: Path, *options: str) -> None:
 @pytest.mark.parametrize(
     ("option", "messages"), [("--strategy=auto", 1), ("--strategy=fsdp", 1), ("--strategy=ddp", 0)]
 )
-def test_a_model_that_cannot_be_deferred_is_built_whole(
+def test_undeferrable_model_is_built_whole(
     tmp_path: Path, option: str, messages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="distmp"):
@@ -69,7 +69,7 @@ class InitialWeights(Callback):
 
 
 @pytest.mark.nightly
-def test_initial_weights_and_losses_are_the_same_bits(tmp_path: Path) -> None:
+def test_deferred_and_whole_models_have_equal_bits(tmp_path: Path) -> None:
     arguments = tiny(tmp_path, "--log.every=1", "--schedule.warmup-steps=2", f"--steps={STEPS}")
     arguments.append("--callbacks=tests.training.test_setup:InitialWeights")
     jobs = [Job([*arguments, *options], ranks=ranks) for ranks, options in RUNS]

@@ -58,7 +58,7 @@ def chosen(
         nightly({"precision": policy("bf16-pure")}, (2 + 4 + 8, 14 / LOCAL, 14 / RANKS)),
     ],
 )
-def test_the_fastest_that_fits_is_chosen_and_the_reason_has_the_numbers(
+def test_fastest_strategy_that_fits_is_chosen_with_reason(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], needs: tuple[float, ...]
 ) -> None:
     config = config_of(**settings)
@@ -115,7 +115,7 @@ def test_settings_exclude_strategies(
         ),
     ],
 )
-def test_settings_that_no_strategy_supports_are_refused(
+def test_settings_without_supporting_strategy_are_refused(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -143,7 +143,7 @@ def free_bytes(least: int, world: World) -> None:
 
 @pytest.mark.nightly
 @ranks(2)
-def test_ranks_agree_although_their_free_memory_differs() -> None:
+def test_ranks_with_different_free_memory_agree() -> None:
     real = World.current("cpu")
     config = config_of(batch={"global_batch_size": 8, "microbatch_size": 2})
     parts = prepare(config, real)
@@ -160,7 +160,7 @@ def test_ranks_agree_although_their_free_memory_differs() -> None:
 
 
 @ranks(2)
-def test_a_run_prints_the_choice(tmp_path: Any) -> None:
+def test_run_prints_chosen_strategy(tmp_path: Any) -> None:
     real = World.current("cpu")
     config = config_of(
         batch={"global_batch_size": 8, "microbatch_size": 2}, run_dir=str(tmp_path / "run")
@@ -175,7 +175,7 @@ def test_a_run_prints_the_choice(tmp_path: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_explain_makes_the_choice_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_chooses_same_strategy_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     for free, strategy in ((10**12, "ddp"), (1, "fsdp")):
         monkeypatch.setattr(strategy_choice, "least_free_bytes", lambda _, free=free: free)

@@ -95,7 +95,7 @@ def check_ranks(directory: Path, expected: list[int]) -> None:
     consumed.clear()
 
 
-def test_a_stream_trains_on_the_same_samples_on_any_ranks_and_resumes(tmp_path: Path) -> None:
+def test_stream_samples_are_independent_of_ranks_and_resume(tmp_path: Path) -> None:
     consumed.clear()  # other tests in this process have trained too
     one = train(settings(tmp_path / "one"))
     samples = trained_samples()
@@ -120,7 +120,7 @@ def test_a_stream_trains_on_the_same_samples_on_any_ranks_and_resumes(tmp_path: 
         ({"options": {"kind": "iterator"}}, "generator, which can be read only once"),
     ],
 )
-def test_streams_that_cannot_be_divided_are_refused_before_training(
+def test_indivisible_streams_are_refused_before_training(
     tmp_path: Path, data: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

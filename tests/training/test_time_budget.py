@@ -39,7 +39,7 @@ def spent_at(budget: TimeBudget, clock: Clock) -> float:
         ([100.0] + [1.0] * 50, 20.0, 0, 600 - 5 - 30 - 3),
     ],
 )
-def test_the_reserve_covers_steps_a_save_and_the_end(
+def test_time_reserve_covers_steps_save_and_exit(
     steps: list[float], save: float | None, state_bytes: float, expected: float
 ) -> None:
     clock = Clock()
@@ -52,12 +52,12 @@ def test_the_reserve_covers_steps_a_save_and_the_end(
     assert spent_at(budget, clock) == pytest.approx(expected, abs=0.2)
 
 
-def test_no_limit() -> None:
+def test_time_budget_without_limit_is_never_spent() -> None:
     assert not TimeBudget(None, 0, job_started=0.0, clock=lambda: 1e12).is_spent()
 
 
 @pytest.mark.nightly
-def test_the_job_starts_with_its_launcher() -> None:
+def test_job_start_is_that_of_launcher() -> None:
     script = "from distmp.training.callbacks.time_limit import job_started; print(job_started())"
     variables = {name: v for name, v in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     before = time.time()

@@ -40,7 +40,7 @@ def trained(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[StepRecord]
 
 
 @pytest.mark.nightly
-def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
+def test_ddp_and_fsdp_losses_agree(tmp_path: Path) -> None:
     arguments = tiny(tmp_path, "--steps=30", "--optim.lr=1e-2", "--schedule.warmup-steps=5")
     ranks = {"ddp": 2, "fsdp": 2, "single": 1}
     jobs = [
@@ -67,7 +67,7 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None:
+def test_gpu_losses_agree_with_cpu(tmp_path: Path) -> None:
     # A deferred model draws its weights on the device, whose generator has other numbers.
     start = f"--model.weights={_weights(tmp_path)}"
     arguments = tiny(tmp_path, start, "--steps=10", "--optim.lr=1e-2", "--checkpoint.every=4")
@@ -90,7 +90,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=pytest.mark.gpu), 2], ids=["one rank over nccl", "two ranks"]
 )
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ranks: int) -> None:
+def test_resumed_losses_agree_with_uninterrupted_run(tmp_path: Path, ranks: int) -> None:
     directory = tmp_path / "run"
     arguments = tiny(tmp_path, f"--run-dir={directory}", "--steps=10")
     arguments += ["--strategy=fsdp", "--precision.policy=bf16"]
@@ -113,7 +113,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ra
     assert [record.grad_norm for record in resumed] == [record.grad_norm for record in whole]
 
 
-def test_a_run_leaves_everything_in_its_directory(
+def test_run_writes_expected_files_in_its_directory(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = tiny(cwd, "--steps=3", "--run-dir=runs/here", "--log.every=1")
@@ -143,7 +143,7 @@ def test_a_run_leaves_everything_in_its_directory(
 
 
 @pytest.mark.nightly
-def test_data_model_and_loss_by_import_path(cwd: Path) -> None:
+def test_data_model_and_loss_are_imported_by_path(cwd: Path) -> None:
     module = _module(cwd)
     arguments = [
         f"--data.source={module}:line",
@@ -170,7 +170,7 @@ def test_data_model_and_loss_by_import_path(cwd: Path) -> None:
     assert records[-1].weight == 8
 
 
-def test_a_run_that_only_skips_gives_up(
+def test_run_that_skips_every_step_ends(
     cwd: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 3)
@@ -326,7 +326,7 @@ def _module(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_configuration_is_one_message_and_exit_code_2(
+def test_invalid_configuration_returns_exit_code_2(
     case: str, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = WRONG[case]
@@ -340,7 +340,7 @@ def test_a_wrong_configuration_is_one_message_and_exit_code_2(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_fails_is_one_message(
+def test_failing_dataset_is_one_message(
     workers: int, cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
@@ -362,7 +362,7 @@ def test_a_dataset_that_fails_is_one_message(
 
 
 @pytest.mark.nightly
-def test_all_ranks_together_print_the_message_once(tmp_path: Path) -> None:
+def test_ranks_print_common_message_once(tmp_path: Path) -> None:
     cases = [WRONG[name] for name in ("unknown key", "missing data directory", INTEGERS)]
     directories = [_directory(tmp_path / str(number)) for number in range(len(cases))]
     jobs = [Job(arguments(directories[number])) for number, (arguments, _) in enumerate(cases)]
@@ -373,7 +373,7 @@ def test_all_ranks_together_print_the_message_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_under_torchrun_the_message_is_the_only_one_of_the_ranks(tmp_path: Path) -> None:
+def test_ranks_under_torchrun_print_one_message(tmp_path: Path) -> None:
     arguments, message = WRONG["unknown key"]
     done = run(torchrun(*arguments(tmp_path)), tmp_path)
     assert done.returncode != 0
@@ -384,7 +384,7 @@ def test_under_torchrun_the_message_is_the_only_one_of_the_ranks(tmp_path: Path)
 
 
 @pytest.mark.nightly
-def test_launch_ends_with_the_exit_code_of_a_wrong_configuration(tmp_path: Path) -> None:
+def test_launch_returns_exit_code_of_invalid_configuration(tmp_path: Path) -> None:
     arguments, message = WRONG[INTEGERS]
     launched = run(python("-m", "distmp", "launch", "--", *arguments(tmp_path)), tmp_path)
     assert launched.returncode == 2
@@ -406,7 +406,7 @@ def _command(launcher: str, arguments: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", nightly("distmp launch")])
-def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path) -> None:
+def test_first_cause_of_failure_is_printed_first(launcher: str, tmp_path: Path) -> None:
     arguments = [
         f"--data.path={corpus(tmp_path / 'corpus')}",
         f"--model.name={_module(tmp_path)}:failing",
@@ -423,7 +423,7 @@ def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", nightly("distmp launch")])
-def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_with_checkpoint(launcher: str, tmp_path: Path) -> None:
     command = _command(launcher, tiny(tmp_path, "--steps=20000"))
     with (tmp_path / "log").open("w+") as log:
         job = subprocess.Popen(

@@ -46,7 +46,7 @@ class Killed(nn.Module):
 
 
 @pytest.mark.nightly
-def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
+def test_killed_rank_has_complete_log(tmp_path: Path) -> None:
     directory = tmp_path / "0"
     directory.mkdir()
     (directory / "models.py").write_text(KILLED)
@@ -88,7 +88,7 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     assert f"pid {start['ranks'][1]['pid']}" in second.splitlines()[0]
 
 
-def test_a_resumed_run_appends_to_logs_and_manifest(cwd: Path) -> None:
+def test_resumed_run_appends_to_logs_and_manifest(cwd: Path) -> None:
     arguments = tiny(cwd, "--resume=auto", "--preflight=always")
     for steps in (2, 3):
         assert main([*arguments, f"--steps={steps}", "--log.console=off"]) == 0
@@ -101,7 +101,7 @@ def test_a_resumed_run_appends_to_logs_and_manifest(cwd: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_machines_that_differ_do_not_start(tmp_path: Path) -> None:
+def test_machines_with_different_settings_do_not_start(tmp_path: Path) -> None:
     """Two agents of torchrun, as on two machines, with different values of one setting."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

@@ -75,7 +75,7 @@ def failures(output: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("asynchronous", ["asynchronous", nightly("no-asynchronous")])
-def test_a_run_continues_when_the_disk_is_full_and_saves_again_when_it_is_not(
+def test_run_continues_on_full_disk_and_saves_later(
     asynchronous: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -95,7 +95,7 @@ def test_a_run_continues_when_the_disk_is_full_and_saves_again_when_it_is_not(
         assert [r.step for r in read_records(directory / "run" / "steps.jsonl")] == [*range(1, 11)]
 
 
-def test_a_run_that_cannot_save_its_end_fails(
+def test_run_without_final_checkpoint_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with disk(tmp_path / "disk", "size=8m") as directory:
@@ -111,7 +111,7 @@ def test_a_run_that_cannot_save_its_end_fails(
 
 
 @pytest.mark.nightly
-def test_a_read_only_directory(
+def test_run_continues_while_directory_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = tmp_path / "disk" / "run" / "checkpoints"
@@ -128,7 +128,7 @@ def test_a_read_only_directory(
 
 
 @pytest.mark.nightly
-def test_a_directory_that_vanishes_is_created_again(
+def test_deleted_directory_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "disk" / "run"
@@ -138,7 +138,7 @@ def test_a_directory_that_vanishes_is_created_again(
     assert [record.step for record in read_records(directory / "steps.jsonl")] == [*range(6, 11)]
 
 
-def test_a_disk_that_is_full_from_the_start(
+def test_run_starts_on_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with disk(tmp_path / "disk", "size=8m") as directory:
@@ -157,7 +157,7 @@ def test_a_disk_that_is_full_from_the_start(
 FP16 = ["--precision.policy=fp16", "--precision.loss-scale.init=16777216"]
 
 
-def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
+def test_skipped_step_is_explained_in_record_and_console(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(tiny(cwd, *FP16, "--steps=12")) == 0
@@ -178,7 +178,7 @@ def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
 
 
 @pytest.mark.nightly
-def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_path: Path) -> None:
+def test_run_that_skips_every_step_names_layer(tmp_path: Path) -> None:
     fixed = "--precision.policy=fp16,loss_scale=16777216"
     (done,) = run_jobs([Job(tiny(tmp_path, *FP16, fixed, "--steps=60"))], tmp_path)
     assert 1 in done.exit_codes.values(), done
@@ -209,7 +209,7 @@ def all_ignored(split: str, sequence_length: int) -> AllIgnored:
 
 
 @pytest.mark.usefixtures("cwd")
-def test_a_run_without_targets_says_that_it_trains_nothing(
+def test_run_without_targets_is_reported(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = [f"--data.source={__name__}:all_ignored", "--sample.length=0"]
@@ -240,7 +240,9 @@ def saved(tmp_path: Path, *arguments: str) -> list[int]:
         nightly(["--checkpoint.every=3", "--checkpoint.no-asynchronous"], [3, 6]),
     ],
 )
-def test_steps_between_checkpoints(arguments: list[str], expected: list[int], cwd: Path) -> None:
+def test_checkpoints_are_saved_at_configured_steps(
+    arguments: list[str], expected: list[int], cwd: Path
+) -> None:
     assert saved(cwd, *arguments) == expected
 
 
@@ -253,7 +255,7 @@ def test_steps_between_checkpoints(arguments: list[str], expected: list[int], cw
         nightly(["--checkpoint.every=3", "--checkpoint.no-asynchronous"], []),
     ],
 )
-def test_memory_is_prepared_once_if_saves_follow(
+def test_save_memory_is_allocated_once_before_saves(
     arguments: list[str], expected: list[int], cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = []

@@ -21,7 +21,7 @@ def _permitted() -> None:
         pytest.skip(reason)
 
 
-def test_each_host_has_a_name_and_an_address() -> None:
+def test_hosts_have_names_and_addresses() -> None:
     with two_hosts() as hosts:
         for host, (name, address) in enumerate(zip(NAMES, ADDRESSES, strict=True)):
             assert hosts.run(host, "hostname").strip() == name
@@ -30,12 +30,12 @@ def test_each_host_has_a_name_and_an_address() -> None:
             assert hosts.run(host, "pwd", cwd=Path("/usr")).strip() == "/usr"
 
 
-def test_a_failed_command_shows_what_it_printed() -> None:
+def test_failed_command_shows_its_output() -> None:
     with two_hosts() as hosts, pytest.raises(AssertionError, match="ended with 3:\nwhy"):
         hosts.run(1, "sh", "-c", "echo why; exit 3")
 
 
-def test_nothing_is_left_behind() -> None:
+def test_two_hosts_remove_processes_and_interfaces() -> None:
     interfaces, table = set(NETWORK.iterdir()), TABLE.read_text()
     before = psutil.Process().children(recursive=True)
     with contextlib.suppress(InterruptedError), two_hosts() as hosts:

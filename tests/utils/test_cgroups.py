@@ -56,7 +56,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_control_groups(
+def test_cgroup_limits_are_read(
     files: dict[str, str], cores: float | None, memory: int | None, tmp_path: Path
 ) -> None:
     root = write(tmp_path, files)
@@ -68,7 +68,7 @@ def test_control_groups(
     ("cores", "quota", "granted"),
     [(8, "50000", 1), (8, "350000", 3), (2, "800000", 2), (4, "max", 4)],
 )
-def test_cores_follow_the_smaller_of_affinity_and_quota(
+def test_cores_are_minimum_of_affinity_and_quota(
     cores: int, quota: str, granted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroups, "usable_cores", lambda: cores)
@@ -76,7 +76,7 @@ def test_cores_follow_the_smaller_of_affinity_and_quota(
     assert granted_cores(write(tmp_path, files)) == granted
 
 
-def test_free_memory_is_what_the_group_has_left(tmp_path: Path) -> None:
+def test_free_memory_respects_cgroup_limit(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/job",
         "sys/fs/cgroup/job/memory.max": "9000",

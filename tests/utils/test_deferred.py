@@ -96,7 +96,7 @@ def computed(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
-def test_values_are_those_of_the_constructor(constructor: Callable[[], nn.Module]) -> None:
+def test_values_agree_with_constructor(constructor: Callable[[], nn.Module]) -> None:
     whole, deferred = build_whole(constructor, 7), build_deferred(constructor, 7)
     values = computed(deferred)
     expected = dict([*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()])
@@ -109,7 +109,7 @@ def test_values_are_those_of_the_constructor(constructor: Callable[[], nn.Module
     assert vars(deferred).get("bound") == vars(whole).get("bound")
 
 
-def test_another_seed_gives_other_values() -> None:
+def test_other_seed_gives_other_values() -> None:
     first, second = (computed(build_deferred(Initialized, seed)) for seed in (1, 2))
     assert not torch.equal(first["layers.0.weight"], second["layers.0.weight"])
     assert torch.equal(first["layers.1.weight"], second["layers.1.weight"])  # ones
@@ -128,7 +128,7 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert not module.weight.requires_grad
 
 
-def test_copies_are_equal_and_ties_stay() -> None:
+def test_copies_are_equal_and_keep_ties() -> None:
     values = computed(build_deferred(Copies, 3))
     layers = "encoder.layers.{}.self_attn.in_proj_weight"
     assert torch.equal(values[layers.format(0)], values[layers.format(1)])
@@ -137,7 +137,7 @@ def test_copies_are_equal_and_ties_stay() -> None:
     assert len(list(tied.parameters())) == 7
 
 
-def test_it_takes_no_memory_and_leaves_the_generator() -> None:
+def test_deferred_build_uses_no_memory_or_generator() -> None:
     state = torch.get_rng_state()
     module = build_deferred(lambda: nn.Linear(2**24, 2**24), 1)  # 1 PiB
     assert module.weight.is_meta
@@ -159,7 +159,7 @@ class Drawing(nn.Linear):
         super().reset_parameters()
 
 
-def test_all_ways_to_values_leave_the_generators() -> None:
+def test_materialization_does_not_change_generators() -> None:
     def drawing() -> nn.Module:
         return Drawing(3, 4)
 
@@ -190,7 +190,7 @@ class DrawsOutsideOfTorch(nn.Module):
             self.drawn.copy_(torch.from_numpy(np.random.randn(4)))
 
 
-def test_generators_outside_of_torch_are_seeded_and_left_as_they_were() -> None:
+def test_other_generators_are_seeded_and_restored() -> None:
     random.seed(1)
     np.random.seed(1)
     states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
@@ -244,7 +244,7 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
-def test_a_description_tells_what_determines_initial_values() -> None:
+def test_description_changes_with_initial_values() -> None:
     texts = {name: described(change) for name, change in CHANGES.items()}
     for name, change in CHANGES.items():
         assert described(change) == texts[name], name
@@ -276,7 +276,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 
 @given(st.lists(st.sampled_from(range(len(STEPS))), max_size=8), st.integers(0, 2**62))
 @settings(max_examples=30, deadline=None)
-def test_any_sequence_of_operations(steps: list[int], seed: int) -> None:
+def test_any_operation_sequence_agrees_with_constructor(steps: list[int], seed: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -362,16 +362,16 @@ class AssignsData(nn.Module):
         (lambda: nn.Linear(3, 4).half(), "^converts its parameters to another dtype, which prec"),
     ],
 )
-def test_what_cannot_be_deferred_is_named(build: Callable[[], nn.Module], message: str) -> None:
+def test_undeferrable_operations_are_named(build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(NotDeferrableError, match=message):
         build_deferred(build, 0)
 
 
-def test_an_empty_parameter_has_no_values_to_set() -> None:
+def test_empty_parameter_can_be_deferred() -> None:
     module = build_deferred(lambda: nn.ParameterList([torch.empty(0, 3)]), 0)
     assert computed(module)["0"].shape == (0, 3)
 
 
-def test_errors_of_a_constructor_are_its_own() -> None:
+def test_constructor_errors_pass_through() -> None:
     with pytest.raises(ZeroDivisionError):
         build_deferred(lambda: nn.Linear(1 // 0, 3), 0)

@@ -7,7 +7,7 @@ import pytest
 from distmp.utils.files import replacing
 
 
-def test_replaces_the_content_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_write_replaces_content_without_leftovers(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"old")
     with replacing(path) as file:
@@ -18,7 +18,7 @@ def test_replaces_the_content_and_leaves_nothing_else(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_whoever_reads_the_old_file_keeps_it_whole(tmp_path: Path) -> None:
+def test_open_readers_keep_old_content(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"old")
     with path.open("rb") as reader:
@@ -27,7 +27,7 @@ def test_whoever_reads_the_old_file_keeps_it_whole(tmp_path: Path) -> None:
         assert reader.read() == b"old"
 
 
-def test_an_error_keeps_the_old_file(tmp_path: Path) -> None:
+def test_write_error_keeps_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"old")
 

@@ -23,7 +23,7 @@ from tests.ranks import ranks, run_ranks
     shape=st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple),
     ends=st.tuples(st.integers(0, 700), st.integers(0, 700)),
 )
-def test_rectangles_cover_the_run_once_and_in_its_order(
+def test_rectangles_cover_range_once_in_order(
     shape: tuple[int, ...], ends: tuple[int, int]
 ) -> None:
     size = math.prod(shape)
@@ -43,7 +43,7 @@ def test_rectangles_cover_the_run_once_and_in_its_order(
     assert len(pieces) <= max(1, 2 * len(shape) - 1)
 
 
-def test_a_slice_is_a_plain_tensor_to_every_operation() -> None:
+def test_operations_treat_slice_as_plain_tensor() -> None:
     values = torch.arange(6.0)
     part = FlatShard.of(values, torch.Size([4, 5]), 7)
     assert global_shape(part) == (4, 5)
@@ -87,7 +87,7 @@ def load(path: Path, *, as_slices: bool) -> None:
         assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(expected))
 
 
-def test_a_copy_of_a_slice_is_a_slice_of_the_same_place() -> None:
+def test_copied_slice_keeps_its_position() -> None:
     slice_ = FlatShard.of(torch.arange(4.0), torch.Size([3, 2]), 1)
     state = copy.deepcopy({"first": slice_, "again": slice_})
     assert state["first"] is state["again"]
@@ -99,7 +99,7 @@ def test_a_copy_of_a_slice_is_a_slice_of_the_same_place() -> None:
 
 
 @pytest.mark.slow
-def test_slices_are_saved_and_loaded_at_other_world_sizes(tmp_path: Path) -> None:
+def test_slices_load_at_other_world_sizes(tmp_path: Path) -> None:
     for world_size in (1, 2, 4):
         directory = tmp_path / str(world_size)
         if world_size == 1:
@@ -119,7 +119,7 @@ def _load_slices(path: Path) -> None:
     load(path, as_slices=True)
 
 
-def test_a_slice_of_another_shape_does_not_fit(tmp_path: Path) -> None:
+def test_slice_of_other_shape_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     checkpoint = listing.latest(tmp_path)
     assert checkpoint is not None
@@ -129,7 +129,7 @@ def test_a_slice_of_another_shape_does_not_fit(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_gathering_keeps_every_bit() -> None:
+def test_gather_keeps_every_bit() -> None:
     values = torch.tensor([[-0.0, 1.0, 1e-45], [math.nan, -math.inf, -0.0]])
     start, stop = [(0, 2), (2, 6)][dist.get_rank()]
     full = gathered(FlatShard.of(values.flatten()[start:stop].clone(), values.shape, start))

@@ -16,7 +16,7 @@ def sleeping(event: threading.Event) -> None:
     event.wait()
 
 
-def test_line_of_a_thread_that_waits_in_the_standard_library() -> None:
+def test_user_line_of_thread_waiting_in_standard_library() -> None:
     event = threading.Event()
     thread = threading.Thread(target=sleeping, args=[event])
     thread.start()
@@ -30,7 +30,7 @@ def test_line_of_a_thread_that_waits_in_the_standard_library() -> None:
     assert frames.user_line(thread.ident or 0) == ""
 
 
-def test_line_below_an_installed_package() -> None:
+def test_user_line_below_installed_package() -> None:
     lines = []
     parameter = torch.ones((), requires_grad=True)
     parameter.register_hook(lambda _: lines.append(frames.user_line(threading.get_ident())))
@@ -39,7 +39,7 @@ def test_line_below_an_installed_package() -> None:
     assert "lines.append(" in lines[0]
 
 
-def test_innermost_line_where_no_code_is_the_users(tmp_path: Path) -> None:
+def test_innermost_line_without_user_code(tmp_path: Path) -> None:
     finished = threading.Event()
     timer = threading.Timer(60, finished.set)
     timer.start()
@@ -59,16 +59,16 @@ class Value:
     tolist = cpu = sum = item
 
 
-def test_a_line_that_copies_from_the_device_waits_for_it() -> None:
+def test_line_copying_from_device_waits_for_it() -> None:
     value = Value()
-    assert value.item().startswith("item (test_a_line_that_copies_from_the_device_waits_for_it, ")
+    assert value.item().startswith("item (test_line_copying_from_device_waits_for_it, ")
     assert value.tolist().startswith("tolist (")
     assert value.cpu().startswith("cpu (")
     assert value.sum() == ""
     assert frames.device_wait(None) == ""
 
 
-def test_the_caller_of_a_synchronization_is_shown(tmp_path: Path) -> None:
+def test_caller_of_synchronization_is_shown(tmp_path: Path) -> None:
     """The function of torch.cuda is not shown: it is the same for events, streams and devices."""
     directory = tmp_path / "torch" / "cuda"
     directory.mkdir(parents=True)

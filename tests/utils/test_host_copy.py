@@ -7,7 +7,7 @@ from distmp.utils.host_copy import HostCopy
 from tests.recording import no_waiting
 
 
-def test_values_of_the_host_are_there_at_once() -> None:
+def test_host_values_are_available_immediately() -> None:
     copy = HostCopy(torch.arange(3))
     assert copy.is_complete
     assert not copy.on_device
@@ -15,7 +15,7 @@ def test_values_of_the_host_are_there_at_once() -> None:
 
 
 @pytest.mark.gpu
-def test_values_of_a_gpu_are_read_when_they_have_arrived() -> None:
+def test_gpu_values_are_read_after_arrival() -> None:
     values = torch.zeros(3, device="cuda")
     for step in range(1, 4):
         with no_waiting():

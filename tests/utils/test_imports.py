@@ -25,13 +25,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_objects_by_path() -> None:
+def test_objects_are_imported_by_path() -> None:
     assert load_object("model.name", "collections:OrderedDict") is collections.OrderedDict
     found = load_object("model.name", "collections:OrderedDict.fromkeys")
     assert found("ab") == {"a": None, "b": None}
 
 
-def test_the_working_directory_is_searched(directory: Path) -> None:
+def test_working_directory_is_searched(directory: Path) -> None:
     assert load_object("model.name", "my_parts.models:Model.size") == 3
     load_object("model.name", "my_parts.models:Model")
     assert sys.path.count(str(directory)) == 1
@@ -59,14 +59,14 @@ def test_malformed_paths_are_refused(path: str) -> None:
     ],
 )
 @pytest.mark.usefixtures("directory")
-def test_what_is_not_there_is_named(path: str, message: str) -> None:
+def test_missing_module_or_attribute_is_named(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_object("model.name", path)
     assert str(caught.value).startswith(f"model.name = {path!r}: ")
 
 
 @pytest.mark.usefixtures("directory")
-def test_errors_inside_a_module_keep_their_traceback() -> None:
+def test_errors_inside_module_keep_traceback() -> None:
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         load_object("model.name", "my_broken:Model")
     with pytest.raises(ZeroDivisionError):

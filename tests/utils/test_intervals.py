@@ -20,7 +20,7 @@ def is_in_order(intervals: list[Interval]) -> bool:
 
 
 @given(spans, spans)
-def test_sets_of_times(some: list[Interval], others: list[Interval]) -> None:
+def test_interval_operations_agree_with_sets(some: list[Interval], others: list[Interval]) -> None:
     first, second = union(some), union(others)
     assert is_in_order(first)
     assert moments(first) == moments(some)

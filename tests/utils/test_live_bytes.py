@@ -13,7 +13,7 @@ from distmp.utils.live_bytes import (
 )
 
 
-def test_the_peak_by_part() -> None:
+def test_peak_is_split_by_category() -> None:
     weight = torch.zeros(10)  # allocated before
     with LiveBytes() as memory:
         memory.label([weight, weight.view(2, 5)], PARAMETERS)
@@ -36,7 +36,7 @@ def test_the_peak_by_part() -> None:
     }
 
 
-def test_the_peak_is_one_since_start() -> None:
+def test_peak_counts_only_after_start() -> None:
     with LiveBytes() as memory:
         large = torch.zeros(1000)
         del large
@@ -45,7 +45,7 @@ def test_the_peak_is_one_since_start() -> None:
     assert memory.peak == {REST: small.nbytes}
 
 
-def test_storages_that_are_freed_and_reallocated_in_place() -> None:
+def test_storages_reallocated_in_place_are_counted() -> None:
     original = torch.UntypedStorage.resize_
     with LiveBytes() as memory:
         full = torch.zeros(100)

@@ -13,7 +13,7 @@ from distmp.utils.presets import MODEL, located, preset_directory, preset_names,
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def test_a_clone_has_its_configs_as_presets() -> None:
+def test_configs_directory_provides_presets() -> None:
     assert preset_directory() == CONFIGS
     assert preset_names() == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
     assert "quickstart" in preset_names()
@@ -22,21 +22,21 @@ def test_a_clone_has_its_configs_as_presets() -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 @pytest.mark.usefixtures("cwd")
-def test_a_preset_is_its_file(name: str) -> None:
+def test_preset_agrees_with_its_file(name: str) -> None:
     preset = load(["--config", f"preset:{name}", "--seed", "3"])
     assert preset == load(["--seed=3", f"--config={CONFIGS / name}.yaml"])
     assert preset.seed == 3
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_the_first_line_of_a_preset_says_what_it_is_for(name: str) -> None:
+def test_first_line_of_preset_states_purpose(name: str) -> None:
     purpose = preset_purpose(name)
     assert purpose[0].isupper()
     assert purpose.endswith(".")
     assert len(purpose) <= 85
 
 
-def test_the_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     *lines, _, use, directory = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [f"preset:{name}" for name in preset_names()]
@@ -49,20 +49,20 @@ def test_the_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("unknown", ["quickstrat", "../configs/quickstart", "llama-tiny", ""])
-def test_an_unknown_preset(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_preset_is_refused(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--config", f"preset:{unknown}"]) == 2
     message = capsys.readouterr().err
     assert f"--config = 'preset:{unknown}': there is no such preset;" in message
     assert "quickstart" in message
 
 
-def test_an_unknown_preset_of_a_model() -> None:
+def test_unknown_model_preset_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.name = 'preset:lama.*did you mean 'llama-tiny'"):
         huggingface.locate("hf:preset:lama-tiny")
 
 
 @pytest.mark.parametrize("path", ["quickstart", "configs/quickstart.yaml", "quickstart.yaml"])
-def test_the_name_of_a_preset_without_its_prefix(path: str, cwd: Path) -> None:
+def test_preset_name_without_prefix_is_suggested(path: str, cwd: Path) -> None:
     with pytest.raises(ConfigError, match=f"'{path}': .* did you mean 'preset:quickstart'"):
         load(["--config", path])
     (cwd / path).parent.mkdir(exist_ok=True)

@@ -29,7 +29,7 @@ ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
         [OrderedDict(b=ONE, a=TWO), torch.Size([2]), object],
     ],
 )
-def test_every_tree_is_mapped_as_by_pytree(tree: Any) -> None:
+def test_tree_map_agrees_with_pytree(tree: Any) -> None:
     def double(tensor: Tensor) -> Tensor:
         return 2 * tensor
 
@@ -43,7 +43,7 @@ def test_every_tree_is_mapped_as_by_pytree(tree: Any) -> None:
             assert found is expected
 
 
-def test_containers_are_not_changed() -> None:
+def test_tree_map_does_not_change_containers() -> None:
     tree = {"a": [ONE]}
     assert map_tensors(lambda tensor: tensor.to(torch.bfloat16), tree)["a"][0].dtype != ONE.dtype
     assert tree["a"][0] is ONE

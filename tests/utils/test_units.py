@@ -26,7 +26,7 @@ from distmp.utils.units import bytes_text, duration, quantity, scale_text
         (math.nan, "nan"),
     ],
 )
-def test_quantity(value: float, text: str) -> None:
+def test_quantity_is_formatted_with_prefix(value: float, text: str) -> None:
     assert quantity(value) == text
 
 
@@ -51,7 +51,7 @@ def test_quantity_keeps_width_and_value(value: float) -> None:
         (5 * 2**50, "5120 TiB"),
     ],
 )
-def test_bytes_text(value: float, text: str) -> None:
+def test_bytes_are_formatted_with_unit(value: float, text: str) -> None:
     assert bytes_text(value) == text
 
 
@@ -73,7 +73,7 @@ def test_bytes_text(value: float, text: str) -> None:
         (math.nan, "?"),
     ],
 )
-def test_duration(seconds: float, text: str) -> None:
+def test_duration_is_formatted(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -81,5 +81,5 @@ def test_duration(seconds: float, text: str) -> None:
     ("scale", "text"),
     [(1, "1"), (128, "128"), (1024, "2^10"), (65536, "2^16"), (0.5, "2^-1"), (1000, "1000")],
 )
-def test_scale_text(scale: float, text: str) -> None:
+def test_scale_is_formatted_as_power_of_two(scale: float, text: str) -> None:
     assert scale_text(scale) == text

@@ -28,9 +28,7 @@ def calibrate(*arguments: str) -> int:
     return main(["calibrate", *RUN, *arguments])
 
 
-def test_policies_are_compared_on_the_same_steps(
-    capsys: pytest.CaptureFixture[str], cwd: Path
-) -> None:
+def test_policies_train_on_the_same_steps(capsys: pytest.CaptureFixture[str], cwd: Path) -> None:
     assert calibrate("--policies", "fp32", "tf32", "bf16-autocast", "--json", "true") == 0
     found = json.loads(capsys.readouterr().out)
     # TF32 has no effect on a CPU: identical losses, from the same weights and batches.
@@ -68,7 +66,7 @@ def test_policies_are_compared_over_seeds(capsys: pytest.CaptureFixture[str], cw
 
 @pytest.mark.nightly
 @ranks(2)
-def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
+def test_all_policies_use_strategy_of_a_run() -> None:
     options = ["--policies", "fp32", "bf16-autocast", "--sharding.accumulate=sharded"]
     compared = compare(load([*RUN, *options]), World.current("cpu"))
     assert [*compared.measured] == ["fp32", "bf16-autocast"], compared
@@ -82,7 +80,7 @@ def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
         nightly("--sharding.shard-size=8"),
     ],
 )
-def test_policies_get_a_loss_scale_and_a_table(
+def test_calibrated_policies_have_loss_scale_and_table(
     strategy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Settings of many ranks are calibrated by one process, too."""

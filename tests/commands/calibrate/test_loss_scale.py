@@ -59,7 +59,7 @@ def exponents(found: Calibration) -> dict[int, int]:
     return dict(found.gradients.exponents)
 
 
-def test_json_has_the_counts(arguments: list[str]) -> None:
+def test_json_contains_counts(arguments: list[str]) -> None:
     measured = measure(load(arguments), WORLD)
     found = json.loads(json.dumps(as_json(measured)))
     assert {int(e): count for e, count in found["gradients"].items()} == exponents(measured)
@@ -67,7 +67,7 @@ def test_json_has_the_counts(arguments: list[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_ranks_count_together_and_print_once(arguments: list[str]) -> None:
+def test_ranks_sum_counts_and_print_once(arguments: list[str]) -> None:
     launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     options = [*arguments, "--policies=fp16", "--json"]
     done = run([*launcher, "-m", "distmp.commands.calibrate.command", *options], Path.cwd())
@@ -83,7 +83,7 @@ def test_ranks_count_together_and_print_once(arguments: list[str]) -> None:
 
 
 @ranks(2)
-def test_a_strategy_is_chosen_that_has_the_settings_of_sharding(tmp_path: Path) -> None:
+def test_chosen_strategy_supports_sharding_settings(tmp_path: Path) -> None:
     world = World.current("cpu")
     data = f"--data.path={corpus(tmp_path / str(world.rank))}"
     options = [*TINY, data, "--sharding.accumulate=sharded"]
@@ -106,7 +106,7 @@ def test_float16_policies_are_measured_in_fp32(
         assert exponents(found) == exponents(as_configured)
 
 
-def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
+def test_calibration_continues_from_checkpoint(arguments: list[str]) -> None:
     common = [*arguments[:-1], "--run-dir=run", "--steps=3"]
     config = load([*common, "--checkpoint.every=2"])
     trainer = Trainer(config, WORLD, Console(config.log, quiet=True))
@@ -128,7 +128,7 @@ def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
     assert exponents(found) != exponents(fresh)
 
 
-def test_a_training_configuration_is_a_calibration_configuration() -> None:
+def test_calibration_accepts_training_configuration() -> None:
     for path in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
         assert load(["--config", str(path)]) != CalibrationConfig()
 
@@ -145,7 +145,7 @@ def lines_of(found: Calibration, **rules: float) -> list[str]:
     return list(report(found, LossScaleConfig(**rules)))
 
 
-def test_the_table_holds_the_right_numbers() -> None:
+def test_table_agrees_with_counts() -> None:
     lines = lines_of(calibration(1.0, 2.0**-15, 2.0**-30, 0.0, 2.0**-26, 2.0**-10, 2.0**3, 2.0))
     table = {line.split()[0]: line.split()[1:] for line in lines if line[:1].isdigit()}
     assert table["1"] == ["28.571%", "14.286%", "0"]
@@ -155,7 +155,7 @@ def test_the_table_holds_the_right_numbers() -> None:
     assert "recommended: precision.loss_scale.init = 512 (2^9)" in lines[-1]
 
 
-def test_limits_that_forbid_the_recommendation_are_named() -> None:
+def test_limits_that_exclude_recommendation_are_named() -> None:
     small = calibration(2.0**-30, 2.0**-50)
     assert "precision.loss_scale.max_scale = 1.67772e+07 does not allow it" in lines_of(small)[-1]
     assert "does not allow" not in lines_of(small, max_scale=2.0**42)[-1]
@@ -163,7 +163,7 @@ def test_limits_that_forbid_the_recommendation_are_named() -> None:
     assert "precision.loss_scale.min_scale = 1 does not allow it" in lines_of(large)[-1]
 
 
-def test_a_range_too_wide_for_float16_is_reported() -> None:
+def test_range_too_wide_for_float16_is_reported() -> None:
     assert "use a bf16 policy" in lines_of(calibration(1.0, 2.0**-60))[-1]
     assert not any("bf16" in line for line in lines_of(calibration(1.0, 2.0**-20)))
 
@@ -202,7 +202,7 @@ def outputs_of(model: Classifier, x: Tensor) -> list[Tensor]:
     return [*kept, model.head(x)]
 
 
-def test_counts_are_those_of_autograd_for_each_microbatch() -> None:
+def test_counts_agree_with_autograd_for_each_microbatch() -> None:
     engine = make_engine()
     histogram = recorded(engine, ONE_RANK, steps=1)
     assert engine.nominal_weight is not None
@@ -217,13 +217,13 @@ def test_counts_are_those_of_autograd_for_each_microbatch() -> None:
 
 
 @ranks(2, timeout=110)
-def test_strategies_agree() -> None:
+def test_ddp_and_fsdp_counts_agree() -> None:
     of_ddp, of_fsdp = (recorded(make_engine(strategy=strategy)) for strategy in ("ddp", "fsdp"))
     assert of_ddp.exponents == of_fsdp.exponents
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
-def test_recording_changes_nothing_and_leaves_nothing(policy: str) -> None:
+def test_recording_changes_no_state_and_removes_hooks(policy: str) -> None:
     watched, other = make_engine(policy=policy), make_engine(policy=policy)
     hooks = _hooks(watched.module)
     recorded(watched, ONE_RANK)
@@ -270,7 +270,7 @@ def test_each_gradient_counts_once() -> None:
     assert recorder.histogram(None).values == 3 + 9 + 15 * (1 + 2 + 1 + 1)
 
 
-def test_a_larger_loss_moves_the_recommendation() -> None:
+def test_larger_loss_changes_recommendation() -> None:
     scales = []
     for factor in (1.0, 2.0**10):
         engine = make_engine()

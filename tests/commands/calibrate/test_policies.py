@@ -41,13 +41,13 @@ def comparison(**results: PolicyResult | str) -> Comparison:
         ({"fp32": "no", "bf16": measured(2.0, 10, 1)}, "bf16"),
     ],
 )
-def test_the_recommendation(
+def test_recommended_policy_follows_results(
     results: dict[str, PolicyResult | str], recommended: str | None
 ) -> None:
     assert comparison(**results).recommendation()[0] == recommended
 
 
-def test_the_table_has_a_line_for_each_policy_and_the_advice() -> None:
+def test_table_lists_each_policy_and_advice() -> None:
     compared = comparison(
         fp32=measured(2.0, 10, 3 * 2**20), fp16=measured(2.2, 5, 2**20, 2), tf32="why not"
     )
@@ -79,7 +79,7 @@ def test_diverged_reference_is_named() -> None:
     assert comparison(fp32="no").recommendation() == (None, "no policy ran")
 
 
-def test_json() -> None:
+def test_comparison_converts_to_strict_json() -> None:
     compared = comparison(fp32=measured(float("inf"), 10, 1), bf16="no")
     text = json.dumps(compared.as_json(), allow_nan=False)
     assert json.loads(text)["policies"]["fp32"]["losses"] == [5.0, 4.0, 3.0, None]
@@ -104,9 +104,7 @@ def shifted(loss: float, accuracy: float) -> dict[str, list[float]]:
     ("loss", "accuracy", "agrees"),
     [(0.19, -0.019, True), (0.21, 0.0, False), (0.0, -0.021, False), (math.nan, 0.0, False)],
 )
-def test_a_policy_agrees_if_another_seed_changes_as_much(
-    loss: float, accuracy: float, agrees: bool
-) -> None:
+def test_policy_within_seed_spread_agrees(loss: float, accuracy: float, agrees: bool) -> None:
     compared = SeedComparison({"fp32": FP32, "bf16": shifted(loss, accuracy)})
     assert compared.noise("loss") == pytest.approx(0.1)
     assert compared.agrees("bf16") == agrees
@@ -114,7 +112,7 @@ def test_a_policy_agrees_if_another_seed_changes_as_much(
     assert compared.as_json()["bf16"]["agrees"] == agrees
 
 
-def test_a_policy_outside_of_the_noise_is_not_recommended() -> None:
+def test_policy_outside_seed_spread_is_not_recommended() -> None:
     result = PolicyResult("native", (2.0, 2.0, 2.0), (1.0,), 100, 0)
     results: dict[str, PolicyResult | str] = {
         "fp32": result,

@@ -20,11 +20,11 @@ TWO = range(2)
         ("all-to-all", 3 / 4 * 400),
     ],
 )
-def test_bytes_of_ring_algorithms(kind: str, nbytes: float) -> None:
+def test_ring_collectives_have_expected_bytes(kind: str, nbytes: float) -> None:
     assert Collective(kind, FP32, 100, range(4), microbatch=0, updated=False).nbytes == nbytes
 
 
-def test_microbatches_that_were_not_run_count_like_the_second() -> None:
+def test_omitted_microbatches_count_like_second() -> None:
     def gather(microbatch: int) -> Collective:
         return Collective("all-gather", BF16, 10 * (microbatch + 1), TWO, microbatch, updated=False)
 
@@ -40,7 +40,7 @@ def test_microbatches_that_were_not_run_count_like_the_second() -> None:
     assert (agreed.purpose, agreed.calls, agreed.nbytes) == ("decision", 1, 48)
 
 
-def test_bytes_between_machines_of_all_microbatches() -> None:
+def test_bytes_between_machines_include_all_microbatches() -> None:
     gathers = [
         Collective("all-gather", BF16, 8, range(4), microbatch, updated=False)
         for microbatch in range(3)
@@ -50,7 +50,7 @@ def test_bytes_between_machines_of_all_microbatches() -> None:
     assert gathered.nbytes - gathered.between_machines == 7 * 6
 
 
-def test_gathered_gradients_and_parameters_are_distinguished() -> None:
+def test_gathers_of_gradients_and_parameters_are_distinguished() -> None:
     before, after = (
         Collective("all-gather", BF16, 8, TWO, microbatch=0, updated=updated)
         for updated in (False, True)
@@ -89,7 +89,7 @@ def messages(kind: str, ranks: Sequence[int], nbytes: float) -> Iterator[tuple[i
         ([range(first, 32, 4) for first in range(4)], 8),
     ],
 )
-def test_bytes_by_link_are_those_of_the_single_messages(
+def test_bytes_by_link_agree_with_single_messages(
     kind: str, groups: list[range], local: int
 ) -> None:
     """On the first machine, if all groups run the collective: per rank, and per network card."""
@@ -104,7 +104,7 @@ def test_bytes_by_link_are_those_of_the_single_messages(
     assert collective.bytes_between_machines(local) == pytest.approx(between / local)
 
 
-def test_bytes_between_8_machines_of_8_gpus() -> None:
+def test_bytes_between_8_machines_with_8_gpus() -> None:
     """A flat all-to-all in 16 bits sends more through each network card than a ring in FP32."""
     exchange, ring = (
         Collective(kind, dtype, 1_000_000, range(64), microbatch=0, updated=False)

@@ -118,7 +118,7 @@ WIRES = [
 @pytest.mark.parametrize(
     ("name", "wire"), [case if case in WIRES[::3] else nightly(*case) for case in WIRES]
 )
-def test_the_table_names_the_collectives_of_the_device(
+def test_table_names_collectives_of_device(
     name: str, wire: str, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if native:
@@ -128,14 +128,14 @@ def test_the_table_names_the_collectives_of_the_device(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "wire"), WIRES)
-def test_the_table_names_the_collectives_of_a_gpu(name: str, wire: str) -> None:
+def test_table_names_collectives_of_gpu(name: str, wire: str) -> None:
     found = sums_of_gradients(name, wire, torch.device("cuda", 0))
     assert found == expected_sums(name, wire, native=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*ONE_RANK, *TWO_RANKS])
-def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
+def test_gpu_prediction_agrees_with_cpu(name: str) -> None:
     """Activations and temporary memory depend on kernels, and collectives on the backend."""
     config, ranks = (ONE_RANK[name], 1) if name in ONE_RANK else (TWO_RANKS[name], 2)
     expected = predicted(config, ranks)
@@ -148,7 +148,7 @@ def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
     ]
 
 
-def test_setting_data_moves_fake_parameters() -> None:
+def test_data_assignment_moves_fake_parameters() -> None:
     """`.data =` moves a fake parameter to the device of the run, even if this machine has none."""
 
     def on_cuda(tensor: Any) -> Any:
@@ -167,7 +167,7 @@ def test_setting_data_moves_fake_parameters() -> None:
             assert model(on_cuda(torch.ones(2, 4))).device.type == "cuda"
 
 
-def test_a_reproducible_run_on_gpus_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reproducible_gpu_run_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
     with simulate_ranks(1):
         assert os.environ[CUBLAS_VARIABLE] in CUBLAS_WORKSPACES
@@ -177,14 +177,14 @@ def test_a_reproducible_run_on_gpus_is_simulated(monkeypatch: pytest.MonkeyPatch
         assert os.environ[CUBLAS_VARIABLE] == ":0:0", "the run refuses it"
 
 
-def test_pinned_memory_is_simulated_too() -> None:
+def test_pinned_memory_is_simulated() -> None:
     with simulate_ranks(1):
         assert torch.ones(3).pin_memory().shape == (3,)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ONE_RANK)
-def test_memory_of_one_rank(name: str) -> None:
+def test_memory_of_one_rank_agrees_with_run(name: str) -> None:
     config = ONE_RANK[name]
     deterministic = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -208,7 +208,7 @@ def test_memory_of_one_rank(name: str) -> None:
         nightly({"strategy": "fsdp"}, 4, 4),
     ],
 )
-def test_an_average_takes_4_bytes_per_parameter(
+def test_average_takes_4_bytes_per_parameter(
     settings: dict[str, Any], ranks: int, share: int
 ) -> None:
     plain, averaged = (
@@ -238,7 +238,7 @@ def measured_on_two_ranks() -> dict[str, tuple[int, int, float]]:
 
 
 @pytest.mark.nightly
-def test_memory_and_traffic_of_two_ranks() -> None:
+def test_two_rank_memory_and_traffic_agree_with_run() -> None:
     measured = run_ranks(measured_on_two_ranks, 2, timeout=110.0)[0]
     for name, config in TWO_RANKS.items():
         found = predicted(config, 2)
@@ -261,7 +261,7 @@ def between(config: RunConfig) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.nightly
-def test_hsdp_gathers_inside_a_machine_and_reduces_between_machines() -> None:
+def test_hsdp_gathers_within_and_reduces_between_machines() -> None:
     settings: dict[str, Any] = {
         "precision": policy("bf16"),
         "batch": {"global_batch_size": 16, "microbatch_size": 1},
@@ -279,7 +279,7 @@ def test_hsdp_gathers_inside_a_machine_and_reduces_between_machines() -> None:
 
 
 @pytest.mark.nightly
-def test_the_start_never_holds_the_model() -> None:
+def test_startup_never_holds_whole_model() -> None:
     """The largest weight and its random values are an eighth of this model."""
     config = run(
         strategy="fsdp",
@@ -292,7 +292,7 @@ def test_the_start_never_holds_the_model() -> None:
 
 
 @pytest.mark.nightly
-def test_70b_on_4096_ranks() -> None:
+def test_explain_handles_70b_on_4096_ranks() -> None:
     """With the width of 70 B parameters, whose 80 equal blocks would only take more time."""
     sizes = {"layers": 2, "dimension": 8192, "heads": 64, "key_value_heads": 8, "hidden": 28672}
     config = run(
@@ -316,7 +316,7 @@ def test_70b_on_4096_ranks() -> None:
 
 
 @pytest.mark.nightly
-def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
+def test_memory_of_masters_and_sums_by_rank_count() -> None:
     """Shards shrink with the ranks; reproducible sums grow with the logarithm of microbatches."""
     settings: dict[str, Any] = {"precision": policy("bf16"), "strategy": "ddp"}
     many = run(**settings, shard_optimizer=True, batch={"global_batch_size": 8 * 64})
@@ -329,7 +329,7 @@ def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
 
 
 @pytest.mark.nightly
-def test_observations_agree_with_the_policy() -> None:
+def test_observed_formats_agree_with_policy() -> None:
     for text in ("fp32", "bf16,keep_fp32=norm", "fp16-autocast"):
         found = explain(run(precision=policy(text)), 1)
         assert found.differences == []
@@ -343,7 +343,7 @@ def test_shards_are_not_reported_as_differences(strategy: str, text: str) -> Non
     assert found.differences == []
 
 
-def test_a_difference_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_difference_from_policy_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     model = {"name": "tests.commands.explain.runs:Stubborn"}
     config = replace(run(precision=policy("bf16")), model=replace(RunConfig().model, **model))
     (difference,) = explain(config, 1).differences[:1]
@@ -352,7 +352,7 @@ def test_a_difference_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_ranks_are_simulated(
+def test_indivisible_batch_is_refused_before_simulation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distmp.commands.explain.explanation.simulate_ranks", None)
@@ -360,7 +360,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_ranks_are_simulated(
         explain(run(), 999_999_999)
 
 
-def test_a_model_that_needs_values_is_refused() -> None:
+def test_value_dependent_model_is_refused() -> None:
     model = replace(RunConfig().model, name="tests.commands.explain.runs:Indecisive")
     with pytest.raises(ConfigError, match="cannot be traced without the values"):
         explain(replace(run(precision=policy("fp32")), model=model), 1)
@@ -369,7 +369,7 @@ def test_a_model_that_needs_values_is_refused() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration(
+def test_explain_accepts_every_configuration(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if config.stem == "huggingface":
@@ -388,9 +388,7 @@ def small_file(directory: Path) -> str:
     return str(directory / "run.yaml")
 
 
-def test_json_has_the_numbers_of_the_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_agrees_with_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = small_file(tmp_path)
     options = ["--precision.policy", "bf16,reduce=bf16"]
     arguments = ["explain", "--config", file, "--world-size", "2", *options]
@@ -417,7 +415,7 @@ def test_json_has_the_numbers_of_the_tables(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", nightly("fsdp")])
-def test_the_table_has_the_bytes_of_a_network_card(
+def test_table_contains_bytes_per_network_card(
     strategy: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -460,7 +458,7 @@ def test_the_table_has_the_bytes_of_a_network_card(
         (["--precision.policy", "bf61"], "did you mean"),
     ],
 )
-def test_bad_input_is_one_message(
+def test_invalid_input_is_one_message(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["explain", "--config", small_file(tmp_path), *options]) == 2
@@ -476,7 +474,7 @@ def refused_on_a_rank() -> None:
         predicted(run(), 2)
 
 
-def test_it_is_one_process() -> None:
+def test_explain_under_launcher_is_refused() -> None:
     run_ranks(refused_on_a_rank, 1)
 
 
@@ -492,7 +490,7 @@ def explanation() -> Explanation:
 
 
 @pytest.mark.nightly
-def test_a_real_step_matches_the_policy(explanation: Explanation) -> None:
+def test_formats_of_real_step_match_policy(explanation: Explanation) -> None:
     assert explanation.differences == []
     groups = {
         (group.name, bool(group.low_precision)): seen(explanation, group)
@@ -502,7 +500,7 @@ def test_a_real_step_matches_the_policy(explanation: Explanation) -> None:
     assert groups["blocks.*.feed_forward.down", False] == "bf16"
 
 
-def test_products_with_other_formats_are_a_mismatch(explanation: Explanation) -> None:
+def test_matmuls_with_other_formats_are_reported(explanation: Explanation) -> None:
     observed, groups, fp8 = explanation.observed, explanation.groups, explanation.policy
     wrong = {**observed.low_precision, "blocks.*.feed_forward.down": {"e4m3"}}
     assert [*differences(replace(observed, low_precision=wrong), groups, fp8)] == [
@@ -514,7 +512,7 @@ def test_products_with_other_formats_are_a_mismatch(explanation: Explanation) ->
     assert "has low-precision operands in none" in none[0]
 
 
-def test_the_report_names_low_precision_layers(explanation: Explanation) -> None:
+def test_report_names_low_precision_layers(explanation: Explanation) -> None:
     text = " ".join(" ".join(report(explanation)).split())
     assert "4 of 8 linear layers have low-precision matmuls" in text
     assert "; in the compute dtype: blocks.0.attention." in text

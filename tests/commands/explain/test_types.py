@@ -35,7 +35,7 @@ def model(*, tied: bool = False) -> Transformer:
         ("", ""),
     ],
 )
-def test_numbers_in_names(name: str, group: str) -> None:
+def test_group_name_replaces_numbers(name: str, group: str) -> None:
     assert group_name(name) == group
 
 
@@ -49,7 +49,7 @@ def test_every_parameter_is_in_one_group(tied: bool) -> None:
     assert ("head" in counts) is not tied
 
 
-def test_kept_modules_are_in_fp32_throughout() -> None:
+def test_kept_modules_use_fp32_for_all_roles() -> None:
     groups = expected_groups(model(), policy("bf16,keep_fp32=norm|head,reduce=bf16"), "fsdp")
     for group in groups:
         kept = "norm" in group.name or group.name == "head"
@@ -69,7 +69,7 @@ def test_autocast_selects_per_operation() -> None:
     assert groups["embedding"] is groups["norm"] is None
 
 
-def test_equal_modules_of_which_one_is_kept() -> None:
+def test_kept_module_is_separated_from_equal_ones() -> None:
     sequence = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     groups = expected_groups(sequence, policy("bf16,keep_fp32=2"), "single")
     assert [(group.name, group.kept, group.modules) for group in groups] == [
@@ -78,7 +78,7 @@ def test_equal_modules_of_which_one_is_kept() -> None:
     ]
 
 
-def test_groups_of_which_some_layers_have_low_precision() -> None:
+def test_groups_are_split_by_matmul_format() -> None:
     sequence = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     groups = expected_groups(sequence, policy("nvfp4,hp=2"), "single")
     assert [(group.name, group.low_precision) for group in groups] == [("*", ("e2m1",)), ("*", ())]

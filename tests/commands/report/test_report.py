@@ -80,7 +80,7 @@ def report(*arguments: Path | str) -> Page:
     return Page(target.read_text())
 
 
-def test_charts_agree_with_the_records(tmp_path: Path) -> None:
+def test_charts_agree_with_records(tmp_path: Path) -> None:
     records = [record(s, loss=3 - s / 100, weight_per_second=s * 10.0) for s in range(1, 41)]
     records[19] = skipped(20, diagnosis="too high", advice="wait")
     metrics = {"accuracy": 0.5, "ema_accuracy": 0.75}
@@ -99,7 +99,7 @@ def test_charts_agree_with_the_records(tmp_path: Path) -> None:
     assert (steps[0], rates[0]) == (2, 20)
 
 
-def test_a_long_run_takes_a_page_of_a_few_hundred_kilobytes(tmp_path: Path) -> None:
+def test_page_of_long_run_stays_small(tmp_path: Path) -> None:
     records = [record(s, loss=99.0 if s == 17_001 else 2.0) for s in range(1, 3_001)]
     directory = write_run(tmp_path / "run", records)
     assert report(directory)
@@ -107,7 +107,7 @@ def test_a_long_run_takes_a_page_of_a_few_hundred_kilobytes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("count", [1, 80, 1001])
-def test_smoothing_is_a_centered_mean_of_known_values(count: int) -> None:
+def test_smoothing_is_centered_mean_of_finite_values(count: int) -> None:
     values = np.random.default_rng(count).normal(size=count)
     values[::3] = math.nan
     half = count // 80
@@ -117,7 +117,7 @@ def test_smoothing_is_a_centered_mean_of_known_values(count: int) -> None:
         assert mean == pytest.approx(known.mean() if known.size else math.nan, nan_ok=True)
 
 
-def test_the_page_is_self_contained(tmp_path: Path) -> None:
+def test_page_is_self_contained(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", [record(1)])
     page = report(directory)
     text = (directory / "report.html").read_text()
@@ -130,7 +130,7 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_text_of_a_run_is_shown_and_never_executed(tmp_path: Path) -> None:
+def test_text_of_run_is_escaped(tmp_path: Path) -> None:
     records = [record(1), skipped(2, diagnosis=EVIL, advice=EVIL)]
     config = f"steps: 2\nmodel:\n  name: {json.dumps(EVIL)}\n"
     first = write_run(tmp_path / "a & <b>", records, config)
@@ -143,7 +143,7 @@ def test_text_of_a_run_is_shown_and_never_executed(tmp_path: Path) -> None:
     assert [*charts(first, other)["Loss"]] == ["a & <b>, each step", "other, each step"]
 
 
-def test_the_summary_agrees_with_the_records(tmp_path: Path) -> None:
+def test_summary_agrees_with_records(tmp_path: Path) -> None:
     records = [record(s, loss=float(s), step_seconds=2.0) for s in range(1, 101)]
     records[9] = record(10, validation_loss=1.25, memory_bytes=3 * 2**30)
     page = report(write_run(tmp_path / "run", records, "steps: 400\n"))
@@ -169,7 +169,7 @@ def test_two_runs_show_their_different_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b""])
-def test_a_directory_without_a_step_is_refused(
+def test_directory_without_steps_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
 ) -> None:
     if content is not None:
@@ -181,20 +181,18 @@ def test_a_directory_without_a_step_is_refused(
     assert message.count("\n") == 1
 
 
-def test_a_path_that_is_too_long_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_long_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", 300 * "9"]) == 2
     assert "contains no step" in capsys.readouterr().err
 
 
-def test_a_path_that_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_path_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_run(tmp_path / "run", [record(1)])
     assert main(["report", str(directory), "--to", str(tmp_path / "nowhere" / "x.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
 
 
-def test_ranks_rollbacks_and_the_environment_are_shown(tmp_path: Path) -> None:
+def test_ranks_rollbacks_and_environment_are_shown(tmp_path: Path) -> None:
     back = {"from_step": 9, "to_step": 2, "problem": "loss 99 is above its limit"}
     records = [
         record(1),

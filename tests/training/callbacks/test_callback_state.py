@@ -108,7 +108,7 @@ def state(run: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @pytest.mark.nightly
 @ranks(2, timeout=150)
-def test_a_resumed_run_has_the_states_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_resumed_callback_states_agree_with_uninterrupted_run(tmp_path: Path) -> None:
     for number, values in enumerate(CASES.values()):
         first, second = tmp_path / f"{number}", tmp_path / f"{number}-resumed"
         whole = finished(trainer(first, **values))
@@ -150,7 +150,7 @@ def load_and_return(directory: Path, values: dict[str, Any]) -> tuple[dict[str, 
 
 
 @pytest.mark.nightly
-def test_states_load_at_another_number_of_ranks(tmp_path: Path) -> None:
+def test_states_load_at_other_world_size(tmp_path: Path) -> None:
     values = CASES["sharded optimizer, bf16"]
     expected = run_ranks(train_and_return, 2, tmp_path / "run", values)[0]
     for world_size, strategy in ((1, {}), (4, {"strategy": "fsdp"})):
@@ -163,7 +163,7 @@ def test_states_load_at_another_number_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @ranks(1)
-def test_a_checkpoint_with_other_callbacks_loads_with_one_message(tmp_path: Path) -> None:
+def test_checkpoint_with_other_callbacks_loads_with_one_message(tmp_path: Path) -> None:
     def resumed(**values: Any) -> str:
         lines = printed(trainer(tmp_path / "run", **values, resume="auto"), "")
         return "; ".join(line for line in lines if "(callbacks)" in line)
@@ -197,7 +197,7 @@ class Bad(Callback):
 
 
 @ranks(1)
-def test_a_state_that_json_would_change_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+def test_state_changed_by_json_is_refused_before_training(tmp_path: Path) -> None:
     for number, value in enumerate(({1: 2}, (1, 2), object(), {1, 2})):
         run = trainer(tmp_path / str(number), Bad(value))
         with pytest.raises((ConfigError, SetupError)) as caught:
@@ -212,7 +212,7 @@ def test_a_state_that_json_would_change_ends_a_run_before_it_begins(tmp_path: Pa
 
 @pytest.mark.nightly
 @ranks(1)
-def test_a_state_that_becomes_unsuitable_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+def test_invalid_callback_state_does_not_prevent_checkpoint(tmp_path: Path) -> None:
     class Later(Bad):
         def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
             self.value = (1, 2)
@@ -237,7 +237,7 @@ class Old(Callback):
 
 
 @ranks(1)
-def test_a_hook_with_other_parameters_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_hook_with_wrong_parameters_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, SetupError)) as caught:
         trainer(tmp_path / "run", Old())
     assert str(caught.value) == (
@@ -247,7 +247,7 @@ def test_a_hook_with_other_parameters_is_refused_before_the_run(tmp_path: Path) 
 
 
 @ranks(1)
-def test_a_misspelt_hook_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_misspelled_hook_is_refused_before_training(tmp_path: Path) -> None:
     class Misspelt(Callback):
         def on_step_ended(self, trainer: TrainingLoop, result: StepResult) -> None:
             """Is never called."""
@@ -259,7 +259,7 @@ def test_a_misspelt_hook_is_refused_before_the_run(tmp_path: Path) -> None:
 
 
 @ranks(1)
-def test_a_state_that_is_no_dict_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+def test_state_other_than_dict_is_refused_before_training(tmp_path: Path) -> None:
     class Empty(Callback):
         def state_dict(self) -> Any:
             return None
@@ -291,7 +291,7 @@ class Phases(Callback):
 
 
 @ranks(1)
-def test_hang_reports_name_the_hook_and_its_step(tmp_path: Path) -> None:
+def test_hang_report_names_hook_and_step(tmp_path: Path) -> None:
     current_phase.restart()
     phases = Phases()
     finished(trainer(tmp_path / "run", phases, callbacks=[], steps=2, schedule={"warmup_steps": 1}))
@@ -307,7 +307,7 @@ def test_hang_reports_name_the_hook_and_its_step(tmp_path: Path) -> None:
 OPTIONS = f"{{name: {__name__}:History, options: {{factor: 3.0}}}}"
 
 
-def test_callbacks_with_and_without_options_are_built_from_the_command_line() -> None:
+def test_callbacks_are_built_from_command_line() -> None:
     config = load(["--callbacks", f"{__name__}:Other", OPTIONS])
     other, history = load_callbacks(parse_callbacks(config.callbacks))
     assert isinstance(other, Other)
@@ -330,9 +330,7 @@ def test_callbacks_with_and_without_options_are_built_from_the_command_line() ->
         ("{name: json:dumps, options: [1]}", "must be a section of 'name: value' lines"),
     ],
 )
-def test_an_entry_that_cannot_be_a_callback_is_refused_before_ranks_start(
-    entry: str, message: str
-) -> None:
+def test_invalid_callback_entry_is_refused_before_ranks_start(entry: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         launch(["--nproc-per-node", "2", "--", "--callbacks", entry])
     assert str(caught.value).startswith("callbacks")

@@ -57,7 +57,7 @@ def checkpoints(run: Trainer) -> list[str]:
 
 @pytest.mark.nightly
 @ranks(2, timeout=120)
-def test_all_ranks_end_together_and_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_early_stop_ends_all_ranks_and_keeps_best(tmp_path: Path) -> None:
     for strategy in ("ddp", "fsdp"):
         directory = tmp_path / strategy
         run = trainer(directory, strategy=strategy)
@@ -87,7 +87,7 @@ def test_all_ranks_end_together_and_the_best_checkpoint_is_kept(tmp_path: Path) 
 
 @pytest.mark.nightly
 @ranks(1)
-def test_a_resumed_run_remembers_its_patience(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_patience_count(tmp_path: Path) -> None:
     first = trainer(tmp_path / "run", steps=10)
     assert messages(first) == [
         f"best held-out loss 1.5 at step 6: {first.directory.checkpoints / 'step-000006'}"
@@ -127,7 +127,7 @@ def spiking(
 
 @pytest.mark.nightly
 @ranks(1)
-def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
+def test_rollback_restores_previous_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Take back step 6, whose validation is the best.
@@ -137,7 +137,7 @@ def test_a_rollback_keeps_what_was_the_best_checkpoint_before(
 
 @pytest.mark.nightly
 @ranks(1)
-def test_two_rollbacks_past_the_best_checkpoint_keep_the_one_before_it(
+def test_two_rollbacks_restore_earlier_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Take back step 8 twice: to step 6, whose validation is the best, and to step 5.
@@ -147,7 +147,7 @@ def test_two_rollbacks_past_the_best_checkpoint_keep_the_one_before_it(
 
 
 @ranks(1)
-def test_data_without_held_out_samples_is_refused(tmp_path: Path) -> None:
+def test_data_without_validation_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, SetupError), match="needs held-out data"):
         trainer(tmp_path / "run", data={"source": f"{__name__}:training_data"})
 
@@ -180,7 +180,7 @@ class Watched:
     maximizes=st.booleans(),
     resumed_at=st.integers(0, 12),
 )
-def test_the_counts_are_those_of_the_definition(
+def test_patience_agrees_with_definition(
     values: list[float], patience: int, min_delta: float, maximizes: bool, resumed_at: int
 ) -> None:
     """Also if the run is resumed, from a checkpoint after any validation."""
@@ -211,7 +211,7 @@ def test_the_counts_are_those_of_the_definition(
             break
 
 
-def test_retention_keeps_the_best_checkpoint_and_no_other_one_more() -> None:
+def test_retention_keeps_only_best_in_addition() -> None:
     for best, expected in (
         ({7: 3}, [1, 2, 4, 5]),
         ({6: 3, 7: 3}, [1, 2, 4, 5]),
@@ -253,15 +253,13 @@ PATIENCE, EVERY = "--early-stopping.patience=2", "--validation.every=5"
         (["--early-stopping.metric=ema_loss"], "early_stopping.metric = 'ema_loss': has no effect"),
     ],
 )
-def test_settings_that_would_never_stop_a_run_are_refused(
-    arguments: list[str], message: str
-) -> None:
+def test_settings_that_never_stop_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(arguments)
     assert str(caught.value).startswith(message)
 
 
-def test_the_direction_follows_from_known_metrics() -> None:
+def test_direction_follows_known_metrics() -> None:
     directions = {
         name: EarlyStoppingConfig(metric=name).maximizes
         for name in ("loss", "ema_loss", "perplexity", "accuracy", "ema_accuracy")

@@ -48,7 +48,9 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_pauses_and_numbers(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_excludes_pauses_and_keeps_losses(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Validations and checkpoints between the steps are not part of them; losses stay the same."""
     fixed = tiny(cwd, "--steps=6", "--validation.every=1")
     plain = [*fixed, "--run-dir=plain"]
@@ -72,7 +74,7 @@ def test_pauses_and_numbers(cwd: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.usefixtures("cwd")
-def test_a_run_that_fails_in_a_recorded_step(
+def test_profile_is_written_when_recorded_step_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT", "0 forward raise")

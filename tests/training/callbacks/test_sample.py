@@ -57,7 +57,7 @@ def samples(directory: Path, run_dir: str, *arguments: str) -> tuple[list[str], 
 
 
 @pytest.mark.nightly
-def test_samples_of_a_tokenizer_under_every_strategy_change_no_bit(tokens: Path) -> None:
+def test_sampling_changes_no_bit_under_strategies(tokens: Path) -> None:
     options = (f"--data.path={tokens / 'ids'}", f"--sample.tokenizer={tokens / 'tokenizer'}")
     for strategy in ("ddp", "fsdp"):
         chosen = (*options, f"--strategy={strategy}")
@@ -76,7 +76,7 @@ def test_samples_of_a_tokenizer_under_every_strategy_change_no_bit(tokens: Path)
             assert all(len(text) > len("the quick") for _, _, text in first_lines)
 
 
-def test_tokens_of_bytes_need_no_tokenizer(tokens: Path) -> None:
+def test_byte_tokens_need_no_tokenizer(tokens: Path) -> None:
     options = [f"--data.path={tokens / 'bytes'}", "--sample.length=4"]
     (lines,) = (found[0] for found in run_ranks(samples, 1, tokens, "bytes-run", *options))
     assert len(lines) == 1
@@ -91,13 +91,13 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_a_missing_tokenizer_is_refused(tokens: Path) -> None:
+def test_missing_tokenizer_is_refused(tokens: Path) -> None:
     (found,) = run_ranks(refusal, 1, tokens)
     assert "sample.tokenizer = " in found
     assert "transformers cannot load it" in found
 
 
-def test_parts_in_evaluation_mode_stay_so() -> None:
+def test_modules_in_evaluation_mode_stay_in_it() -> None:
     """Such as frozen batch norms, which a sample during training must not unfreeze."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Dropout(0.5), nn.Linear(4, 5))
     model[1].eval()
@@ -121,7 +121,7 @@ class Counter(nn.Module):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_continues_after_the_prompt(temperature: float) -> None:
+def test_sample_continues_the_prompt(temperature: float) -> None:
     model = Counter().train()
     tokens = generate(
         model, torch.tensor([3, 7]), count=5, sequence_length=4, temperature=temperature
@@ -132,7 +132,7 @@ def test_continues_after_the_prompt(temperature: float) -> None:
     assert model.training
 
 
-def test_temperature_and_probabilities() -> None:
+def test_sampling_follows_tempered_probabilities() -> None:
     # One logit of 2 among zeros: at temperature 2 its token has e / (e + 9) = 0.232.
     generator = torch.Generator().manual_seed(0)
     tokens = generate(
@@ -147,7 +147,7 @@ def test_temperature_and_probabilities() -> None:
     assert abs(share - 0.232) < 4 * (0.232 * 0.768 / 4000) ** 0.5
 
 
-def test_same_generator_same_text() -> None:
+def test_equal_generators_give_equal_text() -> None:
     drawn = [
         generate(
             Counter(0.1),
@@ -161,7 +161,7 @@ def test_same_generator_same_text() -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_mode_comes_back_after_an_error() -> None:
+def test_training_mode_is_restored_after_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2)).train()
     with pytest.raises(RuntimeError):
         generate(model, torch.tensor([0]), count=1, sequence_length=8)

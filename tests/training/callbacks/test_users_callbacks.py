@@ -114,7 +114,9 @@ def launched_steps(run: Trainer) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("late", [False, nightly(True)], ids=["read at once", "read a step later"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks(timeout=100)
-def test_every_step_is_seen_once_and_in_order(world_size: int, late: bool, tmp_path: Path) -> None:
+def test_callback_gets_every_step_once_in_order(
+    world_size: int, late: bool, tmp_path: Path
+) -> None:
     """With a skipped step, a rollback, a stop and a resumed run."""
     if late:  # as on a GPU
         Setup.host_waits = property(lambda self: False)  # type: ignore[assignment, method-assign]
@@ -148,7 +150,7 @@ def test_every_step_is_seen_once_and_in_order(world_size: int, late: bool, tmp_p
 
 @pytest.mark.parametrize("world_size", [1, nightly(2)])
 @ranks(timeout=100)
-def test_the_hooks_are_called_in_order(world_size: int, tmp_path: Path) -> None:
+def test_hooks_are_called_in_order(world_size: int, tmp_path: Path) -> None:
     python = Recorder("Python")
     run = trainer(tmp_path, "--checkpoint.no-asynchronous", "--steps=10", callbacks=(python,))
     assert run.run(StopSignals())
@@ -192,7 +194,7 @@ class Failing(Recorder):
 
 
 @ranks(1)
-def test_after_an_error_every_callback_exits(tmp_path: Path) -> None:
+def test_every_callback_exits_after_error(tmp_path: Path) -> None:
     failing, other = Failing(), Recorder("other")
 
     class ExitFails(Callback):
@@ -210,7 +212,7 @@ def test_after_an_error_every_callback_exits(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
-def test_an_error_on_one_rank_ends_all_of_them_with_its_cause(tmp_path: Path) -> None:
+def test_callback_error_on_one_rank_ends_all(tmp_path: Path) -> None:
     options = regression_run(__name__, "--steps=20000", f"--callbacks={__name__}:Failing")
     (done,) = run_jobs([Job(options)], tmp_path)
     assert done.exit_codes[1] == 1
@@ -236,13 +238,13 @@ def nothing() -> None:
         (f"{__name__}:nothing", "returned a NoneType; return a distmp.training.callbacks.Callback"),
     ],
 )
-def test_a_path_that_leads_to_no_callback_is_one_message(path: str, problem: str) -> None:
+def test_path_without_callback_is_one_message(path: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_callbacks(parse_callbacks([f"{__name__}:recorder", path]))
     assert str(caught.value) == f"callbacks = {path!r}: {problem}"
 
 
-def test_a_wrong_path_ends_a_run_before_it_begins(
+def test_wrong_callback_path_is_refused_before_training(
     cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--callbacks", f"{__name__}:recorder", "no_such_module:Callback"]) == 2

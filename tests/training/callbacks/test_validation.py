@@ -15,7 +15,7 @@ from tests.training.test_resume import configuration
 
 
 @ranks(2)
-def test_the_final_validation_is_announced_and_others_are_not(tmp_path: Path) -> None:
+def test_only_final_validation_is_announced(tmp_path: Path) -> None:
     options: dict[str, Any] = {"every": 1, "samples": 4, "final_samples": 6}
     run = trainer_of(configuration(tmp_path / "some", steps=3, validation=options))
     lines = printed(run, "validat", "held-out")
@@ -42,7 +42,7 @@ TOKENS = ["--data.source=tokens", "--data.path=tokens.bin"]
         ([OWN], 4096, "unit", ""),
     ],
 )
-def test_the_unit_follows_the_loss(
+def test_units_follow_loss_function(
     arguments: list[str], weight: int, unit: str, of_loss: str
 ) -> None:
     config = load(["--batch.global-batch-size=32", *arguments])

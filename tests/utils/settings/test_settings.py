@@ -132,14 +132,14 @@ ALIASES = "a: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("'true'", "true"),
     ],
 )
-def test_scalars(text: str, expected: object, tmp_path: Path) -> None:
+def test_yaml_scalars_have_expected_types(text: str, expected: object, tmp_path: Path) -> None:
     value = read_yaml(file_of(tmp_path, f"x: {text}\n"))["x"]
     assert value == expected
     assert type(value) is type(expected)
 
 
 @given(value=st.floats(allow_nan=False))
-def test_every_float_is_read_as_python_writes_it(
+def test_floats_round_trip_through_yaml(
     value: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     text = repr(value).replace("inf", ".inf")
@@ -178,7 +178,7 @@ def test_empty_file_has_no_settings(text: str, tmp_path: Path) -> None:
         (ALIASES, "is not valid YAML: more than 100000 values"),
     ],
 )
-def test_wrong_file_is_one_message(text: str, problem: str, tmp_path: Path) -> None:
+def test_invalid_file_is_one_message(text: str, problem: str, tmp_path: Path) -> None:
     path = file_of(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         read_yaml(path)
@@ -190,7 +190,7 @@ def test_wrong_file_is_one_message(text: str, problem: str, tmp_path: Path) -> N
 
 
 @given(content=st.binary(max_size=60) | st.text("ab:-[]{}!&*?|>'\"#% \n\t<1.e", max_size=40))
-def test_any_content_is_read_or_refused(
+def test_any_file_content_is_read_or_refused(
     content: bytes | str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
@@ -199,12 +199,12 @@ def test_any_content_is_read_or_refused(
         assert isinstance(read_yaml(path), dict)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_yaml(tmp_path / "x.yaml")
 
 
-def test_directory_cannot_be_read(tmp_path: Path) -> None:
+def test_directory_in_place_of_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         read_yaml(tmp_path)
 
@@ -212,16 +212,16 @@ def test_directory_cannot_be_read(tmp_path: Path) -> None:
 # --- mappings --------------------------------------------------------------------------------
 
 
-def test_absent_settings_keep_their_defaults() -> None:
+def test_absent_settings_keep_defaults() -> None:
     assert from_mapping(Run, {}) == Run()
     assert from_mapping(Run, {"optim": {"lr": 2}}) == Run(optim=Optim(lr=2.0))
 
 
-def test_section_whose_lines_are_commented_out() -> None:
+def test_empty_section_keeps_defaults() -> None:
     assert from_mapping(Run, {"optim": None}) == Run()
 
 
-def test_conversion_of_every_kind() -> None:
+def test_values_of_every_kind_are_converted() -> None:
     values = {
         "optim": {"lr": 1, "betas": [0, 1e-3], "fused": False, "clip": None},
         "data": {"path": "x", "name": "n", "columns": ["a"], "size": [3, 4], "options": {"k": [1]}},
@@ -283,7 +283,7 @@ def test_conversion_of_every_kind() -> None:
         ({"steps": 1}, "steps", "must not be less than the warm-up"),
     ],
 )
-def test_wrong_mapping_is_one_message(values: dict[Any, Any], setting: str, problem: str) -> None:
+def test_invalid_mapping_is_one_message(values: dict[Any, Any], setting: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_mapping(Run, values)
     assert error.value.setting == setting
@@ -350,14 +350,14 @@ def test_file_is_readable_and_in_order(tmp_path: Path) -> None:
     assert to_mapping(Run())["optim"]["betas"] == [0.9, 0.95]
 
 
-def test_repeated_object_is_written_out(tmp_path: Path) -> None:
+def test_repeated_object_is_written_without_alias(tmp_path: Path) -> None:
     shared = [1, 2]
     path = tmp_path / "run.yaml"
     write_yaml(Run(data=Data(options={"a": shared, "b": shared})), path)
     assert "&" not in path.read_text()
 
 
-def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.yaml"
     write_yaml(Run(steps=50), path)
 
@@ -374,7 +374,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 # --- command line ----------------------------------------------------------------------------
 
 
-def test_without_arguments_all_is_default() -> None:
+def test_no_arguments_give_defaults() -> None:
     assert cli() == Run()
 
 
@@ -386,12 +386,14 @@ def test_without_arguments_all_is_default() -> None:
         lambda path: [f"--config={path}", "--optim.lr=3e-4"],
     ],
 )
-def test_overrides_win_over_the_file(arrange: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_overrides_take_precedence_over_file(
+    arrange: Callable[[str], list[str]], tmp_path: Path
+) -> None:
     path = file_of(tmp_path, "steps: 20\noptim: {lr: 1, fused: false}\n")
     assert cli(*arrange(str(path))) == Run(steps=20, optim=Optim(lr=3e-4, fused=False))
 
 
-def test_override_leaves_other_aliases(tmp_path: Path) -> None:
+def test_override_does_not_change_other_aliases(tmp_path: Path) -> None:
     path = str(file_of(tmp_path, "data: {options: {a: &x {k: 1}, b: *x}}"))
     run = cli("--config", path, "--data.options.a.k", "2")
     assert run.data.options == {"a": {"k": 2}, "b": {"k": 1}}
@@ -428,7 +430,7 @@ def test_override_leaves_other_aliases(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_overrides(argv: list[str], expected: Run) -> None:
+def test_overrides_set_values(argv: list[str], expected: Run) -> None:
     assert cli(*argv) == expected
 
 
@@ -438,7 +440,7 @@ def written(value: object) -> str:
 
 @given(run=RUNS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_an_override_says_what_the_file_says(run: Run) -> None:
+def test_override_and_file_give_equal_values(run: Run) -> None:
     argv = [
         *("--optim.lr", written(run.optim.lr)),
         *("--optim.betas", *map(written, run.optim.betas)),
@@ -501,7 +503,7 @@ def test_an_override_says_what_the_file_says(run: Run) -> None:
         (["--config="], "--config = '': give the name"),
     ],
 )
-def test_wrong_arguments_are_one_plain_message(
+def test_invalid_arguments_are_one_message(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -511,7 +513,7 @@ def test_wrong_arguments_are_one_plain_message(
     assert capsys.readouterr() == ("", "")
 
 
-def test_config_given_twice(tmp_path: Path) -> None:
+def test_config_given_twice_is_refused(tmp_path: Path) -> None:
     path = str(file_of(tmp_path, ""))
     with pytest.raises(ConfigError, match="given twice"):
         cli("--config", path, f"--config={path}")
@@ -529,14 +531,12 @@ def test_config_given_twice(tmp_path: Path) -> None:
     ).filter(lambda argv: not {"-h", "--help"} & set(argv))
 )
 @settings(max_examples=200, deadline=None)
-def test_any_arguments_are_taken_or_refused(argv: list[str]) -> None:
+def test_any_arguments_are_accepted_or_refused(argv: list[str]) -> None:
     with contextlib.suppress(ConfigError):
         assert isinstance(cli(*argv), Run)
 
 
-def test_help_shows_the_values_of_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_shows_values_of_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(file_of(tmp_path, "steps: 4321\n"))
     cli("--steps", "20")  # tyro is imported
     begin = time.thread_time()
@@ -549,7 +549,7 @@ def test_help_shows_the_values_of_the_file(
         assert expected in out
 
 
-def test_importing_does_not_import_tyro(tmp_path: Path) -> None:
+def test_settings_import_does_not_import_tyro(tmp_path: Path) -> None:
     program = (
         "import sys; from tests.utils.settings.test_settings import Run, command_line;"
         f"command_line(Run, ['--config', {str(file_of(tmp_path, 'steps: 20'))!r}], 'p', 'd');"
@@ -579,7 +579,7 @@ def _leaves(value: Any) -> int:
     return sum(map(_leaves, value.values())) if isinstance(value, dict) else 1
 
 
-def test_a_hash_tells_settings_apart_and_not_their_order() -> None:
+def test_hash_depends_on_values_not_order() -> None:
     settings = {"steps": 3, "optim": {"lr": 0.1, "name": "sgd"}}
     same = {"optim": {"name": "sgd", "lr": 0.1}, "steps": 3}
     assert digest(settings) == digest(same)
@@ -607,7 +607,9 @@ def text(content: str) -> Callable[[Path], object]:
     ],
     ids=["pipe", "device", "loop", "comments", "deep"],
 )
-def test_odd_files(make: Callable[[Path], object], problem: str, tmp_path: Path) -> None:
+def test_unusual_yaml_is_one_short_message(
+    make: Callable[[Path], object], problem: str, tmp_path: Path
+) -> None:
     path = tmp_path / "odd.yaml"
     make(path)
     with pytest.raises(ConfigError, match=problem) as caught:
@@ -615,7 +617,7 @@ def test_odd_files(make: Callable[[Path], object], problem: str, tmp_path: Path)
     assert len(str(caught.value)) < 500
 
 
-def test_aliases_that_mean_what_they_say_are_read(tmp_path: Path) -> None:
+def test_plain_aliases_are_read(tmp_path: Path) -> None:
     path = tmp_path / "plain.yaml"
     path.write_text("a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: *a\n")
     expected = {"a": {"x": 1, "y": [2]}, "b": {"x": 3, "y": [2]}, "c": {"x": 1, "y": [2]}}
