@@ -1,0 +1,212 @@
+"""`check_gradient`: compares the gradient of a training step with float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.testing.classify import (
+    CLASSES,
+    GradientError,
+    GradientMismatch,
+    SplitResult,
+    diagnose,
+    over_ranks,
+)
+from distmp.testing.gradients import full_gradients, gather, named_parameters
+from distmp.testing.measure import measured
+from distmp.testing.reference import (
+    DefaultLoss,
+    ForwardRecord,
+    Gradients,
+    LossSum,
+    Reference,
+    recorded_forwards,
+)
+from distmp.testing.splits import Split, collated, make_splits
+
+_WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
+
+TrainStep = Callable[[nn.Module, list[Any]], Mapping[str, Tensor] | object]
+
+
+def check_gradient(
+    train_step: TrainStep,
+    model: nn.Module,
+    samples: Sequence[Any],
+    weights: str | Callable[[Any], float] = "tokens",
+    *,
+    loss_sum: LossSum | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    reference: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    max_norm: float | None = None,
+) -> None:
+    """Check that a training step computes the gradient of the mean over all tokens or samples.
+
+    In one process, the samples are divided over microbatches in several ways. If the default
+    process group is initialized, they are divided over its ranks, too; every rank calls this
+    function with the same samples.
+
+    Args:
+        train_step: Your code, called as `train_step(model, microbatches)` with the microbatches of
+            this rank. It leaves gradients where the optimizer would find them, or returns them by
+            name of parameter. Gradients are removed before each call. It may wrap the model.
+        model: The model, plain or wrapped in DDP or FSDP.
+        samples: At least three per rank, such as dicts of tensors with `labels` or pairs of inputs
+            and labels; each without a batch dimension.
+        weights: What the sum of losses is divided by: `tokens`, the weights that `loss_sum`
+            returns; `samples`, which averages the mean losses of samples; `sum`, nothing. A
+            function returns the weight of one sample, in place of that of `loss_sum`.
+        loss_sum: Returns the sum of the losses of a microbatch, and its weight, as the loss
+            functions of `distmp.Engine` do. By default, the cross entropy over labels other than
+            -100, and their number.
+        collate: Makes a microbatch of a list of samples. By default, tensors are stacked.
+        reference: A plain model of the same parameters, for models that FSDP1 shards.
+        optimizer: If given, it has to have all parameters.
+        max_norm: If given, the norm that `train_step` clips to. By default gradients are not
+            clipped.
+
+    Raises:
+        GradientError: On every rank, with what is wrong with which parameters.
+        ConfigError: For samples or a model that cannot be checked.
+
+    Example:
+        >>> import torch
+        >>> from distmp.testing import check_gradient
+        >>> def train_step(model, microbatches):
+        ...     for inputs, labels in microbatches:
+        ...         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        ...         (loss / len(microbatches)).backward()
+        >>> samples = [(torch.ones(4) * index, torch.tensor(index % 2)) for index in range(8)]
+        >>> try:
+        ...     check_gradient(train_step, torch.nn.Linear(4, 2), samples)
+        ... except AssertionError as error:
+        ...     print(error.mismatches[0].kind)
+        microbatch_means
+    """
+    if not callable(weights) and weights not in _WANTED:
+        raise ConfigError("weights", weights, f"use one of {', '.join(_WANTED)}, or a function")
+    wanted = "token_mean" if callable(weights) else _WANTED[weights]
+    copies = Reference(model, loss_sum or DefaultLoss(), reference)
+    check = _Check(train_step, model, copies, collate, weights, max_norm)
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    splits = make_splits(samples, ranks, tokens=weights == "tokens")
+    found = diagnose([check.run(split) for split in splits], wanted)
+    raise_mismatches(over_ranks(gather([*found, *_in_no_optimizer(model, optimizer)])))
+
+
+def raise_mismatches(mismatches: Sequence[GradientMismatch]) -> None:
+    """Raise an error if there are mismatches."""
+    if mismatches:
+        lines = "\n".join(f"- {mismatch}" for mismatch in mismatches)
+        raise GradientError(f"the gradient is wrong (see docs/testing.md):\n{lines}", mismatches)
+
+
+def _in_no_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[GradientMismatch]:
+    if optimizer is None:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    absent = [
+        n for n, p in named_parameters(model).items() if p.requires_grad and id(p) not in held
+    ]
+    if absent:
+        yield GradientMismatch("in_no_optimizer", tuple(absent), CLASSES["in_no_optimizer"])
+
+
+class _Check:
+    """Measures the gradient with one division of samples after the other."""
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        model: nn.Module,
+        reference: Reference,
+        collate: Callable[[list[Any]], Any] | None,
+        weights: str | Callable[[Any], float],
+        max_norm: float | None,
+    ) -> None:
+        self._train_step = train_step
+        self._model = model
+        self._reference = reference
+        self._collate = collate
+        self._weights = weights
+        self._max_norm = max_norm
+
+    def run(self, split: Split) -> SplitResult:
+        """Return what was measured; every rank has to call it."""
+        batches = [[collated(part, self._collate) for part in rank] for rank in split.samples]
+        rank, count = dist.get_rank() if len(batches) > 1 else 0, len(batches[0])
+        self._reference.load(self._model)
+        gradients, record = self._measure(batches[rank])
+        self._reference.set_modes(self._model)
+        flat = [batch for each in batches for batch in each]
+        states = [each for found in gather(record.generators) for each in _states(found, count)]
+        own = self._reference.own(flat, states, record)
+        exact = self._reference.exact(flat, states)
+        means, samples = self._sample_means(split, own, record)
+        weights = own.weights
+        if callable(self._weights):
+            weights = [float(sum(map(self._weights, part))) for part in split.flat]
+        by_rank = np.array(weights, dtype=np.float64).reshape(len(batches), count)
+        empty = SplitResult(split.name, rank, by_rank, samples, max_norm=self._max_norm)
+        return measured(empty, self._model, gradients, own, exact, means)
+
+    def _measure(self, microbatches: list[Any]) -> tuple[dict[str, Tensor | None], ForwardRecord]:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        with recorded_forwards(self._model) as record, torch.random.fork_rng():
+            returned = self._train_step(self._model, microbatches)
+        if not isinstance(returned, Mapping):
+            return full_gradients(self._model), record
+        names = [n for n, p in named_parameters(self._model).items() if p.requires_grad]
+        found = {name: returned.get(name) for name in names}
+        return {n: None if g is None else g.detach().double() for n, g in found.items()}, record
+
+    def _sample_means(
+        self, split: Split, own: Gradients, record: ForwardRecord
+    ) -> tuple[dict[str, Tensor], int]:
+        """Return the sums of the mean gradients of each microbatch's samples, and their number.
+
+        There are none if all samples have the same weight, or if the loss of a microbatch is not
+        the sum of those of its samples.
+        """
+        flat = [sample for part in split.flat for sample in part]
+        index = torch.tensor([n for n, part in enumerate(split.flat) for _ in part])
+        single = self._reference.own(
+            [collated([sample], self._collate) for sample in flat], [None] * len(flat), record
+        )
+        counted = [weight for weight in single.weights if weight]
+        if len(set(counted)) <= 1:
+            return {}, len(counted)
+        means, difference, total = {}, 0.0, 0.0
+        inverse = torch.tensor([1 / weight if weight else 0.0 for weight in single.weights])
+        for name, each in single.stacked.items():
+            zeros, place = torch.zeros_like(own.stacked[name]), index.to(each.device)
+            means[name] = zeros.index_add(0, place, each * inverse.to(each)[:, None])
+            difference += float(
+                (zeros.index_add(0, place, each) - own.stacked[name]).square().sum()
+            )
+            total += float(own.stacked[name].square().sum())
+        if difference <= 1e-3 * total:
+            return means, len(counted)
+        if self._weights == "samples":
+            problem = (
+                "the loss of a microbatch is not the sum of those of its samples, because of "
+                "dropout or batch statistics; call model.eval()"
+            )
+            raise ConfigError("weights", self._weights, problem)
+        return {}, len(counted)
+
+
+def _states(generators: list[Any], microbatches: int) -> list[Any]:
+    """Return the state of the generators for each microbatch, if each had one forward."""
+    return generators if len(generators) == microbatches else [None] * microbatches

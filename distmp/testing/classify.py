@@ -1,0 +1,468 @@
+"""The classes of wrong gradients, and which of them explains what was measured.
+
+A measured gradient is compared with weighted sums of the gradients of single microbatches. Each
+class predicts the weights, up to a factor that depends on the number of ranks or microbatches.
+Several divisions of the same samples decide between classes that predict the same for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from distmp.errors import DistmpError, listed
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+# Relative error of FP32 arithmetic, beyond what the float64 reference shows of it.
+_TOLERANCE = 2e-5
+# A gradient whose rounding error is above this share shows nothing but rounding.
+_NOISE = 0.1
+# Relative error of 16-bit sums of few terms.
+_ROUNDED = 2.0**-6
+
+# What is wrong, by class; docs/testing.md has the line that mends each.
+CLASSES = {
+    "right": "agrees",
+    "ranks_twice": "divided by the number of ranks twice",
+    "ranks_never": "multiplied by the number of ranks: summed over ranks, never divided",
+    "microbatches_twice": "divided by the number of microbatches once too often",
+    "microbatches_never": "multiplied by the number of microbatches: never divided by it",
+    "accumulated_twice": "accumulated twice",
+    "halved": "half of what it should be",
+    "token_mean": "agrees with the mean over tokens",
+    "sample_mean": "agrees with the mean over samples",
+    "sum": "agrees with the sum, which is not divided by its weight",
+    "microbatch_means": "agrees with the mean of microbatch means",
+    "rank_means": "agrees with the mean of rank means",
+    "pass_means": "agrees with the mean of the means of each microbatch over ranks",
+    "reduced_again": "microbatches reduced once more with each later one",
+    "last_microbatch": "only the last microbatch counts",
+    "own_rank": "only this rank's microbatches count: never reduced",
+    "summed_in_16_bits": "microbatches summed in 16 bits",
+    "reduced_in_16_bits": "ranks reduced in 16 bits",
+    "missing": "no gradient, or zero",
+    "in_no_optimizer": "in no parameter group of the optimizer",
+    "loss_scale": "still multiplied by a loss scale",
+    "clipped": "clipped before it was read",
+    "shard_clipped": "clipped by the norm of each rank's shard",
+    "not_finite": "NaN or infinite",
+    "weighted": "microbatches count with wrong weights",
+    "unexplained": "in no class",
+}
+
+
+class Projection(NamedTuple):
+    """A measured gradient of a parameter beside those of single microbatches.
+
+    Attributes:
+        square: Squared norm of the measured gradient.
+        inner: Inner product with the gradient of each microbatch, of shape (terms,).
+        gram: Inner products between these, of shape (terms, terms).
+        noise: Error that the dtypes of the run cause, relative to the gradient wanted.
+        in_16_bits: Whether the gradient is a sum of several terms that was rounded to 16 bits.
+    """
+
+    square: float
+    inner: Array
+    gram: Array
+    noise: float = 0.0
+    in_16_bits: bool = False
+
+
+@dataclass(frozen=True)
+class SplitResult:
+    """What was measured with one division of the samples.
+
+    Attributes:
+        name: What is special about the division.
+        rank: This rank.
+        weights: Weight of each microbatch, of shape (ranks, microbatches).
+        samples: Number of samples with weight; terms after those of microbatches are sums of the
+            mean gradients of a microbatch's samples.
+        parameters: By name, of parameters with a finite gradient.
+        missing: Names of parameters without a gradient that they should have.
+        not_finite: Names of parameters whose gradient is NaN or infinite.
+        max_norm: What the gradient is clipped to on purpose.
+        shard_factors: Factor between the parts of the measured and the wanted gradient that each
+            rank holds; none if they are not parallel.
+    """
+
+    name: str
+    rank: int
+    weights: Array
+    samples: int
+    parameters: Mapping[str, Projection] = field(default_factory=dict)
+    missing: frozenset[str] = frozenset()
+    not_finite: frozenset[str] = frozenset()
+    max_norm: float | None = None
+    shard_factors: tuple[float, ...] = ()
+
+    @property
+    def has_sample_means(self) -> bool:
+        """Whether there are terms of the mean gradients of samples."""
+        terms = {len(each.inner) for each in self.parameters.values()}
+        return bool(terms) and max(terms) > self.weights.size
+
+
+@dataclass(frozen=True)
+class GradientMismatch:
+    """A way in which gradients are wrong.
+
+    Attributes:
+        kind: A key of `CLASSES`.
+        parameters: Names of the parameters.
+        text: What was measured.
+        size: Norm of the error relative to the gradient wanted, the largest of all splits; NaN if
+            it was not measured.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    text: str
+    size: float = float("nan")
+
+    def __str__(self) -> str:
+        size = f" ({self.size:.2g} off, relative)" if self.size == self.size else ""
+        return f"{listed(list(self.parameters))}: {self.text}{size}"
+
+
+class GradientError(DistmpError, AssertionError):
+    """The gradient is not the one wanted.
+
+    Attributes:
+        mismatches: What is wrong, by class.
+    """
+
+    def __init__(self, message: str, mismatches: Sequence[GradientMismatch] = ()) -> None:
+        super().__init__(message)
+        self.mismatches = tuple(mismatches)
+
+
+# Predictions
+
+
+class _Label(NamedTuple):
+    kind: str
+    factor: int = 0  # index of _factors
+
+
+def _factors(ranks: int, microbatches: int) -> list[tuple[str, str, float]]:
+    """Return class, words and value of each factor; the simplest first."""
+    r, m = ranks, microbatches
+    return [
+        ("right", "", 1.0),
+        ("ranks_twice", "1 / ranks", 1 / r),
+        ("ranks_never", "ranks", r),
+        ("microbatches_twice", "1 / microbatches", 1 / m),
+        ("microbatches_never", "microbatches", m),
+        ("accumulated_twice", "2", 2.0),
+        ("halved", "1 / 2", 0.5),
+        ("ranks_twice", "1 / (ranks * microbatches)", 1 / (r * m)),
+        ("ranks_never", "ranks * microbatches", r * m),
+        ("ranks_twice", "1 / ranks ** 2", 1 / r**2),
+        ("ranks_never", "ranks ** 2", r**2),
+        ("microbatches_twice", "1 / microbatches ** 2", 1 / m**2),
+        ("microbatches_twice", "ranks / microbatches", r / m),
+        ("ranks_twice", "microbatches / ranks", m / r),
+    ]
+
+
+def _inverse(values: Array) -> Array:
+    return np.where(values > 0, 1 / np.where(values > 0, values, 1), 0)
+
+
+def coefficients(split: SplitResult, sample_means: bool) -> list[tuple[str, Array]]:
+    """Return class and weights of the terms of each prediction; the simplest first."""
+    w = split.weights
+    ranks, count = w.shape
+    total, position = _inverse(w.sum()), np.arange(count)
+    last, own = position == count - 1, np.arange(ranks)[:, None] == split.rank
+    by_rank = _inverse(w.sum(1, keepdims=True))
+    found = [
+        ("token_mean", total + 0 * w),
+        ("sum", 1 + 0 * w),
+        ("rank_means", by_rank / ranks + 0 * w),
+        ("microbatch_means", _inverse(w) / (ranks * count)),
+        ("microbatch_means", _inverse(w) / max(1, np.count_nonzero(w))),
+        ("pass_means", _inverse(w.sum(0)) / count + 0 * w),
+        ("reduced_again", total * float(ranks) ** (count - 1 - position) + 0 * w),
+        ("last_microbatch", last * total + 0 * w),
+        ("last_microbatch", last * _inverse(w[:, -1].sum()) + 0 * w),
+        ("last_microbatch", last * _inverse(w) / ranks),
+        ("own_rank", own * total + 0 * w),
+        ("own_rank", own * by_rank + 0 * w),
+        ("own_rank", own * _inverse(w) / count),
+        ("own_rank", own + 0 * w),
+    ]
+    if not sample_means:
+        return [(kind, each.flatten()) for kind, each in found]
+    zeros = np.zeros(w.size)
+    mean = np.concatenate([zeros, np.full(w.size, 1 / max(1, split.samples))])
+    found = [(kind, np.concatenate([each.flatten(), zeros])) for kind, each in found]
+    return [("sample_mean", mean), *found]
+
+
+def _clip_factor(split: SplitResult, wanted: Array) -> float:
+    if split.max_norm is None:
+        return 1.0
+    norm = np.sqrt(sum(max(0.0, wanted @ p.gram @ wanted) for p in split.parameters.values()))
+    return min(1.0, split.max_norm / (norm + 1e-6))
+
+
+class _Predictions:
+    """All predictions for one division of the samples."""
+
+    def __init__(self, split: SplitResult, wanted: str) -> None:
+        self.split = split
+        found = coefficients(split, split.has_sample_means)
+        named = dict(reversed(found))
+        # Without terms of samples, all samples have the same weight.
+        self.wanted = named.get(wanted, named["token_mean"])
+        self.kinds = ["right", *(kind for kind, _ in found)]
+        self._clip = _clip_factor(split, self.wanted)
+        self._rows = np.stack([self.wanted, *(row for _, row in found)]) * self._clip
+        self.factors = _factors(*split.weights.shape)
+
+    def error(self, name: str, label: _Label | None = None) -> tuple[float, float]:
+        """Return squared error of a parameter, and squared norm of the gradient wanted."""
+        projection, row = self.split.parameters[name], self._rows[0]
+        norm = max(0.0, row @ projection.gram @ row)
+        return max(0.0, projection.square - 2 * row @ projection.inner + norm), norm
+
+    def is_noise(self, name: str) -> bool:
+        """Return whether a gradient shows nothing but rounding errors."""
+        projection = self.split.parameters[name]
+        everything = sum(p.square for p in self.split.parameters.values())
+        return projection.noise > _NOISE and projection.square <= 1e-4 * everything
+
+    def _allowed(self, p: Projection) -> float:
+        return _TOLERANCE + 2 * p.noise + _ROUNDED * p.in_16_bits
+
+    def fits(self, name: str) -> set[_Label]:
+        """Return the predictions that a parameter's gradient agrees with."""
+        p = self.split.parameters[name]
+        factors = np.array([value for *_, value in self.factors])
+        inner = np.outer(self._rows @ p.inner, factors)
+        norms = np.einsum("hk,kl,hl->h", self._rows, p.gram, self._rows)
+        squares = np.outer(np.maximum(norms, 0), factors**2)
+        errors = np.sqrt(np.maximum(p.square - 2 * inner + squares, 0))
+        return {
+            _Label(self.kinds[row], int(column))
+            for row, column in np.argwhere(errors <= self._allowed(p) * np.sqrt(squares))
+        }
+
+    def free_factor(self, name: str) -> float | None:
+        """Return the factor between measured and wanted gradient, if they are parallel."""
+        p, row = self.split.parameters[name], self._rows[0]
+        norm, inner = row @ p.gram @ row, row @ p.inner
+        if norm <= 0 or p.square <= 0:
+            return None
+        residual = max(0.0, 1 - inner**2 / (norm * p.square)) ** 0.5
+        return inner / norm if residual <= self._allowed(p) else None
+
+
+# The diagnosis of one rank
+
+
+def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatch]:
+    """Return what is wrong with gradients, in the order of `CLASSES`.
+
+    Args:
+        splits: What this rank has measured with each division of the samples.
+        wanted: The class that is right: `token_mean`, `sample_mean` or `sum`.
+    """
+    predictions = [_Predictions(split, wanted) for split in splits]
+    found = [*_absent(splits), *_compared(predictions, wanted), *_rounded(predictions)]
+    order = list(CLASSES)
+    return sorted(found, key=lambda mismatch: order.index(mismatch.kind))
+
+
+def _absent(splits: Sequence[SplitResult]) -> Iterator[GradientMismatch]:
+    for kind in ("missing", "not_finite"):
+        names = dict.fromkeys(n for split in splits for n in sorted(getattr(split, kind)))
+        for name in names:
+            where = [split.name for split in splits if name in getattr(split, kind)]
+            text = CLASSES[kind] + ("" if len(where) == len(splits) else f" with {where[0]}")
+            yield GradientMismatch(kind, (name,), text)
+
+
+def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
+    """Explain all parameters with as few classes as possible."""
+    names = dict.fromkeys(n for each in predictions for n in each.split.parameters)
+    labels = {name: _explanations(predictions, name) for name in names}
+    left = [name for name in names if labels[name] is not None]
+    left = [name for name in left if _Label("right") not in (labels[name] or ())]
+    while left:
+        counts = [label for name in left for label in labels[name] or ()]
+        if not counts:
+            yield from _unexplained(predictions, left)
+            return
+        best = max(dict.fromkeys(counts), key=lambda label: (counts.count(label), _simpler(label)))
+        explained = [name for name in left if best in (labels[name] or ())]
+        left = [name for name in left if name not in explained]
+        yield _mismatch(predictions, best, explained, wanted)
+
+
+def _simpler(label: _Label) -> tuple[int, int]:
+    return -list(CLASSES).index(label.kind), -label.factor
+
+
+def _explanations(predictions: Sequence[_Predictions], name: str) -> set[_Label] | None:
+    """Return the labels that agree with every split; None if there is nothing to explain."""
+    measured = [each for each in predictions if name in each.split.parameters]
+    if all(each.is_noise(name) for each in measured):
+        return None
+    return set.intersection(*(each.fits(name) for each in measured if not each.is_noise(name)))
+
+
+def _mismatch(
+    predictions: Sequence[_Predictions], label: _Label, names: list[str], wanted: str
+) -> GradientMismatch:
+    worst = max(predictions, key=lambda each: _size([each], names))
+    kind, words, value = worst.factors[label.factor]
+    mean, shape = (
+        CLASSES[wanted].partition(",")[0].removeprefix("agrees with "),
+        _shape(worst.split),
+    )
+    if label.kind == "right":
+        text = f"gradient is {value:.3g} of {mean} at {shape}: {_causes(predictions, label)}"
+    else:
+        kind, times = label.kind, f", times {words}" if words else ""
+        text = f"{CLASSES[kind]}{times}, not with {mean}, at {shape}"
+    return GradientMismatch(kind, tuple(names), text, _size(predictions, names))
+
+
+def _causes(predictions: Sequence[_Predictions], label: _Label) -> str:
+    """Return the classes of all factors with the same value in every split."""
+    values = [[value for *_, value in each.factors] for each in predictions]
+    same = [
+        c
+        for c, column in enumerate(zip(*values, strict=True))
+        if list(column) == [row[label.factor] for row in values]
+    ]
+    kinds = dict.fromkeys(predictions[0].factors[column][0] for column in same)
+    return ", or ".join(CLASSES[kind] for kind in kinds)
+
+
+def _shape(split: SplitResult) -> str:
+    ranks, count = split.weights.shape
+    return f"{ranks} rank{'s' * (ranks > 1)} x {count} microbatch{'es' * (count > 1)}"
+
+
+def _size(predictions: Sequence[_Predictions], names: Iterable[str]) -> float:
+    sizes = [0.0]
+    for each in predictions:
+        errors = [each.error(name) for name in names if name in each.split.parameters]
+        error, norm = sum(e for e, _ in errors), sum(n for _, n in errors)
+        sizes.append((error / norm) ** 0.5 if norm else float(error > 0))
+    return max(sizes)
+
+
+def _rounded(predictions: Sequence[_Predictions]) -> Iterator[GradientMismatch]:
+    """Report gradients that were rounded to 16 bits after several terms had been added."""
+    names: dict[str, list[str]] = {}
+    for each in predictions:
+        ranks, count = each.split.weights.shape
+        kind = "reduced_in_16_bits" if count == 1 and ranks > 1 else "summed_in_16_bits"
+        for name, projection in each.split.parameters.items():
+            if projection.in_16_bits:
+                names.setdefault(name, []).append(kind)
+    for kind in ("summed_in_16_bits", "reduced_in_16_bits"):
+        # What one microbatch per rank shows is the reduction.
+        of_kind = [
+            n for n, kinds in names.items() if ("reduced_in_16_bits" in kinds) == (kind[0] == "r")
+        ]
+        if of_kind:
+            yield GradientMismatch(kind, tuple(of_kind), CLASSES[kind], _size(predictions, of_kind))
+
+
+# What no prediction explains
+
+
+def _unexplained(
+    predictions: Sequence[_Predictions], names: list[str]
+) -> Iterator[GradientMismatch]:
+    size = _size(predictions, names)
+    kind, text = (
+        _common_factor(predictions, names)
+        or _shards(predictions)
+        or (_counted(predictions, names) or ("unexplained", CLASSES["unexplained"]))
+    )
+    yield GradientMismatch(kind, tuple(names), text, size)
+
+
+def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
+    """Explain gradients that are parallel to the wanted ones."""
+    factors, norms = [], []
+    for each in predictions:
+        present = [name for name in names if name in each.split.parameters]
+        found = [each.free_factor(name) for name in present if not each.is_noise(name)]
+        known = [factor for factor in found if factor is not None]
+        if len(known) < len(found) or not known or max(known) - min(known) > 1e-2 * abs(max(known)):
+            return None
+        factors.append(float(np.mean(known)))
+        norms.append(sum(each.split.parameters[name].square for name in present) ** 0.5)
+    exponent = np.log2(abs(factors[0]))
+    if exponent >= 3 and abs(exponent - round(exponent)) < 1e-3:
+        return "loss_scale", f"{CLASSES['loss_scale']}, {factors[0]:g}"
+    reduced = [norm for norm, factor in zip(norms, factors, strict=True) if factor < 1 - 1e-3]
+    if reduced and max(factors) <= 1 + 1e-3 and max(reduced) <= 1.001 * min(reduced):
+        return "clipped", f"{CLASSES['clipped']}, to the norm {reduced[0]:.4g}"
+    values = ", ".join(f"{factor:.4g}" for factor in factors)
+    return "unexplained", f"parallel to the gradient wanted, with the factors {values}"
+
+
+def _shards(predictions: Sequence[_Predictions]) -> tuple[str, str] | None:
+    found = [each.split.shard_factors for each in predictions if each.split.shard_factors]
+    if not found or len(found) < len(predictions):
+        return None
+    factors = ", ".join(f"{factor:.3g}" for factor in found[0])
+    return "shard_clipped", f"{CLASSES['shard_clipped']}: factors {factors} by rank"
+
+
+def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
+    """Explain gradients by the weights with which microbatches count, from a least-squares fit."""
+    for each in predictions:
+        found = [each.split.parameters[name] for name in names if name in each.split.parameters]
+        terms = each.split.weights.size
+        gram = sum((p.gram[:terms, :terms] for p in found), np.zeros((terms, terms)))
+        inner = sum((p.inner[:terms] for p in found), np.zeros(terms))
+        square, noise = sum(p.square for p in found), max((p.noise for p in found), default=0.0)
+        counts = np.linalg.lstsq(gram, inner, rcond=1e-9)[0]
+        residual = max(0.0, 1 - float(counts @ inner) / max(square, 1e-300)) ** 0.5
+        if residual > 1e-3 + 2 * noise:
+            return None
+        shares = counts * each.split.weights.sum()
+        if np.abs(shares - 1).max() > 1e-2:
+            break
+    else:
+        return None
+    count = each.split.weights.shape[1]
+    texts = [
+        f"microbatch {index % count} of rank {index // count} counts {share:.3g}"
+        for index, share in enumerate(shares)
+        if each.split.weights.flat[index]
+    ]
+    return "weighted", f"{CLASSES['weighted']}: {'; '.join(texts)} instead of 1"
+
+
+def over_ranks(by_rank: Sequence[Sequence[GradientMismatch]]) -> list[GradientMismatch]:
+    """Combine the diagnoses of all ranks; every rank gets the same."""
+    ranks: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    first: dict[tuple[str, tuple[str, ...]], GradientMismatch] = {}
+    for rank, mismatches in enumerate(by_rank):
+        for mismatch in mismatches:
+            key = mismatch.kind, mismatch.parameters
+            ranks.setdefault(key, []).append(rank)
+            first.setdefault(key, mismatch)
+    combined = []
+    for key, mismatch in first.items():
+        if len(ranks[key]) < len(by_rank):
+            where = ", ".join(map(str, ranks[key]))
+            mismatch = replace(mismatch, text=f"{mismatch.text}, on rank {where}")
+        combined.append(mismatch)
+    return combined

@@ -1,0 +1,116 @@
+"""Projects measured gradients onto those of single microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distmp.testing.classify import Projection, SplitResult
+from distmp.testing.gradients import gather, local_part, named_parameters
+from distmp.testing.reference import Gradients
+from distmp.utils.dtypes import is_dtensor
+
+# Elements that several microbatches must have before rounding shows anything.
+_FEWEST = 16
+# Significant bits of bfloat16 and float16.
+_BITS = (8, 11)
+
+
+def measured(
+    split: SplitResult,
+    model: nn.Module,
+    gradients: Mapping[str, Tensor | None],
+    own: Gradients,
+    exact: Gradients,
+    sample_means: Mapping[str, Tensor],
+) -> SplitResult:
+    """Return the result of a division of the samples; every rank has to call it.
+
+    Args:
+        split: The division.
+        model: The model.
+        gradients: The measured gradients of trained parameters, float64.
+        own: Gradients of microbatches in the dtypes of the run.
+        exact: Gradients of microbatches in float64.
+        sample_means: Sums of the mean gradients of each microbatch's samples; may be empty.
+    """
+    total = split.weights.sum() or 1.0
+    projections, missing, broken = {}, set(), set()
+    for name, gradient in gradients.items():
+        wanted, ideal = own.stacked[name].sum(0) / total, exact.stacked[name].sum(0) / total
+        norm = float(wanted.norm())
+        if gradient is not None and not gradient.isfinite().all():
+            broken.add(name)
+        elif gradient is None or not gradient.any():
+            missing.update([name] if norm > 0 else [])
+        else:
+            terms = torch.cat([own.stacked[name], *([sample_means[name]] if sample_means else [])])
+            noise = float((wanted - ideal).norm()) / norm if norm else 0.0
+            flat = gradient.flatten()
+            rounded = _is_rounded(flat, own.stacked[name], ideal, split)
+            projections[name] = _projection(flat, terms, noise, in_16_bits=rounded)
+    return replace(
+        split,
+        parameters=projections,
+        missing=frozenset(missing),
+        not_finite=frozenset(broken),
+        shard_factors=_shard_factors(model, gradients, own),
+    )
+
+
+def _projection(gradient: Tensor, terms: Tensor, noise: float, *, in_16_bits: bool) -> Projection:
+    inner, gram = (terms @ gradient).cpu().numpy(), (terms @ terms.T).cpu().numpy()
+    return Projection(float(gradient.square().sum()), inner, gram, noise, in_16_bits)
+
+
+def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, split: SplitResult) -> bool:
+    """Return whether a sum of several microbatches has the few significant bits of a 16-bit dtype.
+
+    The sum may have been multiplied by a number of ranks, microbatches or tokens afterwards.
+    """
+    several = (terms != 0).sum(0) > 1
+    if int(several.sum()) < _FEWEST:
+        return False
+    ranks, count = split.weights.shape
+    scales = {1.0, ranks, count, ranks * count, split.weights.sum(), split.weights.sum() / ranks}
+    single = max(_share(terms[:, several].flatten(), bits) for bits in _BITS)
+    return any(
+        _share(gradient[several] * scale, bits) > 0.99
+        for bits in _BITS
+        for scale in scales
+        # What is short already has a short sum.
+        if bits == _BITS[0] or single < 0.5
+    ) and all(_share(ideal[several] * scale, _BITS[1]) < 0.5 for scale in scales)
+
+
+def _share(values: Tensor, bits: int) -> float:
+    """Return the share of nonzero values with at most so many significant bits, up to FP32's."""
+    values = values[values != 0]
+    mantissa = torch.frexp(values).mantissa * 2.0**bits
+    short = (mantissa - mantissa.round()).abs() <= 2.0 ** (bits - 22)
+    return float(short.double().mean()) if len(values) else 0.0
+
+
+def _shard_factors(
+    model: nn.Module, gradients: Mapping[str, Tensor | None], own: Gradients
+) -> tuple[float, ...]:
+    """Return the factor of each rank's shards, if they differ; otherwise nothing."""
+    parameters = named_parameters(model)
+    sums = np.zeros(3)
+    for name, gradient in gradients.items():
+        if gradient is not None and is_dtensor(parameters[name]):
+            shape = parameters[name].shape
+            wanted = own.stacked[name].sum(0).view(shape) / sum(own.weights)
+            one, other = (local_part(each, parameters[name]) for each in (gradient, wanted))
+            products = (one * one, one * other, other * other)
+            sums += [float(product.sum()) for product in products]
+    by_rank = gather(sums)
+    if not all(each.all() for each in by_rank):
+        return ()
+    factors = [inner / norm for _, inner, norm in by_rank]
+    parallel = all(inner**2 >= (1 - 1e-6) * square * norm for square, inner, norm in by_rank)
+    return tuple(factors) if parallel and max(factors) > 1.01 * min(factors) else ()

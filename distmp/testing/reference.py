@@ -1,0 +1,259 @@
+"""Gradients of single microbatches, in float64 and in the dtypes of the run.
+
+Every gradient that a training step can compute from its microbatches is a weighted sum of theirs.
+The weights show what the step has done, see `classify`. They are found from gradients in the dtypes
+of the run, so that 16-bit arithmetic in forward neither hides a difference nor causes one; the
+gradients in float64 show how much of a difference that arithmetic explains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.testing.gradients import (
+    full_state,
+    named_parameters,
+    plain_copy,
+    plain_name,
+    unwrapped,
+)
+from distmp.utils.tensor_trees import map_tensors
+
+# Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
+LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
+IGNORED = -100
+
+
+class DefaultLoss:
+    """The sum of the cross entropy over labels other than -100, and their number.
+
+    A microbatch is a mapping with `labels`, which the model takes as keywords, or a pair of inputs
+    and integer labels. Whether a model shifts its labels, as causal language models do, is found
+    from the loss that it returns.
+    """
+
+    def __init__(self) -> None:
+        self._shifts: bool | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        """Return loss sum and weight of a microbatch."""
+        if isinstance(batch, Mapping) and "labels" in batch:
+            output = model(**batch)
+            return self._of_output(output, batch["labels"])
+        if isinstance(batch, (tuple, list)) and len(batch) == 2 and _is_labels(batch[1]):
+            return _cross_entropy(model(batch[0]), batch[1])
+        problem = (
+            "is neither a mapping with labels nor a pair of inputs and integer labels; pass "
+            "loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
+        )
+        raise ConfigError("samples", type(batch).__name__, problem)
+
+    def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
+        logits = output["logits"] if isinstance(output, Mapping) else output
+        logits = getattr(logits, "logits", logits)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        forms = [_cross_entropy(logits, labels)]
+        if logits.dim() == 3:
+            forms.append(_cross_entropy(logits[:, :-1], labels[:, 1:]))
+        if self._shifts is None and loss is not None and all(weight for _, weight in forms):
+            self._shifts = _closest(float(loss.detach()), forms) == 1
+        return forms[int(bool(self._shifts) and len(forms) > 1)]
+
+
+def _is_labels(labels: Any) -> bool:
+    return isinstance(labels, Tensor) and not labels.is_floating_point()
+
+
+def _closest(loss: float, forms: Sequence[tuple[Tensor, int]]) -> int:
+    errors = [abs(float(total.detach()) / weight - loss) for total, weight in forms]
+    best = min(range(len(forms)), key=errors.__getitem__)
+    if not errors[best] <= 0.02 * abs(loss):
+        problem = (
+            "is not the mean of the cross entropy over labels; pass loss_sum=..., which returns "
+            "the sum of the losses of a microbatch and its weight"
+        )
+        raise ConfigError("the loss that the model returns", loss, problem)
+    return best
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    if logits.dim() == labels.dim() + 1 and labels.dim() > 1:
+        logits, labels = logits.flatten(0, -2), labels.flatten()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return total, int((labels != IGNORED).sum())
+
+
+@dataclass
+class ForwardRecord:
+    """What the forwards of a training step used on this rank.
+
+    Attributes:
+        generators: State of the random generators before each forward.
+        inputs: Positional and keyword arguments of each forward, if they are recorded.
+        autocast: Dtype of autocast; None without autocast.
+        compute: Dtype of the first parameter that a module used.
+    """
+
+    generators: list[dict[str, Tensor]] = field(default_factory=list)
+    inputs: list[tuple[Any, Any]] = field(default_factory=list)
+    autocast: torch.dtype | None = None
+    compute: torch.dtype | None = None
+
+
+@contextlib.contextmanager
+def recorded_forwards(model: nn.Module, *, inputs: bool = False) -> Iterator[ForwardRecord]:
+    """Record the forwards of a model; its hooks are removed at the end."""
+    record = ForwardRecord()
+    model = unwrapped(model)
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            record.generators.append(_generators())
+            if inputs:
+                record.inputs.append(map_tensors(lambda t: t.detach().clone(), (args, kwargs)))
+
+    def leaf(module: nn.Module, _: Any) -> None:
+        weight = next(p for p in module._parameters.values() if p is not None)
+        if torch.is_autocast_enabled(weight.device.type):
+            record.autocast = torch.get_autocast_dtype(weight.device.type)
+        record.compute = record.compute or weight.dtype
+
+    handles = [model.register_forward_pre_hook(before, with_kwargs=True)]
+    handles += [m.register_forward_pre_hook(leaf) for m in model.modules() if _has_parameters(m)]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(p is not None and p.is_floating_point() for p in module._parameters.values())
+
+
+def _generators() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().cpu()
+    return states
+
+
+def _restore(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+class Reference:
+    """Copies of a model that compute gradients of single microbatches.
+
+    Args:
+        model: The model; every rank has to build a reference at the same time.
+        loss_sum: Returns loss sum and weight of a microbatch.
+        plain: Model with the same names of parameters, if `model` cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, loss_sum: LossSum, plain: nn.Module | None = None) -> None:
+        self._loss_sum = loss_sum
+        self._own = plain_copy(model if plain is None else plain)
+        self._exact = plain_copy(self._own).double()
+        self.load(model)
+
+    def load(self, model: nn.Module) -> None:
+        """Take the weights and buffers of the model; every rank has to call it."""
+        self._state = full_state(model)
+        missing = named_parameters(self._own).keys() ^ named_parameters(model).keys()
+        if missing:
+            problem = "is not a parameter of both the model and its reference"
+            raise ConfigError("reference", min(missing), problem)
+
+    def set_modes(self, model: nn.Module) -> None:
+        """Set training or evaluation mode as in the model."""
+        training = {plain_name(name): m.training for name, m in unwrapped(model).named_modules()}
+        for copied in (self._own, self._exact):
+            for name, part in copied.named_modules():
+                part.training = training.get(plain_name(name), part.training)
+
+    def exact(self, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
+        """Return the gradients in float64."""
+        self._fill(self._exact)
+        return self._of(self._exact, [map_tensors(_double, b) for b in batches], generators)
+
+    def own(
+        self, batches: Sequence[Any], generators: Sequence[Any], record: ForwardRecord
+    ) -> Gradients:
+        """Return the gradients in the dtypes of the recorded forwards, as float64 tensors."""
+        model, dtype = self._own, record.compute
+        held = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if dtype is not None and dtype not in held:  # FSDP casts parameters
+            model = plain_copy(model).to(dtype)
+            batches = [map_tensors(lambda t: _cast(t, dtype), batch) for batch in batches]
+        self._fill(model)
+        device = next(model.parameters()).device.type
+        enabled = record.autocast is not None
+        with torch.autocast(device, record.autocast, enabled=enabled, cache_enabled=False):
+            return self._of(model, batches, generators)
+
+    def _fill(self, model: nn.Module) -> None:
+        held = {**named_parameters(model), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in held.items():
+                if name in self._state:
+                    tensor.copy_(self._state[name])
+
+    def _of(self, model: nn.Module, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
+        parameters = {n: p for n, p in named_parameters(model).items() if p.requires_grad}
+        stacked: dict[str, list[Tensor]] = {name: [] for name in parameters}
+        weights = []
+        with torch.random.fork_rng(), torch.enable_grad():
+            for batch, states in zip(batches, generators, strict=True):
+                if states is not None:
+                    _restore(states)
+                weights.append(self._backward(model, batch))
+                for name, parameter in parameters.items():
+                    gradient = (
+                        torch.zeros_like(parameter) if parameter.grad is None else (parameter.grad)
+                    )
+                    scaled = gradient.to_dense().double().flatten() * (weights[-1] or 1.0)
+                    stacked[name].append(scaled)
+        model.zero_grad()
+        return Gradients(weights, {name: torch.stack(each) for name, each in stacked.items()})
+
+    def _backward(self, model: nn.Module, batch: Any) -> float:
+        model.zero_grad()
+        total, weight = self._loss_sum(model, batch)
+        weight = float(weight)
+        if weight:
+            # Of the mean, as most training code: 16-bit backward rounds it in the same way.
+            (total / weight).backward()
+        return weight
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of the loss sums of microbatches.
+
+    Attributes:
+        weights: Weight of each microbatch.
+        stacked: By parameter, float64, of shape (microbatches, elements).
+    """
+
+    weights: list[float]
+    stacked: dict[str, Tensor]
