@@ -44,6 +44,7 @@ CLASSES = {
     "own_rank": "only this rank's microbatches count: never reduced",
     "summed_in_16_bits": "microbatches summed in 16 bits",
     "reduced_in_16_bits": "ranks reduced in 16 bits",
+    "same_data": "only the microbatches of another rank count: ranks train on the same data",
     "missing": "no gradient, or zero",
     "in_no_optimizer": "in no parameter group of the optimizer",
     "loss_scale": "still multiplied by a loss scale",
@@ -180,7 +181,8 @@ def coefficients(split: SplitResult, sample_means: bool) -> list[tuple[str, Arra
     w = split.weights
     ranks, count = w.shape
     total, position = _inverse(w.sum()), np.arange(count)
-    last, own = position == count - 1, np.arange(ranks)[:, None] == split.rank
+    last, rows = position == count - 1, np.arange(ranks)[:, None]
+    own = rows == split.rank
     by_rank = _inverse(w.sum(1, keepdims=True))
     found = [
         ("token_mean", total + 0 * w),
@@ -197,6 +199,7 @@ def coefficients(split: SplitResult, sample_means: bool) -> list[tuple[str, Arra
         ("own_rank", own * by_rank + 0 * w),
         ("own_rank", own * _inverse(w) / count),
         ("own_rank", own + 0 * w),
+        *(("same_data", (rows == row) * by_rank + 0 * w) for row in range(ranks)),
     ]
     if not sample_means:
         return [(kind, each.flatten()) for kind, each in found]
@@ -276,18 +279,25 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
         wanted: The class that is right: `token_mean`, `sample_mean` or `sum`.
     """
     predictions = [_Predictions(split, wanted) for split in splits]
-    found = [*_absent(splits), *_compared(predictions, wanted), *_rounded(predictions)]
+    broken = dict.fromkeys(name for split in splits for name in sorted(split.not_finite))
+    found = [*_absent("not_finite", splits, broken), *_compared(predictions, wanted)]
+    found += _rounded(predictions)
     order = list(CLASSES)
     return sorted(found, key=lambda mismatch: order.index(mismatch.kind))
 
 
-def _absent(splits: Sequence[SplitResult]) -> Iterator[GradientMismatch]:
-    for kind in ("missing", "not_finite"):
-        names = dict.fromkeys(n for split in splits for n in sorted(getattr(split, kind)))
-        for name in names:
-            where = [split.name for split in splits if name in getattr(split, kind)]
-            text = CLASSES[kind] + ("" if len(where) == len(splits) else f" with {where[0]}")
-            yield GradientMismatch(kind, (name,), text)
+def _absent(
+    kind: str, splits: Sequence[SplitResult], names: Iterable[str]
+) -> Iterator[GradientMismatch]:
+    """Report parameters whose gradient is `missing` or `not_finite` in some of the splits."""
+    by_splits: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        where = tuple(split.name for split in splits if name in getattr(split, kind))
+        by_splits.setdefault(where, []).append(name)
+    for where, absent in by_splits.items():
+        if where:
+            text = CLASSES[kind] + ("" if len(where) == len(splits) else f", with {where[0]}")
+            yield GradientMismatch(kind, tuple(absent), text)
 
 
 def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
@@ -386,6 +396,11 @@ def _rounded(predictions: Sequence[_Predictions]) -> Iterator[GradientMismatch]:
 def _unexplained(
     predictions: Sequence[_Predictions], names: list[str]
 ) -> Iterator[GradientMismatch]:
+    splits = [each.split for each in predictions]
+    yield from _absent("missing", splits, names)
+    names = [name for name in names if not any(name in split.missing for split in splits)]
+    if not names:
+        return
     size = _size(predictions, names)
     kind, text = (
         _common_factor(predictions, names)
@@ -418,7 +433,7 @@ def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tup
 
 def _shards(predictions: Sequence[_Predictions]) -> tuple[str, str] | None:
     found = [each.split.shard_factors for each in predictions if each.split.shard_factors]
-    if not found or len(found) < len(predictions):
+    if not found:
         return None
     factors = ", ".join(f"{factor:.3g}" for factor in found[0])
     return "shard_clipped", f"{CLASSES['shard_clipped']}: factors {factors} by rank"
@@ -452,10 +467,14 @@ def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str
 
 def over_ranks(by_rank: Sequence[Sequence[GradientMismatch]]) -> list[GradientMismatch]:
     """Combine the diagnoses of all ranks; every rank gets the same."""
+    # On the rank whose data the others have, it looks as if gradients were never reduced.
+    shared = any(each.kind == "same_data" for mismatches in by_rank for each in mismatches)
     ranks: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     first: dict[tuple[str, tuple[str, ...]], GradientMismatch] = {}
     for rank, mismatches in enumerate(by_rank):
         for mismatch in mismatches:
+            if shared and mismatch.kind == "own_rank":
+                mismatch = replace(mismatch, kind="same_data", text=CLASSES["same_data"])
             key = mismatch.kind, mismatch.parameters
             ranks.setdefault(key, []).append(rank)
             first.setdefault(key, mismatch)

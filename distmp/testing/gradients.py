@@ -156,6 +156,8 @@ def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
         for name, value in vars(module).items():
             if name.endswith("_hooks"):
                 vars(new)[name] = type(value)()
+            elif "composable_api" in name:  # FSDP2's state
+                del vars(new)[name]
     vars(new)["_parameters"] = {n: _copied(p, done) for n, p in module._parameters.items()}
     vars(new)["_buffers"] = {n: _copied(b, done) for n, b in module._buffers.items()}
     vars(new)["_modules"] = {

@@ -45,9 +45,11 @@ def measured(
         norm = float(wanted.norm())
         if gradient is not None and not gradient.isfinite().all():
             broken.add(name)
-        elif gradient is None or not gradient.any():
-            missing.update([name] if norm > 0 else [])
         else:
+            if gradient is None:
+                gradient = torch.zeros_like(wanted)
+            if norm and not gradient.any():
+                missing.add(name)
             terms = torch.cat([own.stacked[name], *([sample_means[name]] if sample_means else [])])
             noise = float((wanted - ideal).norm()) / norm if norm else 0.0
             flat = gradient.flatten()
@@ -100,6 +102,8 @@ def _shard_factors(
 ) -> tuple[float, ...]:
     """Return the factor of each rank's shards, if they differ; otherwise nothing."""
     parameters = named_parameters(model)
+    if not any(map(is_dtensor, parameters.values())):
+        return ()
     sums = np.zeros(3)
     for name, gradient in gradients.items():
         if gradient is not None and is_dtensor(parameters[name]):
@@ -113,4 +117,4 @@ def _shard_factors(
         return ()
     factors = [inner / norm for _, inner, norm in by_rank]
     parallel = all(inner**2 >= (1 - 1e-6) * square * norm for square, inner, norm in by_rank)
-    return tuple(factors) if parallel and max(factors) > 1.01 * min(factors) else ()
+    return tuple(factors) if parallel and max(factors) > 1.0005 * min(factors) else ()

@@ -1,0 +1,82 @@
+"""`check_gradient` finds no fault in right training steps, and names the class of wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distmp.testing import GradientError, check_gradient
+from tests.ranks import ranks
+from tests.testing import scripts
+from tests.testing.scripts import make_model, samples
+
+torch.set_num_threads(1)
+HEAD_ONLY = (scripts.head_not_reduced, scripts.head_on_one_rank)
+
+
+def kinds(train_step: scripts.TrainStep, model: nn.Module, **options: Any) -> list[str]:
+    with pytest.raises(GradientError) as failure:
+        check_gradient(train_step, model, samples(), **options)
+    for mismatch in failure.value.mismatches:
+        if mismatch.kind != "not_finite":
+            head_only = train_step in HEAD_ONLY
+            assert set(mismatch.parameters) == (
+                {"head.weight"} if head_only else {*dict(model.named_parameters())}
+            )
+    return [mismatch.kind for mismatch in failure.value.mismatches]
+
+
+@pytest.mark.parametrize(("kind", "train_step"), [*scripts.local_wrong()])
+def test_wrong_steps_of_one_process_are_named(kind: str, train_step: scripts.TrainStep) -> None:
+    found = kinds(train_step, make_model())
+    assert kind in found
+    assert kind == "not_finite" or found == [kind]
+
+
+@ranks(2)
+def test_wrong_steps_of_two_ranks_are_named() -> None:
+    for kind, train_step in scripts.distributed_wrong():
+        assert kinds(train_step, make_model()) == [kind], train_step.__name__
+
+
+RIGHT = {
+    "plain": {},
+    "dropout": {"dropout": 0.3},
+    "tied weights": {"tied": True},
+    "checkpointing": {"checkpointed": True, "dropout": 0.3},
+}
+
+
+@pytest.mark.parametrize("options", RIGHT.values(), ids=RIGHT)
+def test_right_steps_have_no_mismatch(options: dict[str, Any]) -> None:
+    for train_step in (scripts.token_mean, scripts.autocast, scripts.returned):
+        check_gradient(train_step, make_model(**options), samples())
+
+
+@ranks(2)
+def test_right_steps_of_two_ranks_have_no_mismatch() -> None:
+    check_gradient(scripts.token_mean, make_model(dropout=0.3), samples())
+    check_gradient(scripts.autocast, make_model(), samples())
+    check_gradient(scripts.ddp_no_sync, make_model(tied=True), samples())
+    check_gradient(scripts.ddp_every_microbatch, make_model(checkpointed=True), samples())
+    check_gradient(scripts.ddp_no_sync, scripts.frozen(make_model()), samples())
+    model = scripts.sharded()
+    check_gradient(scripts.fsdp2, model, samples(), optimizer=torch.optim.SGD(model.parameters()))
+    check_gradient(scripts.fsdp2, scripts.sharded(torch.bfloat16, torch.float32), samples())
+    accelerated = scripts.Accelerated(make_model())
+    check_gradient(accelerated.train_step, accelerated.model, samples())
+
+
+@ranks(2)
+def test_wrong_sharded_steps_are_named() -> None:
+    bf16 = scripts.sharded(torch.bfloat16, torch.bfloat16)
+    assert kinds(scripts.fsdp2, bf16) == ["reduced_in_16_bits"]
+    model = scripts.sharded()
+    assert kinds(scripts.fsdp2_rank_means, model) == ["rank_means"]
+    assert kinds(scripts.fsdp2_clipped_by_shard, model) == ["shard_clipped"]
+    wrapped = scripts.fsdp1()
+    check_gradient(scripts.fsdp2, wrapped, samples(), reference=make_model())
+    assert kinds(scripts.fsdp2_rank_means, wrapped, reference=make_model()) == ["rank_means"]
