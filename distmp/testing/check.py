@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.testing.classify import (
-    CLASSES,
-    GradientError,
-    GradientMismatch,
-    SplitResult,
-    diagnose,
-    over_ranks,
-)
+from distmp.testing import classify
 from distmp.testing.gradients import full_gradients, gather, named_parameters
 from distmp.testing.measure import measured
 from distmp.testing.reference import (
@@ -101,23 +95,20 @@ def check_gradient(
     absent = [*_in_no_optimizer(model, optimizer)]
     for sample_means in (weights == "samples", True):
         results = [check.run(split, sample_means=sample_means) for split in splits]
-        found = over_ranks(gather([*diagnose(results, wanted), *absent]))
+        found = classify.over_ranks(gather([*classify.diagnose(results, wanted), *absent]))
         # Gradients of single samples take time, and explain nothing that is already explained.
         if sample_means or not {"weighted", "unexplained"} & {each.kind for each in found}:
             break
-    raise_mismatches(found)
-
-
-def raise_mismatches(mismatches: Sequence[GradientMismatch]) -> None:
-    """Raise an error if there are mismatches."""
-    if mismatches:
-        lines = "\n".join(f"- {mismatch}" for mismatch in mismatches)
-        raise GradientError(f"the gradient is wrong (see docs/testing.md):\n{lines}", mismatches)
+    if found:
+        lines = "\n".join(f"- {mismatch}" for mismatch in found)
+        raise classify.GradientError(
+            f"the gradient is wrong (see docs/testing.md):\n{lines}", found
+        )
 
 
 def _in_no_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Iterator[GradientMismatch]:
+) -> Iterator[classify.GradientMismatch]:
     if optimizer is None:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -125,55 +116,49 @@ def _in_no_optimizer(
         n for n, p in named_parameters(model).items() if p.requires_grad and id(p) not in held
     ]
     if absent:
-        yield GradientMismatch("in_no_optimizer", tuple(absent), CLASSES["in_no_optimizer"])
+        yield classify.GradientMismatch(
+            "in_no_optimizer", tuple(absent), classify.CLASSES["in_no_optimizer"]
+        )
 
 
+@dataclass(frozen=True)
 class _Check:
     """Measures the gradient with one division of samples after the other."""
 
-    def __init__(
-        self,
-        train_step: TrainStep,
-        model: nn.Module,
-        reference: Reference,
-        collate: Callable[[list[Any]], Any] | None,
-        weights: str | Callable[[Any], float],
-        max_norm: float | None,
-    ) -> None:
-        self._train_step = train_step
-        self._model = model
-        self._reference = reference
-        self._collate = collate
-        self._weights = weights
-        self._max_norm = max_norm
+    train_step: TrainStep
+    model: nn.Module
+    reference: Reference
+    collate: Callable[[list[Any]], Any] | None
+    weights: str | Callable[[Any], float]
+    max_norm: float | None
 
-    def run(self, split: Split, *, sample_means: bool) -> SplitResult:
+    def run(self, split: Split, *, sample_means: bool) -> classify.SplitResult:
         """Return what was measured; every rank has to call it."""
-        batches = [[collated(part, self._collate) for part in rank] for rank in split.samples]
+        batches = [[collated(part, self.collate) for part in rank] for rank in split.samples]
         rank, count = dist.get_rank() if len(batches) > 1 else 0, len(batches[0])
-        self._reference.load(self._model)
+        self.reference.load(self.model)
         gradients, record = self._measure(batches[rank])
-        self._reference.set_modes(self._model)
+        self.reference.set_modes(self.model)
         flat = [batch for each in batches for batch in each]
         states = [each for found in gather(record.generators) for each in _states(found, count)]
-        own = self._reference.own(flat, states, record)
-        exact = self._reference.exact(flat, states)
+        own = self.reference.own(flat, states, record)
+        exact = self.reference.exact(flat, states)
         means, samples = self._sample_means(split, own, record) if sample_means else ({}, 0)
         weights = own.weights
-        if callable(self._weights):
-            weights = [float(sum(map(self._weights, part))) for part in split.flat]
+        if callable(self.weights):
+            weights = [float(sum(map(self.weights, part))) for part in split.flat]
         by_rank = np.array(weights, dtype=np.float64).reshape(len(batches), count)
-        empty = SplitResult(split.name, rank, by_rank, samples, max_norm=self._max_norm)
-        return measured(empty, self._model, gradients, own, exact, means)
+        empty = classify.SplitResult(split.name, rank, by_rank, samples, max_norm=self.max_norm)
+        return measured(empty, self.model, gradients, own, exact, means)
 
     def _measure(self, microbatches: list[Any]) -> tuple[dict[str, Tensor | None], ForwardRecord]:
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
-        with recorded_forwards(self._model) as record, torch.random.fork_rng():
-            returned = self._train_step(self._model, microbatches)
+        with recorded_forwards(self.model) as record, torch.random.fork_rng():
+            returned = self.train_step(self.model, microbatches)
         if not isinstance(returned, Mapping):
-            return full_gradients(self._model), record
-        names = [n for n, p in named_parameters(self._model).items() if p.requires_grad]
+            return full_gradients(self.model), record
+        names = [n for n, p in named_parameters(self.model).items() if p.requires_grad]
         found = {name: returned.get(name) for name in names}
         return {n: None if g is None else g.detach().double() for n, g in found.items()}, record
 
@@ -187,8 +172,8 @@ class _Check:
         """
         flat = [sample for part in split.flat for sample in part]
         index = torch.tensor([n for n, part in enumerate(split.flat) for _ in part])
-        single = self._reference.own(
-            [collated([sample], self._collate) for sample in flat], [None] * len(flat), record
+        single = self.reference.own(
+            [collated([sample], self.collate) for sample in flat], [None] * len(flat), record
         )
         counted = [weight for weight in single.weights if weight]
         if len(set(counted)) <= 1:
@@ -204,12 +189,12 @@ class _Check:
             total += float(own.stacked[name].square().sum())
         if difference <= 1e-3 * total:
             return means, len(counted)
-        if self._weights == "samples":
+        if self.weights == "samples":
             problem = (
                 "the loss of a microbatch is not the sum of those of its samples, because of "
                 "dropout or batch statistics; call model.eval()"
             )
-            raise ConfigError("weights", self._weights, problem)
+            raise ConfigError("weights", self.weights, problem)
         return {}, len(counted)
 
 

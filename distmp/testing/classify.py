@@ -35,7 +35,7 @@ CLASSES = {
     "halved": "half of what it should be",
     "token_mean": "agrees with the mean over tokens",
     "sample_mean": "agrees with the mean over samples",
-    "sum": "agrees with the sum, which is not divided by its weight",
+    "sum": "agrees with the sum",
     "microbatch_means": "agrees with the mean of microbatch means",
     "rank_means": "agrees with the mean of rank means",
     "pass_means": "agrees with the mean of the means of each microbatch over ranks",
@@ -101,12 +101,6 @@ class SplitResult:
     not_finite: frozenset[str] = frozenset()
     max_norm: float | None = None
     shard_factors: tuple[float, ...] = ()
-
-    @property
-    def has_sample_means(self) -> bool:
-        """Whether there are terms of the mean gradients of samples."""
-        terms = {len(each.inner) for each in self.parameters.values()}
-        return bool(terms) and max(terms) > self.weights.size
 
 
 @dataclass(frozen=True)
@@ -176,7 +170,7 @@ def _inverse(values: Array) -> Array:
     return np.where(values > 0, 1 / np.where(values > 0, values, 1), 0)
 
 
-def coefficients(split: SplitResult, sample_means: bool) -> list[tuple[str, Array]]:
+def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, Array]]:
     """Return class and weights of the terms of each prediction; the simplest first."""
     w = split.weights
     ranks, count = w.shape
@@ -189,7 +183,7 @@ def coefficients(split: SplitResult, sample_means: bool) -> list[tuple[str, Arra
         ("sum", 1 + 0 * w),
         ("rank_means", by_rank / ranks + 0 * w),
         ("microbatch_means", _inverse(w) / (ranks * count)),
-        ("microbatch_means", _inverse(w) / max(1, np.count_nonzero(w))),
+        ("microbatch_means", _inverse(w) / max(1, int((w > 0).sum()))),
         ("pass_means", _inverse(w.sum(0)) / count + 0 * w),
         ("reduced_again", total * float(ranks) ** (count - 1 - position) + 0 * w),
         ("last_microbatch", last * total + 0 * w),
@@ -212,7 +206,7 @@ def coefficients(split: SplitResult, sample_means: bool) -> list[tuple[str, Arra
 def _clip_factor(split: SplitResult, wanted: Array) -> float:
     if split.max_norm is None:
         return 1.0
-    norm = np.sqrt(sum(max(0.0, wanted @ p.gram @ wanted) for p in split.parameters.values()))
+    norm = sum(float(wanted @ p.gram @ wanted) for p in split.parameters.values()) ** 0.5
     return min(1.0, split.max_norm / (norm + 1e-6))
 
 
@@ -221,16 +215,17 @@ class _Predictions:
 
     def __init__(self, split: SplitResult, wanted: str) -> None:
         self.split = split
-        found = coefficients(split, split.has_sample_means)
+        terms = max((len(each.inner) for each in split.parameters.values()), default=0)
+        found = _coefficients(split, sample_means=terms > split.weights.size)
         named = dict(reversed(found))
         # Without terms of samples, all samples have the same weight.
         self.wanted = named.get(wanted, named["token_mean"])
         self.kinds = ["right", *(kind for kind, _ in found)]
-        self._clip = _clip_factor(split, self.wanted)
-        self._rows = np.stack([self.wanted, *(row for _, row in found)]) * self._clip
+        rows = np.stack([self.wanted, *(row for _, row in found)])
+        self._rows = rows * _clip_factor(split, self.wanted)
         self.factors = _factors(*split.weights.shape)
 
-    def error(self, name: str, label: _Label | None = None) -> tuple[float, float]:
+    def error(self, name: str) -> tuple[float, float]:
         """Return squared error of a parameter, and squared norm of the gradient wanted."""
         projection, row = self.split.parameters[name], self._rows[0]
         norm = max(0.0, row @ projection.gram @ row)
@@ -243,7 +238,7 @@ class _Predictions:
         return projection.noise > _NOISE and projection.square <= 1e-4 * everything
 
     def _allowed(self, p: Projection) -> float:
-        return _TOLERANCE + 2 * p.noise + _ROUNDED * p.in_16_bits
+        return min(_NOISE, _TOLERANCE + 2 * p.noise + _ROUNDED * p.in_16_bits)
 
     def fits(self, name: str) -> set[_Label]:
         """Return the predictions that a parameter's gradient agrees with."""
@@ -334,10 +329,7 @@ def _mismatch(
 ) -> GradientMismatch:
     worst = max(predictions, key=lambda each: _size([each], names))
     kind, words, value = worst.factors[label.factor]
-    mean, shape = (
-        CLASSES[wanted].partition(",")[0].removeprefix("agrees with "),
-        _shape(worst.split),
-    )
+    mean, shape = CLASSES[wanted].removeprefix("agrees with "), _shape(worst.split)
     if label.kind == "right":
         text = f"gradient is {value:.3g} of {mean} at {shape}: {_causes(predictions, label)}"
     else:
@@ -348,12 +340,8 @@ def _mismatch(
 
 def _causes(predictions: Sequence[_Predictions], label: _Label) -> str:
     """Return the classes of all factors with the same value in every split."""
-    values = [[value for *_, value in each.factors] for each in predictions]
-    same = [
-        c
-        for c, column in enumerate(zip(*values, strict=True))
-        if list(column) == [row[label.factor] for row in values]
-    ]
+    values = np.array([[value for *_, value in each.factors] for each in predictions])
+    same = np.flatnonzero((values == values[:, [label.factor]]).all(0))
     kinds = dict.fromkeys(predictions[0].factors[column][0] for column in same)
     return ", or ".join(CLASSES[kind] for kind in kinds)
 
@@ -374,20 +362,14 @@ def _size(predictions: Sequence[_Predictions], names: Iterable[str]) -> float:
 
 def _rounded(predictions: Sequence[_Predictions]) -> Iterator[GradientMismatch]:
     """Report gradients that were rounded to 16 bits after several terms had been added."""
-    names: dict[str, list[str]] = {}
-    for each in predictions:
-        ranks, count = each.split.weights.shape
-        kind = "reduced_in_16_bits" if count == 1 and ranks > 1 else "summed_in_16_bits"
-        for name, projection in each.split.parameters.items():
-            if projection.in_16_bits:
-                names.setdefault(name, []).append(kind)
+    # What one microbatch per rank shows is the reduction.
+    single = [each.split for each in predictions if each.split.weights.shape[1] == 1]
+    reduced = {n for split in single for n, p in split.parameters.items() if p.in_16_bits}
+    every = [n for each in predictions for n, p in each.split.parameters.items() if p.in_16_bits]
     for kind in ("summed_in_16_bits", "reduced_in_16_bits"):
-        # What one microbatch per rank shows is the reduction.
-        of_kind = [
-            n for n, kinds in names.items() if ("reduced_in_16_bits" in kinds) == (kind[0] == "r")
-        ]
-        if of_kind:
-            yield GradientMismatch(kind, tuple(of_kind), CLASSES[kind], _size(predictions, of_kind))
+        names = [n for n in dict.fromkeys(every) if (n in reduced) == kind.startswith("reduced")]
+        if names:
+            yield GradientMismatch(kind, tuple(names), CLASSES[kind], _size(predictions, names))
 
 
 # What no prediction explains
@@ -399,15 +381,14 @@ def _unexplained(
     splits = [each.split for each in predictions]
     yield from _absent("missing", splits, names)
     names = [name for name in names if not any(name in split.missing for split in splits)]
-    if not names:
-        return
-    size = _size(predictions, names)
-    kind, text = (
-        _common_factor(predictions, names)
-        or _shards(predictions)
-        or (_counted(predictions, names) or ("unexplained", CLASSES["unexplained"]))
-    )
-    yield GradientMismatch(kind, tuple(names), text, size)
+    by_shard = next((split.shard_factors for split in splits if split.shard_factors), None)
+    found = _common_factor(predictions, names)
+    if found is None and by_shard:
+        factors = ", ".join(f"{factor:.3g}" for factor in by_shard)
+        found = "shard_clipped", f"{CLASSES['shard_clipped']}: factors {factors} by rank"
+    found = found or _counted(predictions, names) or ("unexplained", CLASSES["unexplained"])
+    if names:
+        yield GradientMismatch(found[0], tuple(names), found[1], _size(predictions, names))
 
 
 def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
@@ -429,14 +410,6 @@ def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tup
         return "clipped", f"{CLASSES['clipped']}, to the norm {reduced[0]:.4g}"
     values = ", ".join(f"{factor:.4g}" for factor in factors)
     return "unexplained", f"parallel to the gradient wanted, with the factors {values}"
-
-
-def _shards(predictions: Sequence[_Predictions]) -> tuple[str, str] | None:
-    found = [each.split.shard_factors for each in predictions if each.split.shard_factors]
-    if not found:
-        return None
-    factors = ", ".join(f"{factor:.3g}" for factor in found[0])
-    return "shard_clipped", f"{CLASSES['shard_clipped']}: factors {factors} by rank"
 
 
 def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:

@@ -57,9 +57,9 @@ class DefaultLoss:
         raise ConfigError("samples", type(batch).__name__, problem)
 
     def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
-        logits = output["logits"] if isinstance(output, Mapping) else output
-        logits = getattr(logits, "logits", logits)
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        found = output if isinstance(output, Mapping) else vars(output)
+        logits: Tensor = found["logits"]
+        loss = found.get("loss")
         forms = [_cross_entropy(logits, labels)]
         if logits.dim() == 3:
             forms.append(_cross_entropy(logits[:, :-1], labels[:, 1:]))
@@ -219,12 +219,9 @@ class Reference:
                 if states is not None:
                     _restore(states)
                 weights.append(self._backward(model, batch))
-                for name, parameter in parameters.items():
-                    gradient = (
-                        torch.zeros_like(parameter) if parameter.grad is None else (parameter.grad)
-                    )
-                    scaled = gradient.to_dense().double().flatten() * (weights[-1] or 1.0)
-                    stacked[name].append(scaled)
+                for name, p in parameters.items():
+                    gradient = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+                    stacked[name].append(gradient.double().flatten() * weights[-1])
         model.zero_grad()
         return Gradients(weights, {name: torch.stack(each) for name, each in stacked.items()})
 

@@ -152,7 +152,9 @@ def sharded(compute: torch.dtype | None = None, reduce: torch.dtype | None = Non
 
 
 def fsdp1() -> nn.Module:
-    return FullyShardedDataParallel(make_model(), use_orig_params=True, device_id=None)
+    return FullyShardedDataParallel(
+        make_model(), use_orig_params=True, device_id=torch.device("cpu")
+    )
 
 
 def fsdp2(model: nn.Module, microbatches: Microbatches) -> None:

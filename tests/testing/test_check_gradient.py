@@ -24,7 +24,7 @@ def kinds(train_step: scripts.TrainStep, model: nn.Module, **options: Any) -> li
         if mismatch.kind != "not_finite":
             head_only = train_step in HEAD_ONLY
             assert set(mismatch.parameters) == (
-                {"head.weight"} if head_only else {*dict(model.named_parameters())}
+                {"head.weight"} if head_only else {*dict(make_model().named_parameters())}
             )
     return [mismatch.kind for mismatch in failure.value.mismatches]
 

@@ -1,0 +1,148 @@
+"""Runs a test on several ranks: processes with a default process group over gloo.
+
+In `conftest.py`: `pytest_plugins = ["distmp.testing.pytest_plugin"]`. Then
+
+    @pytest.mark.ranks(2)
+    def test_gradient(): ...
+
+runs the test's function on two ranks. Parameters and fixtures are pickled. The ranks meet in a
+file, so no port is used, and end with the test. The first rank that fails decides the message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_TIMEOUT = 60.0
+# How long other ranks may run after one has failed, to separate the cause from its effects.
+_GRACE = 0.3
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker."""
+    config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n ranks over gloo")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test on its ranks, instead of in this process."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    function = (pyfuncitem.module.__name__, pyfuncitem.function.__qualname__, arguments)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        problem = _run(function, marker.args[0], marker.kwargs.get("timeout", _TIMEOUT), directory)
+    if problem:
+        pytest.fail(problem, pytrace=False)
+    return True
+
+
+def _run(function: Any, world_size: int, timeout: float, directory: str) -> str | None:
+    """Run a function on all ranks; return what is wrong on the first one that failed."""
+    failures: list[tuple[float, int, str]] = []
+    with _started(function, world_size, directory) as team:
+        left, deadline = {connection: rank for rank, (connection, _) in enumerate(team)}, timeout
+        deadline += time.monotonic()
+        while left and time.monotonic() < deadline:
+            for connection in wait([*left], timeout=max(0.0, deadline - time.monotonic())):
+                rank = left.pop(connection)
+                failures += _failure(rank, connection)  # type: ignore[arg-type]
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+        if left and not failures:
+            for rank in left.values():
+                os.kill(team[rank][1].pid, signal.SIGUSR1)
+                failures.append((time.monotonic(), rank, f"no end in {timeout:g} s"))
+            time.sleep(_GRACE)
+    if not failures:
+        return None
+    _, rank, text = min(failures)
+    output = Path(directory, f"output-{rank}").read_text(errors="replace")
+    return f"rank {rank} of {world_size}: {text}\n{output}"
+
+
+def _failure(rank: int, connection: Connection) -> list[tuple[float, int, str]]:
+    try:
+        when, text = connection.recv()
+    except EOFError:  # earlier than what it causes on other ranks
+        return [(0.0, rank, "died without an exception")]
+    return [(when, rank, text)] if text else []
+
+
+@contextlib.contextmanager
+def _started(function: Any, world_size: int, directory: str) -> Iterator[list[tuple[Any, Any]]]:
+    """Start the ranks, and end all of them in any case; yield their connections and processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    team: list[tuple[Any, Any]] = []
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (function, rank, world_size, directory, theirs)
+            team.append((ours, context.Process(target=_rank_main, args=arguments, daemon=True)))
+            team[-1][1].start()
+            theirs.close()
+        yield team
+    finally:
+        for connection, process in team:
+            connection.close()
+            process.kill()
+            process.join()
+
+
+def _rank_main(
+    function: tuple[str, str, dict[str, Any]],
+    rank: int,
+    world_size: int,
+    directory: str,
+    connection: Connection,
+) -> None:
+    """Call the test's function on one rank, report, and wait to be ended."""
+    output = os.open(f"{directory}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGUSR1)  # shows where a rank hangs
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    text = ""
+    try:
+        _initialize(rank, world_size, directory)
+        module, name, arguments = function
+        *classes, method = name.split(".")
+        owner: Any = reduce(getattr, classes, importlib.import_module(module))
+        getattr(owner() if classes else owner, method)(**arguments)
+    except BaseException:  # noqa: BLE001  (the process of the test reports any of them)
+        text = traceback.format_exc()
+    connection.send((time.monotonic(), text))
+    # Ending now would break the connections that the other ranks still use.
+    with contextlib.suppress(EOFError):
+        connection.recv()
+
+
+def _initialize(rank: int, world_size: int, directory: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/rendezvous", world_size)  # type: ignore[attr-defined]
+    limit = timedelta(days=1)  # the test's own limit comes first
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
