@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 
 from distmp._lazy import lazy_names
 
-__all__ = ["GradientError", "GradientMismatch", "check_gradient"]
+__all__ = ["AuditReport", "GradientError", "GradientMismatch", "audit", "check_gradient"]
 
 if TYPE_CHECKING:
+    from distmp.testing.auditing import AuditReport, audit
     from distmp.testing.check import check_gradient
     from distmp.testing.classify import GradientError, GradientMismatch
 else:
     __getattr__ = lazy_names(
         __name__,
         {
+            "distmp.testing.auditing": ("AuditReport", "audit"),
             "distmp.testing.check": ("check_gradient",),
             "distmp.testing.classify": ("GradientError", "GradientMismatch"),
         },

@@ -25,7 +25,7 @@ from distmp.testing.reference import (
 )
 from distmp.testing.splits import Split, collated, make_splits
 
-_WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
+WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
 
 TrainStep = Callable[[nn.Module, list[Any]], Mapping[str, Tensor] | object]
 
@@ -85,14 +85,14 @@ def check_gradient(
         ...     print(error.mismatches[0].kind)
         microbatch_means
     """
-    if not callable(weights) and weights not in _WANTED:
-        raise ConfigError("weights", weights, f"use one of {', '.join(_WANTED)}, or a function")
-    wanted = "token_mean" if callable(weights) else _WANTED[weights]
+    if not callable(weights) and weights not in WANTED:
+        raise ConfigError("weights", weights, f"use one of {', '.join(WANTED)}, or a function")
+    wanted = "token_mean" if callable(weights) else WANTED[weights]
     copies = Reference(model, loss_sum or DefaultLoss(), reference)
     check = _Check(train_step, model, copies, collate, weights, max_norm)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     splits = [*make_splits(samples, ranks, tokens=weights == "tokens")]
-    absent = [*_in_no_optimizer(model, optimizer)]
+    absent = [*in_no_optimizer(model, optimizer)]
     for sample_means in (weights == "samples", True):
         results = [check.run(split, sample_means=sample_means) for split in splits]
         found = classify.over_ranks(gather([*classify.diagnose(results, wanted), *absent]))
@@ -106,9 +106,10 @@ def check_gradient(
         )
 
 
-def _in_no_optimizer(
+def in_no_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[classify.GradientMismatch]:
+    """Yield the trained parameters that an optimizer does not have."""
     if optimizer is None:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

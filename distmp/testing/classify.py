@@ -47,6 +47,7 @@ CLASSES = {
     "same_data": "only the microbatches of another rank count: ranks train on the same data",
     "missing": "no gradient, or zero",
     "in_no_optimizer": "in no parameter group of the optimizer",
+    "skipped": "the optimizer was not called equally often on all ranks",
     "loss_scale": "still multiplied by a loss scale",
     "clipped": "clipped before it was read",
     "shard_clipped": "clipped by the norm of each rank's shard",

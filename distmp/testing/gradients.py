@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,27 +68,32 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
         return {name: _full(tensor).clone() for name, tensor in held.items()}
 
 
-def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+def full_gradients(
+    model: nn.Module, gradients: Mapping[str, Tensor | None] | None = None
+) -> dict[str, Tensor | None]:
     """Return the full gradients of trained parameters in float64; every rank has to call it.
+
+    Args:
+        model: The model.
+        gradients: By name, in place of the current ones.
 
     Returns:
         Gradients by name; None for a parameter without a gradient on this rank.
     """
     with _gathered(model, gradients=True):
         return {
-            name: _full_gradient(parameter)
-            for name, parameter in named_parameters(model).items()
-            if parameter.requires_grad
+            name: _full_gradient(p, p.grad if gradients is None else gradients.get(name))
+            for name, p in named_parameters(model).items()
+            if p.requires_grad
         }
 
 
-def _full_gradient(parameter: nn.Parameter) -> Tensor | None:
+def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
     if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
         from deepspeed.utils import safe_get_full_grad
 
         found = safe_get_full_grad(parameter)
         return None if found is None else found.detach().double()
-    gradient = parameter.grad
     if is_dtensor(parameter):
         # Ranks without a gradient take part in the all-gather.
         full = _full(torch.zeros_like(parameter) if gradient is None else gradient)

@@ -98,28 +98,32 @@ class ForwardRecord:
 
     Attributes:
         generators: State of the random generators before each forward.
-        inputs: Positional and keyword arguments of each forward, if they are recorded.
         autocast: Dtype of autocast; None without autocast.
         compute: Dtype of the first parameter that a module used.
     """
 
     generators: list[dict[str, Tensor]] = field(default_factory=list)
-    inputs: list[tuple[Any, Any]] = field(default_factory=list)
     autocast: torch.dtype | None = None
     compute: torch.dtype | None = None
 
 
 @contextlib.contextmanager
-def recorded_forwards(model: nn.Module, *, inputs: bool = False) -> Iterator[ForwardRecord]:
-    """Record the forwards of a model; its hooks are removed at the end."""
+def recorded_forwards(
+    model: nn.Module, started: Callable[[Any, Any], None] = lambda args, kwargs: None
+) -> Iterator[ForwardRecord]:
+    """Record the forwards of a model; its hooks are removed at the end.
+
+    Args:
+        model: The model.
+        started: Called with the arguments of each forward, before FSDP gathers parameters.
+    """
     record = ForwardRecord()
     model = unwrapped(model)
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
+            started(args, kwargs)
             record.generators.append(_generators())
-            if inputs:
-                record.inputs.append(map_tensors(lambda t: t.detach().clone(), (args, kwargs)))
 
     def leaf(module: nn.Module, _: Any) -> None:
         weight = next(p for p in module._parameters.values() if p is not None)
@@ -127,7 +131,7 @@ def recorded_forwards(model: nn.Module, *, inputs: bool = False) -> Iterator[For
             record.autocast = torch.get_autocast_dtype(weight.device.type)
         record.compute = record.compute or weight.dtype
 
-    handles = [model.register_forward_pre_hook(before, with_kwargs=True)]
+    handles = [model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
     handles += [m.register_forward_pre_hook(leaf) for m in model.modules() if _has_parameters(m)]
     try:
         yield record
@@ -156,6 +160,9 @@ def _restore(states: Mapping[str, Tensor]) -> None:
 class Reference:
     """Copies of a model that compute gradients of single microbatches.
 
+    Attributes:
+        state: Full parameters and buffers that gradients are computed with.
+
     Args:
         model: The model; every rank has to build a reference at the same time.
         loss_sum: Returns loss sum and weight of a microbatch.
@@ -170,7 +177,7 @@ class Reference:
 
     def load(self, model: nn.Module) -> None:
         """Take the weights and buffers of the model; every rank has to call it."""
-        self._state = full_state(model)
+        self.state = full_state(model)
         missing = named_parameters(self._own).keys() ^ named_parameters(model).keys()
         if missing:
             problem = "is not a parameter of both the model and its reference"
@@ -207,8 +214,8 @@ class Reference:
         held = {**named_parameters(model), **dict(model.named_buffers())}
         with torch.no_grad():
             for name, tensor in held.items():
-                if name in self._state:
-                    tensor.copy_(self._state[name])
+                if name in self.state:
+                    tensor.copy_(self.state[name])
 
     def _of(self, model: nn.Module, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
         parameters = {n: p for n, p in named_parameters(model).items() if p.requires_grad}
@@ -227,6 +234,8 @@ class Reference:
 
     def _backward(self, model: nn.Module, batch: Any) -> float:
         model.zero_grad()
+        if batch is None:  # a rank with fewer microbatches than another
+            return 0.0
         total, weight = self._loss_sum(model, batch)
         weight = float(weight)
         if weight:

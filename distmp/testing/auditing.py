@@ -1,0 +1,280 @@
+"""`audit`: checks the gradient of a few steps of a running training script.
+
+Around the steps it records what enters `forward`, which collectives run, what gradients are clipped
+to, and what `optimizer.step` sees. Afterwards it computes the same gradients from the same weights,
+inputs and random numbers in float64, and compares them as `check_gradient` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distmp.errors import ConfigError
+from distmp.testing import classify
+from distmp.testing.check import WANTED, in_no_optimizer
+from distmp.testing.gradients import full_gradients, full_state, gather, is_fsdp1, named_parameters
+from distmp.testing.measure import measured
+from distmp.testing.reference import (
+    DefaultLoss,
+    LossSum,
+    Reference,
+    recorded_forwards,
+)
+from distmp.utils.dtypes import dtype_name
+from distmp.utils.tensor_trees import map_tensors
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit has found; the same on every rank, except for collectives.
+
+    Attributes:
+        ranks: Number of ranks.
+        steps: Number of updates that were compared.
+        mismatches: What is wrong, as text by class.
+        undecided: What could not be decided, and why.
+        collectives: Number of calls by name, dtype, bytes and number of ranks, on this rank.
+    """
+
+    ranks: int
+    steps: int
+    mismatches: tuple[tuple[str, str], ...]
+    undecided: tuple[str, ...]
+    collectives: Mapping[str, int]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the gradient is right, 1 if it is wrong, 2 if this is not decided."""
+        return 1 if self.mismatches else 2 * bool(self.undecided)
+
+    def to_json(self) -> str:
+        """Return the report as JSON, which `python -m distmp.testing FILE` prints."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        state = ("right", "wrong", "not decided")[self.exit_code]
+        lines = [f"gradient {state}: {self.steps} steps on {self.ranks} ranks"]
+        lines += [f"- {kind}: {text}" for kind, text in self.mismatches]
+        lines += [f"- not decided: {text}" for text in self.undecided]
+        lines += [f"  {count} x {name}" for name, count in self.collectives.items()]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Step:
+    """What was seen of one step on this rank, up to the optimizer's."""
+
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: list[Any] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    max_norm: float | None = None
+
+
+class Audit:
+    """Records the steps of a training script.
+
+    Attributes:
+        report: The result, after the context has ended.
+    """
+
+    report: AuditReport
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._steps = [_Step()]
+        self._collectives: dict[str, int] = {}
+        self._watching = True
+        self._skips = 0
+        self._undecided: list[str] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Install what records steps, and remove it at the end."""
+        handle = self._optimizer.register_step_pre_hook(self._before_update)
+        clip, scaled_step = nn.utils.clip_grad_norm_, torch.amp.GradScaler.step
+
+        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+            self._steps[-1].max_norm = float(max_norm)
+            return clip(parameters, max_norm, *args, **kwargs)
+
+        def step_or_skip(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = len(self._steps)
+            result = scaled_step(scaler, optimizer, *args, **kwargs)
+            if optimizer is self._optimizer and len(self._steps) == before:
+                self._skips += 1
+                self._start_step()
+            return result
+
+        nn.utils.clip_grad_norm_, torch.amp.GradScaler.step = clipped, step_or_skip
+        try:
+            with recorded_forwards(self._model, self._forward) as record, _Collectives(self._seen):
+                self._record = record
+                yield
+        finally:
+            nn.utils.clip_grad_norm_, torch.amp.GradScaler.step = clip, scaled_step
+            handle.remove()
+
+    def _start_step(self) -> None:
+        self._steps[-1], self._record.generators = _Step(), []
+
+    def _forward(self, args: Any, kwargs: Any) -> None:
+        step = self._steps[-1]
+        self._watching = False
+        if not step.inputs:
+            step.state = full_state(self._model)
+        batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
+        step.inputs.append(map_tensors(lambda tensor: tensor.detach().clone(), batch))
+        self._watching = True
+
+    def _before_update(self, *_: Any) -> None:
+        step = self._steps[-1]
+        scale = getattr(self._optimizer, "grad_scale", None)
+        step.gradients = {
+            name: None if p.grad is None else p.grad.detach() / (1.0 if scale is None else scale)
+            for name, p in named_parameters(self._model).items()
+            if p.requires_grad
+        }
+        step.generators = self._record.generators
+        self._steps.append(step)
+        self._start_step()
+
+    def _seen(self, name: str) -> None:
+        if self._watching:
+            self._collectives[name] = self._collectives.get(name, 0) + 1
+
+    def finish(self, loss_sum: LossSum, wanted: str) -> None:
+        """Compare the recorded steps; every rank has to call it."""
+        steps = self._steps[:-1]
+        counts = gather((len(steps), self._skips))
+        updates = [each for each, _ in counts]
+        found = [*in_no_optimizer(self._model, self._optimizer)]
+        if len(set(counts)) > 1:
+            text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
+            found.append(classify.GradientMismatch("skipped", ("optimizer",), text))
+        try:
+            if not min(updates):
+                raise ConfigError("steps", 0, "the optimizer has not been called")
+            results = [*self._replayed(steps[: min(updates)], loss_sum)]
+            found += classify.diagnose(results, wanted)
+        except ConfigError as error:
+            self._undecided.append(str(error))
+        combined = classify.over_ranks(gather(found))
+        clipped = [each for each in combined if each.kind == "clipped"]
+        self._undecided += [f"{each.text}; by a function that was not seen" for each in clipped]
+        self.report = AuditReport(
+            len(updates),
+            min(updates),
+            tuple((each.kind, str(each)) for each in combined if each not in clipped),
+            tuple(self._undecided),
+            self._collectives,
+        )
+
+    def _replayed(
+        self, steps: Sequence[_Step], loss_sum: LossSum
+    ) -> Iterator[classify.SplitResult]:
+        if is_fsdp1(self._model) or any(hasattr(p, "ds_id") for p in self._model.parameters()):
+            problem = (
+                "audit cannot read sharded gradients of FSDP1 and DeepSpeed; use check_gradient"
+            )
+            raise ConfigError("model", type(self._model).__name__, problem)
+        reference = Reference(self._model, loss_sum)
+        reference.set_modes(self._model)
+        for number, step in enumerate(steps):
+            by_rank = gather((step.inputs, step.generators))
+            count = max(len(inputs) for inputs, _ in by_rank)
+            batches = [each for inputs, _ in by_rank for each in _padded(inputs, count)]
+            states = [each for _, found in by_rank for each in _padded(found, count)]
+            reference.state = step.state
+            own = reference.own(batches, states, self._record)
+            exact = reference.exact(batches, states)
+            split = classify.SplitResult(
+                f"step {number}",
+                dist.get_rank() if len(by_rank) > 1 else 0,
+                np.array(own.weights).reshape(len(by_rank), count),
+                0,
+                max_norm=step.max_norm,
+            )
+            gradients = full_gradients(self._model, step.gradients)
+            yield measured(split, self._model, gradients, own, exact, {})
+
+
+def _padded(values: list[Any], count: int) -> list[Any]:
+    return [*values, *[None] * (count - len(values))]
+
+
+class _Collectives(TorchDispatchMode):
+    """Tells of each collective, those of DDP and FSDP included."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            found: list[Tensor] = []
+            map_tensors(found.append, args[:2])
+            if found:
+                size = sum(tensor.nbytes for tensor in found)
+                name = func._schema.name.rpartition("::")[2].strip("_")
+                self._seen(f"{name}, {dtype_name(found[0].dtype)}, {size} bytes")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def audit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    weights: str = "tokens",
+    *,
+    loss_sum: LossSum | None = None,
+) -> Iterator[Audit]:
+    """Check the gradients of a few steps of a running training script.
+
+    Enter it for one to three updates, on every rank. At the end, gradients are computed again in
+    float64 from the weights, inputs and random numbers of each step, and compared with what the
+    optimizer has seen. Nothing stays installed.
+
+    Args:
+        model: The model, plain or wrapped.
+        optimizer: Its optimizer.
+        weights: As in `distmp.testing.check_gradient`: `tokens` or `sum`.
+        loss_sum: Returns the sum of the losses of a microbatch, and its weight. It is called with a
+            plain model, and with what the model was called with: keywords as a dict, or positional
+            arguments. By default, the cross entropy over `labels` among the keywords.
+
+    Yields:
+        An object whose `report` is set when the context ends.
+
+    Raises:
+        ConfigError: For weights of another kind.
+
+    Example:
+        >>> import torch, distmp
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> squares = lambda model, batch: (model(batch).square().sum(), len(batch))
+        >>> with distmp.audit(model, optimizer, loss_sum=squares) as audit:
+        ...     for batch in (torch.ones(3, 4), torch.ones(5, 4)):
+        ...         (model(batch).square().mean() / 2).backward()
+        ...     optimizer.step()
+        >>> audit.report.mismatches[0][0]
+        'microbatch_means'
+    """
+    if weights not in ("tokens", "sum"):
+        raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
+    running = Audit(model, optimizer)
+    with running.recorded():
+        yield running
+    running.finish(loss_sum or DefaultLoss(), WANTED[weights])
