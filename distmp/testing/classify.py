@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distmp.errors import DistmpError, listed
+from distmp.errors import DistmpError, listed, rank_names
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -173,35 +173,29 @@ def _inverse(values: Array) -> Array:
 
 def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, Array]]:
     """Return class and weights of the terms of each prediction; the simplest first."""
-    w = split.weights
-    ranks, count = w.shape
-    total, position = _inverse(w.sum()), np.arange(count)
-    last, rows = position == count - 1, np.arange(ranks)[:, None]
-    own = rows == split.rank
-    by_rank = _inverse(w.sum(1, keepdims=True))
+    w, (ranks, count) = split.weights, split.weights.shape
+    total, position, rows = _inverse(w.sum()), np.arange(count), np.arange(ranks)[:, None]
+    by_rank, means = _inverse(w.sum(1, keepdims=True)), _inverse(w)
+    last, own = position == count - 1, rows == split.rank
     found = [
-        ("token_mean", total + 0 * w),
-        ("sum", 1 + 0 * w),
-        ("rank_means", by_rank / ranks + 0 * w),
-        ("microbatch_means", _inverse(w) / (ranks * count)),
-        ("microbatch_means", _inverse(w) / max(1, int((w > 0).sum()))),
-        ("pass_means", _inverse(w.sum(0)) / count + 0 * w),
-        ("reduced_again", total * float(ranks) ** (count - 1 - position) + 0 * w),
-        ("last_microbatch", last * total + 0 * w),
-        ("last_microbatch", last * _inverse(w[:, -1].sum()) + 0 * w),
-        ("last_microbatch", last * _inverse(w) / ranks),
-        ("own_rank", own * total + 0 * w),
-        ("own_rank", own * by_rank + 0 * w),
-        ("own_rank", own * _inverse(w) / count),
-        ("own_rank", own + 0 * w),
-        *(("same_data", (rows == row) * by_rank + 0 * w) for row in range(ranks)),
+        ("token_mean", total),
+        ("sum", 1.0),
+        ("rank_means", by_rank / ranks),
+        ("microbatch_means", means / (ranks * count)),
+        ("microbatch_means", means / max(1, int((w > 0).sum()))),
+        ("pass_means", _inverse(w.sum(0)) / count),
+        ("reduced_again", total * float(ranks) ** (count - 1 - position)),
+        ("last_microbatch", last * total),
+        ("last_microbatch", last * _inverse(w[:, -1].sum())),
+        ("last_microbatch", last * means / ranks),
+        *(("own_rank", own * each) for each in (total, by_rank, means / count, 1.0)),
+        *(("same_data", (rows == row) * by_rank) for row in range(ranks)),
     ]
+    flat = [(kind, np.broadcast_to(each, w.shape).ravel()) for kind, each in found]
     if not sample_means:
-        return [(kind, each.flatten()) for kind, each in found]
-    zeros = np.zeros(w.size)
-    mean = np.concatenate([zeros, np.full(w.size, 1 / max(1, split.samples))])
-    found = [(kind, np.concatenate([each.flatten(), zeros])) for kind, each in found]
-    return [("sample_mean", mean), *found]
+        return flat
+    mean = np.repeat([0, 1 / max(1, split.samples)], w.size)
+    return [("sample_mean", mean), *((k, np.append(row, 0 * row)) for k, row in flat)]
 
 
 def _clip_factor(split: SplitResult, wanted: Array) -> float:
@@ -220,48 +214,40 @@ class _Predictions:
         found = _coefficients(split, sample_means=terms > split.weights.size)
         named = dict(reversed(found))
         # Without terms of samples, all samples have the same weight.
-        self.wanted = named.get(wanted, named["token_mean"])
+        right = named.get(wanted, named["token_mean"])
         self.kinds = ["right", *(kind for kind, _ in found)]
-        rows = np.stack([self.wanted, *(row for _, row in found)])
-        self._rows = rows * _clip_factor(split, self.wanted)
+        self._rows = np.stack([right, *(row for _, row in found)]) * _clip_factor(split, right)
         self.factors = _factors(*split.weights.shape)
+        self._square = sum(each.square for each in split.parameters.values())
 
-    def error(self, name: str) -> tuple[float, float]:
-        """Return squared error of a parameter, and squared norm of the gradient wanted."""
-        projection, row = self.split.parameters[name], self._rows[0]
-        norm = max(0.0, row @ projection.gram @ row)
-        return max(0.0, projection.square - 2 * row @ projection.inner + norm), norm
+    def against_wanted(self, name: str) -> tuple[float, float, float]:
+        """Return the squared norm of the gradient wanted, its product with it, and the error."""
+        p, row = self.split.parameters[name], self._rows[0]
+        norm, inner = max(0.0, float(row @ p.gram @ row)), float(row @ p.inner)
+        return norm, inner, max(0.0, p.square - 2 * inner + norm)
 
-    def is_noise(self, name: str) -> bool:
-        """Return whether a gradient shows nothing but rounding errors."""
-        projection = self.split.parameters[name]
-        everything = sum(p.square for p in self.split.parameters.values())
-        return projection.noise > _NOISE and projection.square <= 1e-4 * everything
+    def shows(self, name: str) -> bool:
+        """Return whether there is a gradient that shows more than rounding errors."""
+        p = self.split.parameters.get(name)
+        return p is not None and (p.noise <= _NOISE or p.square > 1e-4 * self._square)
 
     def _allowed(self, p: Projection) -> float:
         return min(_NOISE, _TOLERANCE + 2 * p.noise + _ROUNDED * p.in_16_bits)
 
     def fits(self, name: str) -> set[_Label]:
         """Return the predictions that a parameter's gradient agrees with."""
-        p = self.split.parameters[name]
-        factors = np.array([value for *_, value in self.factors])
-        inner = np.outer(self._rows @ p.inner, factors)
-        norms = np.einsum("hk,kl,hl->h", self._rows, p.gram, self._rows)
-        squares = np.outer(np.maximum(norms, 0), factors**2)
-        errors = np.sqrt(np.maximum(p.square - 2 * inner + squares, 0))
-        return {
-            _Label(self.kinds[row], int(column))
-            for row, column in np.argwhere(errors <= self._allowed(p) * np.sqrt(squares))
-        }
+        p, factors = self.split.parameters[name], np.array([f for *_, f in self.factors])
+        norms = np.maximum(np.einsum("hk,kl,hl->h", self._rows, p.gram, self._rows), 0)
+        squares = np.outer(norms, factors**2)
+        errors = p.square - 2 * np.outer(self._rows @ p.inner, factors) + squares
+        agree = np.sqrt(np.maximum(errors, 0)) <= self._allowed(p) * np.sqrt(squares)
+        return {_Label(self.kinds[row], int(column)) for row, column in np.argwhere(agree)}
 
-    def free_factor(self, name: str) -> float | None:
-        """Return the factor between measured and wanted gradient, if they are parallel."""
-        p, row = self.split.parameters[name], self._rows[0]
-        norm, inner = row @ p.gram @ row, row @ p.inner
-        if norm <= 0 or p.square <= 0:
-            return None
-        residual = max(0.0, 1 - inner**2 / (norm * p.square)) ** 0.5
-        return inner / norm if residual <= self._allowed(p) else None
+    def free_factor(self, name: str) -> float:
+        """Return the factor between measured and wanted gradient; NaN if they are not parallel."""
+        p, (norm, inner, _) = self.split.parameters[name], self.against_wanted(name)
+        cosine = inner / (norm * p.square) ** 0.5 if norm * p.square > 0 else 0.0
+        return inner / norm if max(0.0, 1 - cosine**2) ** 0.5 <= self._allowed(p) else np.nan
 
 
 # The diagnosis of one rank
@@ -299,30 +285,22 @@ def _absent(
 def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
     names = dict.fromkeys(n for each in predictions for n in each.split.parameters)
-    labels = {name: _explanations(predictions, name) for name in names}
-    left = [name for name in names if labels[name] is not None]
-    left = [name for name in left if _Label("right") not in (labels[name] or ())]
-    while left:
-        counts = [label for name in left for label in labels[name] or ()]
-        if not counts:
-            yield from _unexplained(predictions, left)
-            return
+    labels = {
+        name: set.intersection(*(each.fits(name) for each in predictions if each.shows(name)))
+        for name in names
+        if any(each.shows(name) for each in predictions)
+    }
+    left = [name for name, fits in labels.items() if _Label("right") not in fits]
+    while counts := [label for name in left for label in labels[name]]:
         best = max(dict.fromkeys(counts), key=lambda label: (counts.count(label), _simpler(label)))
-        explained = [name for name in left if best in (labels[name] or ())]
+        explained = [name for name in left if best in labels[name]]
         left = [name for name in left if name not in explained]
         yield _mismatch(predictions, best, explained, wanted)
+    yield from _unexplained(predictions, left)
 
 
 def _simpler(label: _Label) -> tuple[int, int]:
     return -list(CLASSES).index(label.kind), -label.factor
-
-
-def _explanations(predictions: Sequence[_Predictions], name: str) -> set[_Label] | None:
-    """Return the labels that agree with every split; None if there is nothing to explain."""
-    measured = [each for each in predictions if name in each.split.parameters]
-    if all(each.is_noise(name) for each in measured):
-        return None
-    return set.intersection(*(each.fits(name) for each in measured if not each.is_noise(name)))
 
 
 def _mismatch(
@@ -355,8 +333,10 @@ def _shape(split: SplitResult) -> str:
 def _size(predictions: Sequence[_Predictions], names: Iterable[str]) -> float:
     sizes = [0.0]
     for each in predictions:
-        errors = [each.error(name) for name in names if name in each.split.parameters]
-        error, norm = sum(e for e, _ in errors), sum(n for _, n in errors)
+        present = [name for name in names if name in each.split.parameters]
+        norm, _, error = (
+            np.sum([each.against_wanted(n) for n in present], 0) if present else (0.0,) * 3
+        )
         sizes.append((error / norm) ** 0.5 if norm else float(error > 0))
     return max(sizes)
 
@@ -383,26 +363,25 @@ def _unexplained(
     yield from _absent("missing", splits, names)
     names = [name for name in names if not any(name in split.missing for split in splits)]
     by_shard = next((split.shard_factors for split in splits if split.shard_factors), None)
+    if not names:
+        return
     found = _common_factor(predictions, names)
     if found is None and by_shard:
         factors = ", ".join(f"{factor:.3g}" for factor in by_shard)
         found = "shard_clipped", f"{CLASSES['shard_clipped']}: factors {factors} by rank"
     found = found or _counted(predictions, names) or ("unexplained", CLASSES["unexplained"])
-    if names:
-        yield GradientMismatch(found[0], tuple(names), found[1], _size(predictions, names))
+    yield GradientMismatch(found[0], tuple(names), found[1], _size(predictions, names))
 
 
 def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
     """Explain gradients that are parallel to the wanted ones."""
     factors, norms = [], []
     for each in predictions:
-        present = [name for name in names if name in each.split.parameters]
-        found = [each.free_factor(name) for name in present if not each.is_noise(name)]
-        known = [factor for factor in found if factor is not None]
-        if len(known) < len(found) or not known or max(known) - min(known) > 1e-2 * abs(max(known)):
+        found = [each.free_factor(name) for name in names if each.shows(name)]
+        if not found or not max(found) - min(found) <= 1e-2 * abs(max(found)):  # or NaN
             return None
-        factors.append(float(np.mean(known)))
-        norms.append(sum(each.split.parameters[name].square for name in present) ** 0.5)
+        factors.append(float(np.mean(found)))
+        norms.append(sum(each.split.parameters[n].square for n in names if each.shows(n)) ** 0.5)
     exponent = np.log2(abs(factors[0]))
     if exponent >= 3 and abs(exponent - round(exponent)) < 1e-3:
         return "loss_scale", f"{CLASSES['loss_scale']}, {factors[0]:g}"
@@ -415,47 +394,38 @@ def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tup
 
 def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
     """Explain gradients by the weights with which microbatches count, from a least-squares fit."""
-    for each in predictions:
-        found = [each.split.parameters[name] for name in names if name in each.split.parameters]
-        terms = each.split.weights.size
-        gram = sum((p.gram[:terms, :terms] for p in found), np.zeros((terms, terms)))
-        inner = sum((p.inner[:terms] for p in found), np.zeros(terms))
-        square, noise = sum(p.square for p in found), max((p.noise for p in found), default=0.0)
+    for split in (each.split for each in predictions):
+        found = [split.parameters[name] for name in names if name in split.parameters]
+        terms, weights = slice(split.weights.size), split.weights.ravel()
+        gram = np.sum([p.gram[terms, terms] for p in found], 0)
+        inner = np.sum([p.inner[terms] for p in found], 0)
         counts = np.linalg.lstsq(gram, inner, rcond=1e-9)[0]
-        residual = max(0.0, 1 - float(counts @ inner) / max(square, 1e-300)) ** 0.5
-        if residual > 1e-3 + 2 * noise:
+        residual = max(0.0, 1 - counts @ inner / sum(p.square for p in found)) ** 0.5
+        if residual > 1e-3 + 2 * max(p.noise for p in found):
             return None
-        shares = counts * each.split.weights.sum()
-        if np.abs(shares - 1).max() > 1e-2:
-            break
-    else:
-        return None
-    count = each.split.weights.shape[1]
-    texts = [
-        f"microbatch {index % count} of rank {index // count} counts {share:.3g}"
-        for index, share in enumerate(shares)
-        if each.split.weights.flat[index]
-    ]
-    return "weighted", f"{CLASSES['weighted']}: {'; '.join(texts)} instead of 1"
+        shares = counts * weights.sum()
+        if np.abs(shares - 1)[weights > 0].max() > 1e-2:
+            texts = [
+                f"microbatch {n % split.weights.shape[1]} of rank {n // split.weights.shape[1]} "
+                f"counts {shares[n]:.3g}"
+                for n in np.flatnonzero(weights)
+            ]
+            return "weighted", f"{CLASSES['weighted']}: {'; '.join(texts)} instead of 1"
+    return None
 
 
 def over_ranks(by_rank: Sequence[Sequence[GradientMismatch]]) -> list[GradientMismatch]:
     """Combine the diagnoses of all ranks; every rank gets the same."""
     # On the rank whose data the others have, it looks as if gradients were never reduced.
     shared = any(each.kind == "same_data" for mismatches in by_rank for each in mismatches)
-    ranks: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    first: dict[tuple[str, tuple[str, ...]], GradientMismatch] = {}
+    found: dict[tuple[str, tuple[str, ...]], list[tuple[int, GradientMismatch]]] = {}
     for rank, mismatches in enumerate(by_rank):
-        for mismatch in mismatches:
-            if shared and mismatch.kind == "own_rank":
-                mismatch = replace(mismatch, kind="same_data", text=CLASSES["same_data"])
-            key = mismatch.kind, mismatch.parameters
-            ranks.setdefault(key, []).append(rank)
-            first.setdefault(key, mismatch)
+        for each in mismatches:
+            if shared and each.kind == "own_rank":
+                each = replace(each, kind="same_data", text=CLASSES["same_data"])
+            found.setdefault((each.kind, each.parameters), []).append((rank, each))
     combined = []
-    for key, mismatch in first.items():
-        if len(ranks[key]) < len(by_rank):
-            where = ", ".join(map(str, ranks[key]))
-            mismatch = replace(mismatch, text=f"{mismatch.text}, on rank {where}")
-        combined.append(mismatch)
+    for same in found.values():
+        where = "" if len(same) == len(by_rank) else f", on {rank_names([r for r, _ in same])}"
+        combined.append(replace(same[0][1], text=f"{same[0][1].text}{where}"))
     return combined

@@ -46,27 +46,18 @@ def measured(
         if gradient is not None and not gradient.isfinite().all():
             broken.add(name)
         else:
-            if gradient is None:
-                gradient = torch.zeros_like(wanted)
-            if norm and not gradient.any():
-                missing.add(name)
-            terms = torch.cat([own.stacked[name], *([sample_means[name]] if sample_means else [])])
+            flat = torch.zeros_like(wanted) if gradient is None else gradient.flatten()
+            missing.update([name] if norm and not flat.any() else [])
             noise = float((wanted - ideal).norm()) / norm if norm else 0.0
-            flat = gradient.flatten()
             rounded = _is_rounded(flat, own.stacked[name], ideal, split)
-            projections[name] = _projection(flat, terms, noise, in_16_bits=rounded)
+            terms = torch.cat([own.stacked[name], sample_means.get(name, own.stacked[name][:0])])
+            inner, gram = (terms @ flat).cpu().numpy(), (terms @ terms.T).cpu().numpy()
+            projections[name] = Projection(float(flat @ flat), inner, gram, noise, rounded)
+    gone, nan = frozenset(missing), frozenset(broken)
+    shards = _shard_factors(model, gradients, own)
     return replace(
-        split,
-        parameters=projections,
-        missing=frozenset(missing),
-        not_finite=frozenset(broken),
-        shard_factors=_shard_factors(model, gradients, own),
+        split, parameters=projections, missing=gone, not_finite=nan, shard_factors=shards
     )
-
-
-def _projection(gradient: Tensor, terms: Tensor, noise: float, *, in_16_bits: bool) -> Projection:
-    inner, gram = (terms @ gradient).cpu().numpy(), (terms @ terms.T).cpu().numpy()
-    return Projection(float(gradient.square().sum()), inner, gram, noise, in_16_bits)
 
 
 def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, split: SplitResult) -> bool:

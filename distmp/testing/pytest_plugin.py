@@ -26,7 +26,7 @@ from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -46,41 +46,49 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
-    names = pyfuncitem._fixtureinfo.argnames
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    function = (pyfuncitem.module.__name__, pyfuncitem.function.__qualname__, arguments)
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    function = pyfuncitem.module.__name__, pyfuncitem.function.__qualname__, arguments
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        problem = _run(function, marker.args[0], marker.kwargs.get("timeout", _TIMEOUT), directory)
+        job = _Job(function, marker.args[0], marker.kwargs.get("timeout", _TIMEOUT), directory)
+        problem = _run(job)
     if problem:
         pytest.fail(problem, pytrace=False)
     return True
 
 
-def _run(function: Any, world_size: int, timeout: float, directory: str) -> str | None:
+class _Job(NamedTuple):
+    """The description of one run; the function is a module, a name in it, and arguments."""
+
+    function: tuple[str, str, dict[str, Any]]
+    world_size: int
+    timeout: float
+    directory: str
+
+
+def _run(job: _Job) -> str | None:
     """Run a function on all ranks; return what is wrong on the first one that failed."""
     failures: list[tuple[float, int, str]] = []
-    with _started(function, world_size, directory) as team:
-        left, deadline = {connection: rank for rank, (connection, _) in enumerate(team)}, timeout
-        deadline += time.monotonic()
+    with _started(job) as team:
+        left: dict[Any, int] = {connection: rank for rank, (connection, _) in enumerate(team)}
+        deadline = time.monotonic() + job.timeout
         while left and time.monotonic() < deadline:
             for connection in wait([*left], timeout=max(0.0, deadline - time.monotonic())):
-                rank = left.pop(connection)
-                failures += _failure(rank, connection)  # type: ignore[arg-type]
+                failures += _failure(left.pop(connection), connection)
             if failures:
                 deadline = min(deadline, time.monotonic() + _GRACE)
         if left and not failures:
             for rank in left.values():
                 os.kill(team[rank][1].pid, signal.SIGUSR1)
-                failures.append((time.monotonic(), rank, f"no end in {timeout:g} s"))
+                failures.append((time.monotonic(), rank, f"no end in {job.timeout:g} s"))
             time.sleep(_GRACE)
     if not failures:
         return None
     _, rank, text = min(failures)
-    output = Path(directory, f"output-{rank}").read_text(errors="replace")
-    return f"rank {rank} of {world_size}: {text}\n{output}"
+    output = Path(job.directory, f"output-{rank}").read_text(errors="replace")
+    return f"rank {rank} of {job.world_size}: {text}\n{output}"
 
 
-def _failure(rank: int, connection: Connection) -> list[tuple[float, int, str]]:
+def _failure(rank: int, connection: Any) -> list[tuple[float, int, str]]:
     try:
         when, text = connection.recv()
     except EOFError:  # earlier than what it causes on other ranks
@@ -89,17 +97,17 @@ def _failure(rank: int, connection: Connection) -> list[tuple[float, int, str]]:
 
 
 @contextlib.contextmanager
-def _started(function: Any, world_size: int, directory: str) -> Iterator[list[tuple[Any, Any]]]:
+def _started(job: _Job) -> Iterator[list[tuple[Any, Any]]]:
     """Start the ranks, and end all of them in any case; yield their connections and processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     team: list[tuple[Any, Any]] = []
     try:
-        for rank in range(world_size):
+        for rank in range(job.world_size):
             ours, theirs = context.Pipe()
-            arguments = (function, rank, world_size, directory, theirs)
-            team.append((ours, context.Process(target=_rank_main, args=arguments, daemon=True)))
-            team[-1][1].start()
+            process = context.Process(target=_rank_main, args=(job, rank, theirs), daemon=True)
+            team.append((ours, process))
+            process.start()
             theirs.close()
         yield team
     finally:
@@ -109,27 +117,17 @@ def _started(function: Any, world_size: int, directory: str) -> Iterator[list[tu
             process.join()
 
 
-def _rank_main(
-    function: tuple[str, str, dict[str, Any]],
-    rank: int,
-    world_size: int,
-    directory: str,
-    connection: Connection,
-) -> None:
+def _rank_main(job: _Job, rank: int, connection: Connection) -> None:
     """Call the test's function on one rank, report, and wait to be ended."""
-    output = os.open(f"{directory}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(f"{job.directory}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.register(signal.SIGUSR1)  # shows where a rank hangs
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
     text = ""
     try:
-        _initialize(rank, world_size, directory)
-        module, name, arguments = function
-        *classes, method = name.split(".")
-        owner: Any = reduce(getattr, classes, importlib.import_module(module))
-        getattr(owner() if classes else owner, method)(**arguments)
+        _call(job, rank)
     except BaseException:  # noqa: BLE001  (the process of the test reports any of them)
         text = traceback.format_exc()
     connection.send((time.monotonic(), text))
@@ -138,11 +136,15 @@ def _rank_main(
         connection.recv()
 
 
-def _initialize(rank: int, world_size: int, directory: str) -> None:
+def _call(job: _Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/rendezvous", world_size)  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{job.directory}/rendezvous", job.world_size)  # type: ignore[attr-defined]
     limit = timedelta(days=1)  # the test's own limit comes first
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group("gloo", None, limit, job.world_size, rank, store)
+    module, name, arguments = job.function
+    *classes, method = name.split(".")
+    owner: Any = reduce(getattr, classes, importlib.import_module(module))
+    getattr(owner() if classes else owner, method)(**arguments)
