@@ -34,7 +34,7 @@ def test_fails():
         raise ArithmeticError("the first cause")
     dist.barrier()
 
-@pytest.mark.ranks(2, timeout=3)
+@pytest.mark.ranks(2, timeout=5)
 def test_hangs():
     if dist.get_rank() == 0:
         time.sleep(100)
@@ -58,10 +58,9 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     )
     shown = result.stdout
     assert "3 failed, 3 passed" in shown
-    assert "rank 1 of 2: Traceback" in shown
     assert "ArithmeticError: the first cause\n\nbefore the failure" in shown
-    assert "rank 0 of 2: no end in 3 s" in shown
+    assert "rank 0 of 2: no end in 5 s" in shown
     assert "in test_hangs" in shown
-    assert "rank 1 of 2: died" in shown
+    assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
     left = [each for each in psutil.process_iter() if str(tmp_path) in " ".join(each.cmdline())]
     assert psutil.wait_procs(left, timeout=10)[1] == []
