@@ -8,16 +8,18 @@ inputs and random numbers in float64, and compares them as `check_gradient` does
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from distmp.errors import ConfigError
 from distmp.testing import classify
@@ -93,20 +95,18 @@ class Audit:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._steps = [_Step()]
-        self._collectives: dict[str, int] = {}
-        self._watching = True
+        self._steps: list[_Step] = []
+        self._current = _Step()
         self._skips = 0
-        self._undecided: list[str] = []
+        self._collectives: Counter[str] = Counter()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Install what records steps, and remove it at the end."""
-        handle = self._optimizer.register_step_pre_hook(self._before_update)
         clip, scaled_step = nn.utils.clip_grad_norm_, torch.amp.GradScaler.step
 
         def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
-            self._steps[-1].max_norm = float(max_norm)
+            self._current.max_norm = float(max_norm)
             return clip(parameters, max_norm, *args, **kwargs)
 
         def step_or_skip(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,84 +114,70 @@ class Audit:
             result = scaled_step(scaler, optimizer, *args, **kwargs)
             if optimizer is self._optimizer and len(self._steps) == before:
                 self._skips += 1
-                self._start_step()
+                self._current = _Step()
             return result
 
-        nn.utils.clip_grad_norm_, torch.amp.GradScaler.step = clipped, step_or_skip
+        handle = self._optimizer.register_step_pre_hook(self._before_update)
         try:
-            with recorded_forwards(self._model, self._forward) as record, _Collectives(self._seen):
-                self._record = record
+            with (
+                patch.object(nn.utils, "clip_grad_norm_", clipped),
+                patch.object(torch.amp.GradScaler, "step", step_or_skip),
+                recorded_forwards(self._model, self._forward) as self._record,
+                _Collectives(self._collectives),
+            ):
                 yield
         finally:
-            nn.utils.clip_grad_norm_, torch.amp.GradScaler.step = clip, scaled_step
             handle.remove()
 
-    def _start_step(self) -> None:
-        self._steps[-1], self._record.generators = _Step(), []
-
     def _forward(self, args: Any, kwargs: Any) -> None:
-        step = self._steps[-1]
-        self._watching = False
+        step = self._current
         if not step.inputs:
-            step.state = full_state(self._model)
+            with _disable_current_modes():  # its collectives are not the script's
+                step.state = full_state(self._model)
+            step.generators = self._record.generators = []
         batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
         step.inputs.append(map_tensors(lambda tensor: tensor.detach().clone(), batch))
-        self._watching = True
 
     def _before_update(self, *_: Any) -> None:
-        step = self._steps[-1]
         scale = getattr(self._optimizer, "grad_scale", None)
-        step.gradients = {
+        self._current.gradients = {
             name: None if p.grad is None else p.grad.detach() / (1.0 if scale is None else scale)
             for name, p in named_parameters(self._model).items()
-            if p.requires_grad
         }
-        step.generators = self._record.generators
-        self._steps.append(step)
-        self._start_step()
-
-    def _seen(self, name: str) -> None:
-        if self._watching:
-            self._collectives[name] = self._collectives.get(name, 0) + 1
+        self._steps.append(self._current)
+        self._current = _Step()
 
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
-        steps = self._steps[:-1]
-        counts = gather((len(steps), self._skips))
-        updates = [each for each, _ in counts]
-        found = [*in_no_optimizer(self._model, self._optimizer)]
+        counts = gather((len(self._steps), self._skips))
+        steps = min(updates for updates, _ in counts)
+        found, undecided = [*in_no_optimizer(self._model, self._optimizer)], []
         if len(set(counts)) > 1:
             text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
             found.append(classify.GradientMismatch("skipped", ("optimizer",), text))
         try:
-            if not min(updates):
+            if not steps:
                 raise ConfigError("steps", 0, "the optimizer has not been called")
-            results = [*self._replayed(steps[: min(updates)], loss_sum)]
-            found += classify.diagnose(results, wanted)
+            found += classify.diagnose([*self._replayed(steps, loss_sum)], wanted)
         except ConfigError as error:
-            self._undecided.append(str(error))
+            undecided.append(str(error))
         combined = classify.over_ranks(gather(found))
-        clipped = [each for each in combined if each.kind == "clipped"]
-        self._undecided += [f"{each.text}; by a function that was not seen" for each in clipped]
+        mismatches = {str(each): each.kind for each in combined}
+        for text in [text for text, kind in mismatches.items() if kind == "clipped"]:
+            undecided.append(f"{text}; by a function that was not seen")
+            del mismatches[text]
+        named = tuple((kind, text) for text, kind in mismatches.items())
         self.report = AuditReport(
-            len(updates),
-            min(updates),
-            tuple((each.kind, str(each)) for each in combined if each not in clipped),
-            tuple(self._undecided),
-            self._collectives,
+            len(counts), steps, named, tuple(undecided), dict(self._collectives)
         )
 
-    def _replayed(
-        self, steps: Sequence[_Step], loss_sum: LossSum
-    ) -> Iterator[classify.SplitResult]:
+    def _replayed(self, steps: int, loss_sum: LossSum) -> Iterator[classify.SplitResult]:
         if is_fsdp1(self._model) or any(hasattr(p, "ds_id") for p in self._model.parameters()):
-            problem = (
-                "audit cannot read sharded gradients of FSDP1 and DeepSpeed; use check_gradient"
-            )
+            problem = "shards of FSDP1 and DeepSpeed cannot be read here; use check_gradient"
             raise ConfigError("model", type(self._model).__name__, problem)
         reference = Reference(self._model, loss_sum)
         reference.set_modes(self._model)
-        for number, step in enumerate(steps):
+        for number, step in enumerate(self._steps[:steps]):
             by_rank = gather((step.inputs, step.generators))
             count = max(len(inputs) for inputs, _ in by_rank)
             batches = [each for inputs, _ in by_rank for each in _padded(inputs, count)]
@@ -199,13 +185,9 @@ class Audit:
             reference.state = step.state
             own = reference.own(batches, states, self._record)
             exact = reference.exact(batches, states)
-            split = classify.SplitResult(
-                f"step {number}",
-                dist.get_rank() if len(by_rank) > 1 else 0,
-                np.array(own.weights).reshape(len(by_rank), count),
-                0,
-                max_norm=step.max_norm,
-            )
+            weights = np.array(own.weights).reshape(len(by_rank), count)
+            rank = dist.get_rank() if len(by_rank) > 1 else 0
+            split = classify.SplitResult(f"step {number}", rank, weights, 0, max_norm=step.max_norm)
             gradients = full_gradients(self._model, step.gradients)
             yield measured(split, self._model, gradients, own, exact, {})
 
@@ -215,20 +197,19 @@ def _padded(values: list[Any], count: int) -> list[Any]:
 
 
 class _Collectives(TorchDispatchMode):
-    """Tells of each collective, those of DDP and FSDP included."""
+    """Counts collectives, those of DDP and FSDP included."""
 
-    def __init__(self, seen: Callable[[str], None]) -> None:
+    def __init__(self, counts: Counter[str]) -> None:
         super().__init__()
-        self._seen = seen
+        self._counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             found: list[Tensor] = []
             map_tensors(found.append, args[:2])
-            if found:
-                size = sum(tensor.nbytes for tensor in found)
-                name = func._schema.name.rpartition("::")[2].strip("_")
-                self._seen(f"{name}, {dtype_name(found[0].dtype)}, {size} bytes")
+            dtypes = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in found}))
+            name = func._schema.name.rpartition("::")[2].strip("_")
+            self._counts[f"{name}, {dtypes}, {sum(each.nbytes for each in found)} bytes"] += 1
         return func(*args, **(kwargs or {}))
 
 

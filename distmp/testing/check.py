@@ -92,7 +92,7 @@ def check_gradient(
     check = _Check(train_step, model, copies, collate, weights, max_norm)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     splits = [*make_splits(samples, ranks, tokens=weights == "tokens")]
-    absent = [*in_no_optimizer(model, optimizer)]
+    absent = [] if optimizer is None else [*in_no_optimizer(model, optimizer)]
     for sample_means in (weights == "samples", True):
         results = [check.run(split, sample_means=sample_means) for split in splits]
         found = classify.over_ranks(gather([*classify.diagnose(results, wanted), *absent]))
@@ -101,25 +101,19 @@ def check_gradient(
             break
     if found:
         lines = "\n".join(f"- {mismatch}" for mismatch in found)
-        raise classify.GradientError(
-            f"the gradient is wrong (see docs/testing.md):\n{lines}", found
-        )
+        problem = f"the gradient is wrong (see docs/testing.md):\n{lines}"
+        raise classify.GradientError(problem, found)
 
 
 def in_no_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[classify.GradientMismatch]:
-    """Yield the trained parameters that an optimizer does not have."""
-    if optimizer is None:
-        return
+    """Yield the trained parameters that an optimizer does not have, if there are any."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    absent = [
-        n for n, p in named_parameters(model).items() if p.requires_grad and id(p) not in held
-    ]
-    if absent:
-        yield classify.GradientMismatch(
-            "in_no_optimizer", tuple(absent), classify.CLASSES["in_no_optimizer"]
-        )
+    trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    if absent := tuple(name for name, p in trained.items() if id(p) not in held):
+        kind = "in_no_optimizer"
+        yield classify.GradientMismatch(kind, absent, classify.CLASSES[kind])
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,11 @@ class _Check:
         batches = [[collated(part, self.collate) for part in rank] for rank in split.samples]
         rank, count = dist.get_rank() if len(batches) > 1 else 0, len(batches[0])
         self.reference.load(self.model)
-        gradients, record = self._measure(batches[rank])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with recorded_forwards(self.model) as record, torch.random.fork_rng():
+            returned = self.train_step(self.model, batches[rank])
+        gradients = full_gradients(self.model, returned if isinstance(returned, Mapping) else None)
         self.reference.set_modes(self.model)
         flat = [batch for each in batches for batch in each]
         states = [each for found in gather(record.generators) for each in _states(found, count)]
@@ -152,17 +150,6 @@ class _Check:
         empty = classify.SplitResult(split.name, rank, by_rank, samples, max_norm=self.max_norm)
         return measured(empty, self.model, gradients, own, exact, means)
 
-    def _measure(self, microbatches: list[Any]) -> tuple[dict[str, Tensor | None], ForwardRecord]:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        with recorded_forwards(self.model) as record, torch.random.fork_rng():
-            returned = self.train_step(self.model, microbatches)
-        if not isinstance(returned, Mapping):
-            return full_gradients(self.model), record
-        names = [n for n, p in named_parameters(self.model).items() if p.requires_grad]
-        found = {name: returned.get(name) for name in names}
-        return {n: None if g is None else g.detach().double() for n, g in found.items()}, record
-
     def _sample_means(
         self, split: Split, own: Gradients, record: ForwardRecord
     ) -> tuple[dict[str, Tensor], int]:
@@ -171,32 +158,26 @@ class _Check:
         There are none if all samples have the same weight, or if the loss of a microbatch is not
         the sum of those of its samples.
         """
-        flat = [sample for part in split.flat for sample in part]
-        index = torch.tensor([n for n, part in enumerate(split.flat) for _ in part])
-        single = self.reference.own(
-            [collated([sample], self.collate) for sample in flat], [None] * len(flat), record
-        )
-        counted = [weight for weight in single.weights if weight]
-        if len(set(counted)) <= 1:
-            return {}, len(counted)
-        means, difference, total = {}, 0.0, 0.0
-        inverse = torch.tensor([1 / weight if weight else 0.0 for weight in single.weights])
-        for name, each in single.stacked.items():
-            zeros, place = torch.zeros_like(own.stacked[name]), index.to(each.device)
-            means[name] = zeros.index_add(0, place, each * inverse.to(each)[:, None])
-            difference += float(
-                (zeros.index_add(0, place, each) - own.stacked[name]).square().sum()
-            )
-            total += float(own.stacked[name].square().sum())
-        if difference <= 1e-3 * total:
-            return means, len(counted)
+        batches = [collated([each], self.collate) for part in split.flat for each in part]
+        single = self.reference.own(batches, [None] * len(batches), record)
+        weights = np.array(single.weights)
+        samples = int((weights > 0).sum())
+        if len(set(weights[weights > 0])) < 2:
+            return {}, samples
+        parts = np.repeat(np.arange(len(split.flat)), [len(part) for part in split.flat])
+        places = np.equal.outer(np.arange(len(split.flat)), parts).astype(float)
+        sums = single.summed(places)
+        pairs = [(sums[name], each) for name, each in own.stacked.items()]
+        difference = sum(float((one - other).square().sum()) for one, other in pairs)
+        if difference <= 1e-3 * sum(float(other.square().sum()) for _, other in pairs):
+            return single.summed(places * classify.inverse(weights)), samples
         if self.weights == "samples":
             problem = (
                 "the loss of a microbatch is not the sum of those of its samples, because of "
                 "dropout or batch statistics; call model.eval()"
             )
             raise ConfigError("weights", self.weights, problem)
-        return {}, len(counted)
+        return {}, samples
 
 
 def _states(generators: list[Any], microbatches: int) -> list[Any]:

@@ -167,15 +167,16 @@ def _factors(ranks: int, microbatches: int) -> list[tuple[str, str, float]]:
     ]
 
 
-def _inverse(values: Array) -> Array:
+def inverse(values: Array) -> Array:
+    """Return 1 / values, and 0 for 0."""
     return np.where(values > 0, 1 / np.where(values > 0, values, 1), 0)
 
 
 def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, Array]]:
     """Return class and weights of the terms of each prediction; the simplest first."""
     w, (ranks, count) = split.weights, split.weights.shape
-    total, position, rows = _inverse(w.sum()), np.arange(count), np.arange(ranks)[:, None]
-    by_rank, means = _inverse(w.sum(1, keepdims=True)), _inverse(w)
+    total, position, rows = inverse(w.sum()), np.arange(count), np.arange(ranks)[:, None]
+    by_rank, means = inverse(w.sum(1, keepdims=True)), inverse(w)
     last, own = position == count - 1, rows == split.rank
     found = [
         ("token_mean", total),
@@ -183,10 +184,10 @@ def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, 
         ("rank_means", by_rank / ranks),
         ("microbatch_means", means / (ranks * count)),
         ("microbatch_means", means / max(1, int((w > 0).sum()))),
-        ("pass_means", _inverse(w.sum(0)) / count),
+        ("pass_means", inverse(w.sum(0)) / count),
         ("reduced_again", total * float(ranks) ** (count - 1 - position)),
         ("last_microbatch", last * total),
-        ("last_microbatch", last * _inverse(w[:, -1].sum())),
+        ("last_microbatch", last * inverse(w[:, -1].sum())),
         ("last_microbatch", last * means / ranks),
         *(("own_rank", own * each) for each in (total, by_rank, means / count, 1.0)),
         *(("same_data", (rows == row) * by_rank) for row in range(ranks)),

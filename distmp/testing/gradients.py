@@ -128,22 +128,16 @@ def plain_copy(model: nn.Module) -> nn.Module:
     if is_fsdp1(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
         problem = "cannot be copied while it is sharded; pass a plain model as reference=..."
         raise ConfigError("model", type(model).__name__, problem)
-    if any(isinstance(part, FSDPModule) for part in model.modules()):
-        copied = _unsharded(model, {})
-    else:
-        copied = _deep_copy(model)
+    try:
+        sharded = any(isinstance(part, FSDPModule) for part in model.modules())
+        copied = _unsharded(model, {}) if sharded else copy.deepcopy(model)
+    except Exception as error:  # noqa: BLE001  (whatever a class raises in its own copy)
+        problem = f"cannot be copied ({error}); pass another one as reference=..."
+        raise ConfigError("model", type(model).__name__, problem) from None
     for part in copied.modules():
         if "_original_forward" in vars(part):  # accelerate replaces `forward`
             vars(part).pop("forward", None)
     return copied
-
-
-def _deep_copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:  # noqa: BLE001  (whatever a class raises in its own copy)
-        problem = f"cannot be copied ({error}); pass another one as reference=..."
-        raise ConfigError("model", type(model).__name__, problem) from None
 
 
 def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
@@ -156,19 +150,15 @@ def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
         kind = kind.__mro__[2]  # FSDP2's class derives from FSDPModule and the module's class
     new = kind.__new__(kind)
     done[id(module)] = new
-    vars(new).update(vars(module))
-    if isinstance(module, FSDPModule):
-        for name, value in vars(module).items():
-            if name.endswith("_hooks"):
-                vars(new)[name] = type(value)()
-            elif "composable_api" in name:  # FSDP2's state
-                del vars(new)[name]
-    vars(new)["_parameters"] = {n: _copied(p, done) for n, p in module._parameters.items()}
-    vars(new)["_buffers"] = {n: _copied(b, done) for n, b in module._buffers.items()}
-    vars(new)["_modules"] = {
-        name: None if part is None else _unsharded(part, done)
-        for name, part in module._modules.items()
-    }
+    for name, value in vars(module).items():
+        if isinstance(module, FSDPModule) and name.endswith("_hooks"):
+            value = type(value)()
+        if "composable_api" not in name:  # FSDP2's state
+            vars(new)[name] = value
+    parts = {name: part and _unsharded(part, done) for name, part in module._modules.items()}
+    held = {name: _copied(p, done) for name, p in module._parameters.items()}
+    buffers = {name: _copied(b, done) for name, b in module._buffers.items()}
+    vars(new).update(_modules=parts, _parameters=held, _buffers=buffers)
     return new
 
 

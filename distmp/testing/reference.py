@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from distmp.utils.tensor_trees import map_tensors
 # Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 IGNORED = -100
+_PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
 
 
 class DefaultLoss:
@@ -41,47 +43,31 @@ class DefaultLoss:
     """
 
     def __init__(self) -> None:
-        self._shifts: bool | None = None
+        self._form: int | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         """Return loss sum and weight of a microbatch."""
         if isinstance(batch, Mapping) and "labels" in batch:
-            output = model(**batch)
-            return self._of_output(output, batch["labels"])
-        if isinstance(batch, (tuple, list)) and len(batch) == 2 and _is_labels(batch[1]):
-            return _cross_entropy(model(batch[0]), batch[1])
-        problem = (
-            "is neither a mapping with labels nor a pair of inputs and integer labels; pass "
-            "loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
-        )
+            return self._of_output(model(**batch), batch["labels"])
+        labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            return _cross_entropy(model(batch[0]), labels)
+        problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}"
         raise ConfigError("samples", type(batch).__name__, problem)
 
     def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
         found = output if isinstance(output, Mapping) else vars(output)
-        logits: Tensor = found["logits"]
-        loss = found.get("loss")
+        logits, mean = found["logits"], found.get("loss")
         forms = [_cross_entropy(logits, labels)]
         if logits.dim() == 3:
             forms.append(_cross_entropy(logits[:, :-1], labels[:, 1:]))
-        if self._shifts is None and loss is not None and all(weight for _, weight in forms):
-            self._shifts = _closest(float(loss.detach()), forms) == 1
-        return forms[int(bool(self._shifts) and len(forms) > 1)]
-
-
-def _is_labels(labels: Any) -> bool:
-    return isinstance(labels, Tensor) and not labels.is_floating_point()
-
-
-def _closest(loss: float, forms: Sequence[tuple[Tensor, int]]) -> int:
-    errors = [abs(float(total.detach()) / weight - loss) for total, weight in forms]
-    best = min(range(len(forms)), key=errors.__getitem__)
-    if not errors[best] <= 0.02 * abs(loss):
-        problem = (
-            "is not the mean of the cross entropy over labels; pass loss_sum=..., which returns "
-            "the sum of the losses of a microbatch and its weight"
-        )
-        raise ConfigError("the loss that the model returns", loss, problem)
-    return best
+        if self._form is None and mean is not None and all(weight for _, weight in forms):
+            errors = [abs(float(total / weight - mean)) for total, weight in forms]
+            self._form = errors.index(min(errors))
+            if not min(errors) <= 0.02 * abs(float(mean)):
+                problem = f"is not the mean of the cross entropy over labels; {_PASS}"
+                raise ConfigError("the loss that the model returns", float(mean), problem)
+        return forms[self._form or 0]
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
@@ -263,3 +249,7 @@ class Gradients:
 
     weights: list[float]
     stacked: dict[str, Tensor]
+
+    def summed(self, factors: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+        """Return sums of gradients with factors of shape (sums, microbatches)."""
+        return {name: torch.from_numpy(factors).to(g) @ g for name, g in self.stacked.items()}

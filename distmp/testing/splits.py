@@ -80,26 +80,21 @@ def _masked(
     name: str, samples: Sequence[Any], unlabelled: Sequence[Any], ranks: int, masked: set[int]
 ) -> Split:
     labelled, without = (_divided(each, ranks, 2).samples for each in (samples, unlabelled))
-    chosen = [
-        tuple((without if 2 * rank + part in masked else labelled)[rank][part] for part in range(2))
-        for rank in range(ranks)
-    ]
-    return Split(name, tuple(chosen))
+    chosen = tuple(
+        tuple((without if 2 * r + m in masked else labelled)[r][m] for m in range(2))
+        for r in range(ranks)
+    )
+    return Split(name, chosen)
 
 
 def _without_labels(sample: Any) -> Any:
     """Return the sample with all labels ignored; None if it has no integer labels."""
-    if isinstance(sample, Mapping) and isinstance(sample.get("labels"), Tensor):
-        labels = _ignored(sample["labels"])
-        return None if labels is None else {**sample, "labels": labels}
-    if type(sample) in (tuple, list) and len(sample) == 2 and isinstance(sample[1], Tensor):
-        labels = _ignored(sample[1])
-        return None if labels is None else type(sample)([sample[0], labels])
-    return None
-
-
-def _ignored(labels: Tensor) -> Tensor | None:
-    return None if labels.is_floating_point() else torch.full_like(labels, IGNORED)
+    is_pair = type(sample) in (tuple, list) and len(sample) == 2
+    labels = sample[1] if is_pair else sample.get("labels") if isinstance(sample, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    ignored = torch.full_like(labels, IGNORED)
+    return (sample[0], ignored) if is_pair else {**sample, "labels": ignored}
 
 
 def collated(samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None) -> Any:
