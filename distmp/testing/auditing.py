@@ -187,7 +187,7 @@ class Audit:
             exact = reference.exact(batches, states)
             weights = np.array(own.weights).reshape(len(by_rank), count)
             rank = dist.get_rank() if len(by_rank) > 1 else 0
-            split = classify.SplitResult(f"step {number}", rank, weights, 0, max_norm=step.max_norm)
+            split = classify.SplitResult(f"step {number}", rank, weights, step.max_norm)
             gradients = full_gradients(self._model, step.gradients)
             yield measured(split, self._model, gradients, own, exact, {})
 

@@ -142,42 +142,41 @@ class _Check:
         states = [each for found in gather(record.generators) for each in _states(found, count)]
         own = self.reference.own(flat, states, record)
         exact = self.reference.exact(flat, states)
-        means, samples = self._sample_means(split, own, record) if sample_means else ({}, 0)
+        means = self._sample_means(split, own, record) if sample_means else {}
         weights = own.weights
         if callable(self.weights):
             weights = [float(sum(map(self.weights, part))) for part in split.flat]
         by_rank = np.array(weights, dtype=np.float64).reshape(len(batches), count)
-        empty = classify.SplitResult(split.name, rank, by_rank, samples, max_norm=self.max_norm)
+        empty = classify.SplitResult(split.name, rank, by_rank, self.max_norm)
         return measured(empty, self.model, gradients, own, exact, means)
 
     def _sample_means(
         self, split: Split, own: Gradients, record: ForwardRecord
-    ) -> tuple[dict[str, Tensor], int]:
-        """Return the sums of the mean gradients of each microbatch's samples, and their number.
+    ) -> dict[str, Tensor]:
+        """Return the part of each microbatch in the mean over samples.
 
-        There are none if all samples have the same weight, or if the loss of a microbatch is not
+        There is none if all samples have the same weight, or if the loss of a microbatch is not
         the sum of those of its samples.
         """
         batches = [collated([each], self.collate) for part in split.flat for each in part]
         single = self.reference.own(batches, [None] * len(batches), record)
         weights = np.array(single.weights)
-        samples = int((weights > 0).sum())
         if len(set(weights[weights > 0])) < 2:
-            return {}, samples
+            return {}
         parts = np.repeat(np.arange(len(split.flat)), [len(part) for part in split.flat])
         places = np.equal.outer(np.arange(len(split.flat)), parts).astype(float)
         sums = single.summed(places)
         pairs = [(sums[name], each) for name, each in own.stacked.items()]
         difference = sum(float((one - other).square().sum()) for one, other in pairs)
         if difference <= 1e-3 * sum(float(other.square().sum()) for _, other in pairs):
-            return single.summed(places * classify.inverse(weights)), samples
+            return single.summed(places * classify.inverse(weights) / (weights > 0).sum())
         if self.weights == "samples":
             problem = (
                 "the loss of a microbatch is not the sum of those of its samples, because of "
                 "dropout or batch statistics; call model.eval()"
             )
             raise ConfigError("weights", self.weights, problem)
-        return {}, samples
+        return {}
 
 
 def _states(generators: list[Any], microbatches: int) -> list[Any]:

@@ -7,7 +7,7 @@ Several divisions of the same samples decide between classes that predict the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -75,7 +75,7 @@ class Projection(NamedTuple):
     in_16_bits: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class SplitResult:
     """What was measured with one division of the samples.
 
@@ -83,12 +83,11 @@ class SplitResult:
         name: What is special about the division.
         rank: This rank.
         weights: Weight of each microbatch, of shape (ranks, microbatches).
-        samples: Number of samples with weight; terms after those of microbatches are sums of the
-            mean gradients of a microbatch's samples.
-        parameters: By name, of parameters with a finite gradient.
+        max_norm: What the gradient is clipped to on purpose.
+        parameters: By name, of parameters with a finite gradient. Terms after those of microbatches
+            are their parts of the mean over samples.
         missing: Names of parameters without a gradient that they should have.
         not_finite: Names of parameters whose gradient is NaN or infinite.
-        max_norm: What the gradient is clipped to on purpose.
         shard_factors: Factor between the parts of the measured and the wanted gradient that each
             rank holds; none if they are not parallel.
     """
@@ -96,11 +95,10 @@ class SplitResult:
     name: str
     rank: int
     weights: Array
-    samples: int
-    parameters: Mapping[str, Projection] = field(default_factory=dict)
-    missing: frozenset[str] = frozenset()
-    not_finite: frozenset[str] = frozenset()
     max_norm: float | None = None
+    parameters: dict[str, Projection] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    not_finite: set[str] = field(default_factory=set)
     shard_factors: tuple[float, ...] = ()
 
 
@@ -162,8 +160,6 @@ def _factors(ranks: int, microbatches: int) -> list[tuple[str, str, float]]:
         ("ranks_twice", "1 / ranks ** 2", 1 / r**2),
         ("ranks_never", "ranks ** 2", r**2),
         ("microbatches_twice", "1 / microbatches ** 2", 1 / m**2),
-        ("microbatches_twice", "ranks / microbatches", r / m),
-        ("ranks_twice", "microbatches / ranks", m / r),
     ]
 
 
@@ -195,7 +191,7 @@ def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, 
     flat = [(kind, np.broadcast_to(each, w.shape).ravel()) for kind, each in found]
     if not sample_means:
         return flat
-    mean = np.repeat([0, 1 / max(1, split.samples)], w.size)
+    mean = np.repeat([0.0, 1.0], w.size)
     return [("sample_mean", mean), *((k, np.append(row, 0 * row)) for k, row in flat)]
 
 

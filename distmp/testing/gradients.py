@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from distmp.errors import ConfigError
 from distmp.utils.dtypes import is_dtensor
@@ -47,11 +48,9 @@ def is_fsdp1(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def _gathered(model: nn.Module, *, gradients: bool) -> Iterator[None]:
     """Gather the flat parameters of FSDP1; other parameters are gathered one by one."""
-    if not is_fsdp1(model):
-        yield
-        return
-    options: Any = {"writeback": False, "with_grads": gradients}
-    with FullyShardedDataParallel.summon_full_params(model, **options):
+    summon = FullyShardedDataParallel.summon_full_params
+    options = {"writeback": False, "with_grads": gradients}
+    with summon(model, **options) if is_fsdp1(model) else contextlib.nullcontext():
         yield
 
 
@@ -105,15 +104,13 @@ def _full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 
-def local_part(full: Tensor, like: Tensor) -> Tensor:
+def local_part(full: Tensor, like: DTensor) -> Tensor:
     """Return the elements of a full tensor that this rank holds of a DTensor."""
-    if not is_dtensor(like):
-        return full
-    parts = [
-        full[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
-        for chunk in like.__create_chunk_list__()
+    places = [
+        tuple(slice(start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True))
+        for c in like.__create_chunk_list__()
     ]
-    return torch.cat([part.flatten() for part in parts]) if parts else full.new_zeros(0)
+    return torch.cat([full.new_zeros(0), *(full[place].flatten() for place in places)])
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -155,7 +152,10 @@ def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
             value = type(value)()
         if "composable_api" not in name:  # FSDP2's state
             vars(new)[name] = value
-    parts = {name: part and _unsharded(part, done) for name, part in module._modules.items()}
+    parts = {
+        name: None if part is None else _unsharded(part, done)
+        for name, part in module._modules.items()
+    }
     held = {name: _copied(p, done) for name, p in module._parameters.items()}
     buffers = {name: _copied(b, done) for name, b in module._buffers.items()}
     vars(new).update(_modules=parts, _parameters=held, _buffers=buffers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,10 +27,10 @@ def measured(
     exact: Gradients,
     sample_means: Mapping[str, Tensor],
 ) -> SplitResult:
-    """Return the result of a division of the samples; every rank has to call it.
+    """Add what was measured to the result of a division; every rank has to call it.
 
     Args:
-        split: The division.
+        split: The result, without measurements.
         model: The model.
         gradients: The measured gradients of trained parameters, float64.
         own: Gradients of microbatches in the dtypes of the run.
@@ -39,25 +38,21 @@ def measured(
         sample_means: Sums of the mean gradients of each microbatch's samples; may be empty.
     """
     total = split.weights.sum() or 1.0
-    projections, missing, broken = {}, set(), set()
     for name, gradient in gradients.items():
         wanted, ideal = own.stacked[name].sum(0) / total, exact.stacked[name].sum(0) / total
         norm = float(wanted.norm())
         if gradient is not None and not gradient.isfinite().all():
-            broken.add(name)
+            split.not_finite.add(name)
         else:
             flat = torch.zeros_like(wanted) if gradient is None else gradient.flatten()
-            missing.update([name] if norm and not flat.any() else [])
+            split.missing.update([name] if norm and not flat.any() else [])
             noise = float((wanted - ideal).norm()) / norm if norm else 0.0
             rounded = _is_rounded(flat, own.stacked[name], ideal, split)
             terms = torch.cat([own.stacked[name], sample_means.get(name, own.stacked[name][:0])])
             inner, gram = (terms @ flat).cpu().numpy(), (terms @ terms.T).cpu().numpy()
-            projections[name] = Projection(float(flat @ flat), inner, gram, noise, rounded)
-    gone, nan = frozenset(missing), frozenset(broken)
-    shards = _shard_factors(model, gradients, own)
-    return replace(
-        split, parameters=projections, missing=gone, not_finite=nan, shard_factors=shards
-    )
+            split.parameters[name] = Projection(float(flat @ flat), inner, gram, noise, rounded)
+    split.shard_factors = _shard_factors(model, gradients, own)
+    return split
 
 
 def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, split: SplitResult) -> bool:

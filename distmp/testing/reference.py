@@ -62,11 +62,11 @@ class DefaultLoss:
         if logits.dim() == 3:
             forms.append(_cross_entropy(logits[:, :-1], labels[:, 1:]))
         if self._form is None and mean is not None and all(weight for _, weight in forms):
-            errors = [abs(float(total / weight - mean)) for total, weight in forms]
+            errors = [abs(float((total / weight - mean).detach())) for total, weight in forms]
             self._form = errors.index(min(errors))
-            if not min(errors) <= 0.02 * abs(float(mean)):
+            if not min(errors) <= 0.02 * abs(float(mean.detach())):
                 problem = f"is not the mean of the cross entropy over labels; {_PASS}"
-                raise ConfigError("the loss that the model returns", float(mean), problem)
+                raise ConfigError("the loss that the model returns", mean.item(), problem)
         return forms[self._form or 0]
 
 
@@ -112,22 +112,20 @@ def recorded_forwards(
             record.generators.append(_generators())
 
     def leaf(module: nn.Module, _: Any) -> None:
-        weight = next(p for p in module._parameters.values() if p is not None)
+        weight = next((p for p in module._parameters.values() if p is not None), None)
+        if weight is None or not weight.is_floating_point():
+            return
         if torch.is_autocast_enabled(weight.device.type):
             record.autocast = torch.get_autocast_dtype(weight.device.type)
         record.compute = record.compute or weight.dtype
 
     handles = [model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
-    handles += [m.register_forward_pre_hook(leaf) for m in model.modules() if _has_parameters(m)]
+    handles += [m.register_forward_pre_hook(leaf) for m in model.modules() if m._parameters]
     try:
         yield record
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(p is not None and p.is_floating_point() for p in module._parameters.values())
 
 
 def _generators() -> dict[str, Tensor]:
@@ -179,7 +177,7 @@ class Reference:
     def exact(self, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
         """Return the gradients in float64."""
         self._fill(self._exact)
-        return self._of(self._exact, [map_tensors(_double, b) for b in batches], generators)
+        return self._of(self._exact, [_cast(each, torch.float64) for each in batches], generators)
 
     def own(
         self, batches: Sequence[Any], generators: Sequence[Any], record: ForwardRecord
@@ -189,7 +187,7 @@ class Reference:
         held = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if dtype is not None and dtype not in held:  # FSDP casts parameters
             model = plain_copy(model).to(dtype)
-            batches = [map_tensors(lambda t: _cast(t, dtype), batch) for batch in batches]
+            batches = [_cast(each, dtype) for each in batches]
         self._fill(model)
         device = next(model.parameters()).device.type
         enabled = record.autocast is not None
@@ -230,12 +228,8 @@ class Reference:
         return weight
 
 
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, batch)
 
 
 @dataclass(frozen=True)
