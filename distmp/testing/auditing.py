@@ -76,7 +76,7 @@ class AuditReport:
 class _Step:
     """What was seen of one step on this rank, up to the optimizer's."""
 
-    state: Mapping[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
     inputs: list[Any] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)

@@ -188,6 +188,7 @@ def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, 
         *(("own_rank", own * each) for each in (total, by_rank, means / count, 1.0)),
         *(("same_data", (rows == row) * by_rank) for row in range(ranks)),
     ]
+    flat: list[tuple[str, Array]]
     flat = [(kind, np.broadcast_to(each, w.shape).ravel()) for kind, each in found]
     if not sample_means:
         return flat

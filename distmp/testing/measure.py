@@ -92,10 +92,10 @@ def _shard_factors(
         return ()
     sums = np.zeros(3)
     for name, gradient in gradients.items():
-        if gradient is not None and is_dtensor(parameters[name]):
-            shape = parameters[name].shape
-            wanted = own.stacked[name].sum(0).view(shape) / sum(own.weights)
-            one, other = (local_part(each, parameters[name]) for each in (gradient, wanted))
+        parameter: Tensor = parameters[name]
+        if gradient is not None and is_dtensor(parameter):
+            wanted = own.stacked[name].sum(0).view(parameter.shape) / sum(own.weights)
+            one, other = (local_part(each, parameter) for each in (gradient, wanted))
             products = (one * one, one * other, other * other)
             sums += [float(product.sum()) for product in products]
     by_rank = gather(sums)
