@@ -117,7 +117,7 @@ class Audit:
                 self._current = _Step()
             return result
 
-        handle = self._optimizer.register_step_pre_hook(self._before_update)
+        handle = self._optimizer.register_step_pre_hook(self._before_step)
         try:
             with (
                 patch.object(nn.utils, "clip_grad_norm_", clipped),
@@ -138,7 +138,20 @@ class Audit:
         batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
         step.inputs.append(map_tensors(lambda tensor: tensor.detach().clone(), batch))
 
-    def _before_update(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._before_update()
+            return None
+
+        def watched() -> Any:  # Lightning runs the last microbatch in it
+            result = closure()
+            self._before_update()
+            return result
+
+        return (optimizer,), {**kwargs, "closure": watched}
+
+    def _before_update(self) -> None:
         scale = getattr(self._optimizer, "grad_scale", None)
         self._current.gradients = {
             name: None if p.grad is None else p.grad.detach() / (1.0 if scale is None else scale)
@@ -247,7 +260,7 @@ def audit(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> squares = lambda model, batch: (model(batch).square().sum(), len(batch))
         >>> with distmp.audit(model, optimizer, loss_sum=squares) as audit:
-        ...     for batch in (torch.ones(3, 4), torch.ones(5, 4)):
+        ...     for batch in (torch.ones(3, 4), 2 * torch.ones(5, 4)):
         ...         (model(batch).square().mean() / 2).backward()
         ...     optimizer.step()
         >>> audit.report.mismatches[0][0]

@@ -140,8 +140,8 @@ class GradientError(DistmpError, AssertionError):
 
 
 class _Label(NamedTuple):
-    kind: str
-    factor: int = 0  # index of _factors
+    row: int  # index of `_Predictions.kinds`
+    factor: int = 0  # index of `_factors`
 
 
 def _factors(ranks: int, microbatches: int) -> list[tuple[str, str, float]]:
@@ -193,14 +193,7 @@ def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, 
     if not sample_means:
         return flat
     mean = np.repeat([0.0, 1.0], w.size)
-    return [("sample_mean", mean), *((k, np.append(row, 0 * row)) for k, row in flat)]
-
-
-def _clip_factor(split: SplitResult, wanted: Array) -> float:
-    if split.max_norm is None:
-        return 1.0
-    norm = sum(float(wanted @ p.gram @ wanted) for p in split.parameters.values()) ** 0.5
-    return min(1.0, split.max_norm / (norm + 1e-6))
+    return [*((k, np.append(row, 0 * row)) for k, row in flat), ("sample_mean", mean)]
 
 
 class _Predictions:
@@ -214,13 +207,23 @@ class _Predictions:
         # Without terms of samples, all samples have the same weight.
         right = named.get(wanted, named["token_mean"])
         self.kinds = ["right", *(kind for kind, _ in found)]
-        self._rows = np.stack([right, *(row for _, row in found)]) * _clip_factor(split, right)
+        self._rows = np.stack([right, *(row for _, row in found)])
         self.factors = _factors(*split.weights.shape)
         self._square = sum(each.square for each in split.parameters.values())
+        # Whatever the gradient is, it has been clipped by its own norm.
+        scales = np.tile([value for *_, value in self.factors], (len(self._rows), 1))
+        if split.max_norm is not None:
+            squares = [self._squares(each) for each in split.parameters.values()]
+            norms = np.sqrt(np.sum(squares, 0))[:, None] * scales
+            scales = scales * np.minimum(1, split.max_norm / (norms + 1e-6))
+        self._scales, self._wanted = scales, right * scales[0, 0]
+
+    def _squares(self, p: Projection) -> Array:
+        return np.maximum(np.einsum("hk,kl,hl->h", self._rows, p.gram, self._rows), 0)
 
     def against_wanted(self, name: str) -> tuple[float, float, float]:
         """Return the squared norm of the gradient wanted, its product with it, and the error."""
-        p, row = self.split.parameters[name], self._rows[0]
+        p, row = self.split.parameters[name], self._wanted
         norm, inner = max(0.0, float(row @ p.gram @ row)), float(row @ p.inner)
         return norm, inner, max(0.0, p.square - 2 * inner + norm)
 
@@ -234,12 +237,11 @@ class _Predictions:
 
     def fits(self, name: str) -> set[_Label]:
         """Return the predictions that a parameter's gradient agrees with."""
-        p, factors = self.split.parameters[name], np.array([f for *_, f in self.factors])
-        norms = np.maximum(np.einsum("hk,kl,hl->h", self._rows, p.gram, self._rows), 0)
-        squares = np.outer(norms, factors**2)
-        errors = p.square - 2 * np.outer(self._rows @ p.inner, factors) + squares
+        p = self.split.parameters[name]
+        squares = self._squares(p)[:, None] * self._scales**2
+        errors = p.square - 2 * (self._rows @ p.inner)[:, None] * self._scales + squares
         agree = np.sqrt(np.maximum(errors, 0)) <= self._allowed(p) * np.sqrt(squares)
-        return {_Label(self.kinds[row], int(column)) for row, column in np.argwhere(agree)}
+        return {_Label(int(row), int(column)) for row, column in np.argwhere(agree)}
 
     def free_factor(self, name: str) -> float:
         """Return the factor between measured and wanted gradient; NaN if they are not parallel."""
@@ -259,7 +261,7 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
         wanted: The class that is right: `token_mean`, `sample_mean` or `sum`.
     """
     predictions = [_Predictions(split, wanted) for split in splits]
-    broken = dict.fromkeys(name for split in splits for name in sorted(split.not_finite))
+    broken = sorted({name for split in splits for name in split.not_finite})
     found = [*_absent("not_finite", splits, broken), *_compared(predictions, wanted)]
     found += _rounded(predictions)
     order = list(CLASSES)
@@ -270,14 +272,11 @@ def _absent(
     kind: str, splits: Sequence[SplitResult], names: Iterable[str]
 ) -> Iterator[GradientMismatch]:
     """Report parameters whose gradient is `missing` or `not_finite` in some of the splits."""
-    by_splits: dict[tuple[str, ...], list[str]] = {}
-    for name in names:
-        where = tuple(split.name for split in splits if name in getattr(split, kind))
-        by_splits.setdefault(where, []).append(name)
-    for where, absent in by_splits.items():
-        if where:
-            text = CLASSES[kind] + ("" if len(where) == len(splits) else f", with {where[0]}")
-            yield GradientMismatch(kind, tuple(absent), text)
+    absent = [name for name in names if any(name in getattr(split, kind) for split in splits)]
+    where = [split.name for split in splits if getattr(split, kind) & {*absent}]
+    if absent:
+        text = CLASSES[kind] + ("" if len(where) == len(splits) else f", with {where[0]}")
+        yield GradientMismatch(kind, tuple(absent), text)
 
 
 def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
@@ -288,17 +287,15 @@ def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[Grad
         for name in names
         if any(each.shows(name) for each in predictions)
     }
-    left = [name for name, fits in labels.items() if _Label("right") not in fits]
+    left = [name for name, fits in labels.items() if _Label(0) not in fits]
+    order, kinds = list(CLASSES), predictions[0].kinds
     while counts := [label for name in left for label in labels[name]]:
-        best = max(dict.fromkeys(counts), key=lambda label: (counts.count(label), _simpler(label)))
+        simplest = sorted(set(counts), key=lambda each: (order.index(kinds[each.row]), each))
+        best = max(simplest, key=counts.count)
         explained = [name for name in left if best in labels[name]]
         left = [name for name in left if name not in explained]
         yield _mismatch(predictions, best, explained, wanted)
     yield from _unexplained(predictions, left)
-
-
-def _simpler(label: _Label) -> tuple[int, int]:
-    return -list(CLASSES).index(label.kind), -label.factor
 
 
 def _mismatch(
@@ -307,10 +304,10 @@ def _mismatch(
     worst = max(predictions, key=lambda each: _size([each], names))
     kind, words, value = worst.factors[label.factor]
     mean, shape = CLASSES[wanted].removeprefix("agrees with "), _shape(worst.split)
-    if label.kind == "right":
+    if label.row == 0:
         text = f"gradient is {value:.3g} of {mean} at {shape}: {_causes(predictions, label)}"
     else:
-        kind, times = label.kind, f", times {words}" if words else ""
+        kind, times = worst.kinds[label.row], f", times {words}" if words else ""
         text = f"{CLASSES[kind]}{times}, not with {mean}, at {shape}"
     return GradientMismatch(kind, tuple(names), text, _size(predictions, names))
 

@@ -48,7 +48,9 @@ class DefaultLoss:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         """Return loss sum and weight of a microbatch."""
         if isinstance(batch, Mapping) and "labels" in batch:
-            return self._of_output(model(**batch), batch["labels"])
+            # With it, models of transformers divide by the tokens of a step.
+            inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
+            return self._of_output(model(**inputs), batch["labels"])
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if isinstance(labels, Tensor) and not labels.is_floating_point():
             return _cross_entropy(model(batch[0]), labels)

@@ -129,9 +129,21 @@ def test_clipping_is_part_of_the_step() -> None:
         scripts.divide(model, float(norm) / 0.1)
 
     assert audited(Labelled(), token_mean, clip).exit_code == 0
+    assert kinds(audited(Labelled(), mean_of_means, clip)) == ["microbatch_means"]
     report = audited(Labelled(), token_mean, clip_unseen)
     assert report.exit_code == 2
     assert "clipped" in report.undecided[0]
+
+
+def test_a_closure_is_part_of_the_step() -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        optimizer.step(lambda: token_mean(model, microbatches(0)))
+        optimizer.zero_grad()
+        optimizer.step(closure=lambda: mean_of_means(model, microbatches(1)))
+    assert audit.report.steps == 2
+    assert kinds(audit.report) == ["weighted"]
 
 
 def test_what_is_not_seen_is_not_decided() -> None:
