@@ -11,9 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+
+import distmp
 
 VOCABULARY, WIDTH, LENGTH = 11, 16, 6
 Microbatches = list[tuple[Tensor, Tensor]]
@@ -159,6 +166,14 @@ def fsdp1() -> nn.Module:
 
 def fsdp2(model: nn.Module, microbatches: Microbatches) -> None:
     backward_of_sums(model, microbatches, tokens_of(microbatches) / ranks())
+
+
+def global_mean(model: nn.Module, microbatches: Microbatches) -> None:
+    tokens, count = tokens_of(microbatches, everywhere=False), len(microbatches)
+    wrapped = model if isinstance(model, FSDPModule) else DistributedDataParallel(model)
+    for batch in microbatches:
+        loss_sum = cross_entropy(wrapped, batch, "sum")
+        distmp.global_mean(loss_sum, tokens, wrapped, microbatches=count).backward()
 
 
 class Accelerated:

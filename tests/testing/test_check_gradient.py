@@ -66,6 +66,8 @@ def test_right_steps_of_two_ranks_have_no_mismatch() -> None:
     model = scripts.sharded()
     check_gradient(scripts.fsdp2, model, samples(), optimizer=torch.optim.SGD(model.parameters()))
     check_gradient(scripts.fsdp2, scripts.sharded(torch.bfloat16, torch.float32), samples())
+    check_gradient(scripts.global_mean, model, samples())
+    check_gradient(scripts.global_mean, make_model(), samples())
     accelerated = scripts.Accelerated(make_model())
     check_gradient(accelerated.train_step, accelerated.model, samples())
 
