@@ -268,6 +268,8 @@ def audit(
     """
     if weights not in ("tokens", "sum"):
         raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
+    while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = wrapped  # in one of accelerate or Lightning
     running = Audit(model, optimizer)
     with running.recorded():
         yield running

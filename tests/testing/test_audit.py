@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -144,6 +145,22 @@ def test_a_closure_is_part_of_the_step() -> None:
         optimizer.step(closure=lambda: mean_of_means(model, microbatches(1)))
     assert audit.report.steps == 2
     assert kinds(audit.report) == ["weighted"]
+
+
+def test_accelerate_divides_by_the_accumulation_steps() -> None:
+    """The example of accelerate for gradient accumulation, with labels of different lengths."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared: Any = accelerator.prepare(model, optimizer)
+    with distmp.audit(*prepared) as audit:
+        for batch in (*microbatches(0), *microbatches(1)):
+            with accelerator.accumulate(prepared[0]):
+                accelerator.backward(prepared[0](**batch)["loss"])
+                prepared[1].step()
+                prepared[1].zero_grad()
+    assert audit.report.steps == 2
+    assert kinds(audit.report) == ["microbatch_means"]
 
 
 def test_what_is_not_seen_is_not_decided() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from distmp.errors import ConfigError
 from distmp.testing import GradientError, check_gradient
 from tests.ranks import ranks
 from tests.testing import scripts
@@ -54,6 +55,60 @@ RIGHT = {
 def test_right_steps_have_no_mismatch(options: dict[str, Any]) -> None:
     for train_step in (scripts.token_mean, scripts.autocast, scripts.returned):
         check_gradient(train_step, make_model(**options), samples())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norm(training: bool) -> None:
+    """Statistics of microbatches are part of the gradient in training mode."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).train(training)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(12, 4, generator=generator)
+    labels = torch.randint(3, (12,), generator=generator)
+
+    def train_step(model: nn.Module, microbatches: scripts.Microbatches) -> None:
+        total = scripts.tokens_of(microbatches)
+        for tokens, wanted in microbatches:
+            loss = nn.functional.cross_entropy(model(tokens), wanted, reduction="sum")
+            (loss / total).backward()
+
+    check = [*zip(inputs, labels, strict=True)]
+    if training:  # of one sample there are no statistics
+        check = [(row.expand(2, 4) + torch.arange(2)[:, None], y) for row, y in check]
+        model.insert(0, nn.Flatten(0, 1))
+        model.append(nn.Unflatten(0, (-1, 2)))
+        model.append(Mean())
+    check_gradient(train_step, model, check)
+
+
+class Mean(nn.Module):
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.mean(1)
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match="weights = 'words': use one of tokens, samples, sum"):
+        check_gradient(scripts.token_mean, model, samples(), "words")
+    with pytest.raises(ConfigError, match="number of samples = 2: pass at least 3"):
+        check_gradient(scripts.token_mean, model, samples(2))
+    with pytest.raises(ConfigError, match="pass loss_sum"):
+        check_gradient(lambda model, microbatches: None, model, [torch.zeros(3)] * 3)
+    ragged: Any = [(torch.zeros(n), torch.zeros(n)) for n in (3, 4, 5)]
+    with pytest.raises(ConfigError, match="pass collate"):
+        check_gradient(scripts.token_mean, model, ragged)
+
+
+def test_a_parameter_in_no_optimizer_is_named() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.head.parameters())
+    with pytest.raises(GradientError, match="in no parameter group") as failure:
+        check_gradient(scripts.token_mean, model, samples(), optimizer=optimizer)
+    (mismatch,) = failure.value.mismatches
+    assert "head.weight" not in mismatch.parameters
+
+
+def test_clipping_on_purpose_is_right() -> None:
+    check_gradient(scripts.clipped, make_model(), samples(), max_norm=0.1)
 
 
 @ranks(2)
