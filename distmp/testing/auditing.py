@@ -192,21 +192,13 @@ class Audit:
         reference.set_modes(self._model)
         for number, step in enumerate(self._steps[:steps]):
             by_rank = gather((step.inputs, step.generators))
-            count = max(len(inputs) for inputs, _ in by_rank)
-            batches = [each for inputs, _ in by_rank for each in _padded(inputs, count)]
-            states = [each for _, found in by_rank for each in _padded(found, count)]
             reference.state = step.state
-            own = reference.own(batches, states, self._record)
-            exact = reference.exact(batches, states)
-            weights = np.array(own.weights).reshape(len(by_rank), count)
+            own, exact = reference.replay(by_rank, self._record)
+            weights = np.array(own.weights).reshape(len(by_rank), -1)
             rank = dist.get_rank() if len(by_rank) > 1 else 0
             split = classify.SplitResult(f"step {number}", rank, weights, step.max_norm)
             gradients = full_gradients(self._model, step.gradients)
-            yield measured(split, self._model, gradients, own, exact, {})
-
-
-def _padded(values: list[Any], count: int) -> list[Any]:
-    return [*values, *[None] * (count - len(values))]
+            yield measured(split, gradients, own, exact, {})
 
 
 class _Collectives(TorchDispatchMode):

@@ -130,7 +130,7 @@ class _Check:
     def run(self, split: Split, *, sample_means: bool) -> classify.SplitResult:
         """Return what was measured; every rank has to call it."""
         batches = [[collated(part, self.collate) for part in rank] for rank in split.samples]
-        rank, count = dist.get_rank() if len(batches) > 1 else 0, len(batches[0])
+        rank = dist.get_rank() if len(batches) > 1 else 0
         self.reference.load(self.model)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -138,17 +138,15 @@ class _Check:
             returned = self.train_step(self.model, batches[rank])
         gradients = full_gradients(self.model, returned if isinstance(returned, Mapping) else None)
         self.reference.set_modes(self.model)
-        flat = [batch for each in batches for batch in each]
-        states = [each for found in gather(record.generators) for each in _states(found, count)]
-        own = self.reference.own(flat, states, record)
-        exact = self.reference.exact(flat, states)
+        by_rank = [*zip(batches, gather(record.generators), strict=True)]
+        own, exact = self.reference.replay(by_rank, record)
         means = self._sample_means(split, own, record) if sample_means else {}
         weights = own.weights
         if callable(self.weights):
             weights = [float(sum(map(self.weights, part))) for part in split.flat]
-        by_rank = np.array(weights, dtype=np.float64).reshape(len(batches), count)
-        empty = classify.SplitResult(split.name, rank, by_rank, self.max_norm)
-        return measured(empty, self.model, gradients, own, exact, means)
+        of_ranks = np.array(weights, dtype=np.float64).reshape(len(batches), -1)
+        empty = classify.SplitResult(split.name, rank, of_ranks, self.max_norm)
+        return measured(empty, gradients, own, exact, means)
 
     def _sample_means(
         self, split: Split, own: Gradients, record: ForwardRecord
@@ -177,8 +175,3 @@ class _Check:
             )
             raise ConfigError("weights", self.weights, problem)
         return {}
-
-
-def _states(generators: list[Any], microbatches: int) -> list[Any]:
-    """Return the state of the generators for each microbatch, if each had one forward."""
-    return generators if len(generators) == microbatches else [None] * microbatches

@@ -88,8 +88,8 @@ class SplitResult:
             are their parts of the mean over samples.
         missing: Names of parameters without a gradient that they should have.
         not_finite: Names of parameters whose gradient is NaN or infinite.
-        shard_factors: Factor between the parts of the measured and the wanted gradient that each
-            rank holds; none if they are not parallel.
+        shard_factors: Factors below 1 between parts of the measured and the wanted gradient, at
+            most one per rank; none if there is one factor, or more.
     """
 
     name: str
@@ -363,7 +363,7 @@ def _unexplained(
     found = _common_factor(predictions, names)
     if found is None and by_shard:
         factors = ", ".join(f"{factor:.3g}" for factor in by_shard)
-        found = "shard_clipped", f"{CLASSES['shard_clipped']}: factors {factors} by rank"
+        found = "shard_clipped", f"{CLASSES['shard_clipped']}: factors {factors}"
     found = found or _counted(predictions, names) or ("unexplained", CLASSES["unexplained"])
     yield GradientMismatch(found[0], tuple(names), found[1], _size(predictions, names))
 

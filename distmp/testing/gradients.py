@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from distmp.errors import ConfigError
 from distmp.utils.dtypes import is_dtensor
@@ -102,15 +101,6 @@ def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor |
 
 def _full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
-
-
-def local_part(full: Tensor, like: DTensor) -> Tensor:
-    """Return the elements of a full tensor that this rank holds of a DTensor."""
-    places = [
-        tuple(slice(start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True))
-        for c in like.__create_chunk_list__()
-    ]
-    return torch.cat([full.new_zeros(0), *(full[place].flatten() for place in places)])
 
 
 def plain_copy(model: nn.Module) -> nn.Module:

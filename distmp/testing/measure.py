@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distmp.testing.classify import Projection, SplitResult
-from distmp.testing.gradients import gather, local_part, named_parameters
 from distmp.testing.reference import Gradients
-from distmp.utils.dtypes import is_dtensor
 
 # Elements that several microbatches must have before rounding shows anything.
 _FEWEST = 16
@@ -21,17 +18,15 @@ _BITS = (8, 11)
 
 def measured(
     split: SplitResult,
-    model: nn.Module,
     gradients: Mapping[str, Tensor | None],
     own: Gradients,
     exact: Gradients,
     sample_means: Mapping[str, Tensor],
 ) -> SplitResult:
-    """Add what was measured to the result of a division; every rank has to call it.
+    """Add what was measured to the result of a division.
 
     Args:
         split: The result, without measurements.
-        model: The model.
         gradients: The measured gradients of trained parameters, float64.
         own: Gradients of microbatches in the dtypes of the run.
         exact: Gradients of microbatches in float64.
@@ -51,7 +46,8 @@ def measured(
             terms = torch.cat([own.stacked[name], sample_means.get(name, own.stacked[name][:0])])
             inner, gram = (terms @ flat).cpu().numpy(), (terms @ terms.T).cpu().numpy()
             split.parameters[name] = Projection(float(flat @ flat), inner, gram, noise, rounded)
-    split.shard_factors = _shard_factors(model, gradients, own)
+            shards = _shard_factors(flat, wanted, len(split.weights)) if norm else ()
+            split.shard_factors = split.shard_factors or shards
     return split
 
 
@@ -83,24 +79,10 @@ def _share(values: Tensor, bits: int) -> float:
     return float(short.double().mean()) if len(values) else 0.0
 
 
-def _shard_factors(
-    model: nn.Module, gradients: Mapping[str, Tensor | None], own: Gradients
-) -> tuple[float, ...]:
-    """Return the factor of each rank's shards, if they differ; otherwise nothing."""
-    parameters = named_parameters(model)
-    if not any(map(is_dtensor, parameters.values())):
-        return ()
-    sums = np.zeros(3)
-    for name, gradient in gradients.items():
-        parameter: Tensor = parameters[name]
-        if gradient is not None and is_dtensor(parameter):
-            wanted = own.stacked[name].sum(0).view(parameter.shape) / sum(own.weights)
-            one, other = (local_part(each, parameter) for each in (gradient, wanted))
-            products = (one * one, one * other, other * other)
-            sums += [float(product.sum()) for product in products]
-    by_rank = gather(sums)
-    if not all(each.all() for each in by_rank):
-        return ()
-    factors = [inner / norm for _, inner, norm in by_rank]
-    parallel = all(inner**2 >= (1 - 1e-6) * square * norm for square, inner, norm in by_rank)
-    return tuple(factors) if parallel and max(factors) > 1.0005 * min(factors) else ()
+def _shard_factors(gradient: Tensor, wanted: Tensor, ranks: int) -> tuple[float, ...]:
+    """Return the factors between parts of a gradient and the wanted one, if there are several."""
+    shown = wanted.abs() > 0.05 * wanted.abs().max()
+    ratios = (gradient[shown] / wanted[shown]).sort().values
+    apart = ratios.diff() > 5e-4 * ratios.abs().max()
+    factors = [*ratios[:1].tolist(), *ratios[1:][apart].tolist()]
+    return tuple(factors) if 1 < len(factors) <= ranks and factors[-1] < 1 + 1e-3 else ()

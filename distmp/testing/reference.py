@@ -176,10 +176,24 @@ class Reference:
             for name, part in copied.named_modules():
                 part.training = training.get(plain_name(name), part.training)
 
-    def exact(self, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
-        """Return the gradients in float64."""
+    def replay(
+        self, by_rank: Sequence[tuple[Sequence[Any], Sequence[Any]]], record: ForwardRecord
+    ) -> tuple[Gradients, Gradients]:
+        """Return gradients in the dtypes of the recorded forwards, and in float64.
+
+        Args:
+            by_rank: Microbatches of each rank, and the states of generators of its forwards.
+            record: What the forwards used.
+        """
+        count = max(len(batches) for batches, _ in by_rank)
+        batches = [each for found, _ in by_rank for each in _padded(found, count)]
+        # With another number of forwards, it is unknown which belongs to which microbatch.
+        used = [states if len(states) == len(found) else () for found, states in by_rank]
+        generators = [each for states in used for each in _padded(states, count)]
+        own = self.own(batches, generators, record)
         self._fill(self._exact)
-        return self._of(self._exact, [_cast(each, torch.float64) for each in batches], generators)
+        doubles = [_cast(each, torch.float64) for each in batches]
+        return own, self._of(self._exact, doubles, generators)
 
     def own(
         self, batches: Sequence[Any], generators: Sequence[Any], record: ForwardRecord
@@ -228,6 +242,10 @@ class Reference:
             # Of the mean, as most training code: 16-bit backward rounds it in the same way.
             (total / weight).backward()
         return weight
+
+
+def _padded(values: Sequence[Any], count: int) -> list[Any]:
+    return [*values, *[None] * (count - len(values))]
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
