@@ -26,12 +26,7 @@ from distmp.testing import classify
 from distmp.testing.check import WANTED, in_no_optimizer
 from distmp.testing.gradients import full_gradients, full_state, gather, is_fsdp1, named_parameters
 from distmp.testing.measure import measured
-from distmp.testing.reference import (
-    DefaultLoss,
-    LossSum,
-    Reference,
-    recorded_forwards,
-)
+from distmp.testing.reference import DefaultLoss, LossSum, Reference, recorded_forwards
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import map_tensors
 

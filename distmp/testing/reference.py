@@ -19,13 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.testing.gradients import (
-    full_state,
-    named_parameters,
-    plain_copy,
-    plain_name,
-    unwrapped,
-)
+from distmp.testing.gradients import full_state, named_parameters, plain_copy, plain_name, unwrapped
 from distmp.utils.tensor_trees import map_tensors
 
 # Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
