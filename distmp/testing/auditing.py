@@ -40,7 +40,7 @@ class AuditReport:
         steps: Number of updates that were compared.
         mismatches: What is wrong, as text by class.
         undecided: What could not be decided, and why.
-        collectives: Number of calls by name, dtype, bytes and number of ranks, on this rank.
+        collectives: Number of calls by name, dtype and bytes, on this rank.
     """
 
     ranks: int
@@ -93,11 +93,15 @@ class Audit:
         self._steps: list[_Step] = []
         self._current = _Step()
         self._skips = 0
+        self._unseen = _unseen(model)
         self._collectives: Counter[str] = Counter()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Install what records steps, and remove it at the end."""
+        if self._unseen is not None:
+            yield
+            return
         clip, scaled_step = nn.utils.clip_grad_norm_, torch.amp.GradScaler.step
 
         def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
@@ -158,34 +162,30 @@ class Audit:
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
         counts = gather((len(self._steps), self._skips))
-        steps = min(updates for updates, _ in counts)
         found, undecided = [*in_no_optimizer(self._model, self._optimizer)], []
         if len(set(counts)) > 1:
             text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
             found.append(classify.GradientMismatch("skipped", ("optimizer",), text))
-        try:
-            if not steps:
-                raise ConfigError("steps", 0, "the optimizer has not been called")
-            found += classify.diagnose([*self._replayed(steps, loss_sum)], wanted)
-        except ConfigError as error:
-            undecided.append(str(error))
+        elif self._unseen is not None or not self._steps:
+            undecided.append(self._unseen or "the optimizer has not been called")
+        else:
+            try:
+                found += classify.diagnose([*self._replayed(loss_sum)], wanted)
+            except Exception as error:  # noqa: BLE001  (training continues after an audit)
+                undecided.append(f"gradients could not be computed again: {error}")
         combined = classify.over_ranks(gather(found))
         mismatches = {str(each): each.kind for each in combined}
         for text in [text for text, kind in mismatches.items() if kind == "clipped"]:
             undecided.append(f"{text}; by a function that was not seen")
             del mismatches[text]
         named = tuple((kind, text) for text, kind in mismatches.items())
-        self.report = AuditReport(
-            len(counts), steps, named, tuple(undecided), dict(self._collectives)
-        )
+        steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
+        self.report = AuditReport(len(counts), steps, named, tuple(undecided), collectives)
 
-    def _replayed(self, steps: int, loss_sum: LossSum) -> Iterator[classify.SplitResult]:
-        if is_fsdp1(self._model) or any(hasattr(p, "ds_id") for p in self._model.parameters()):
-            problem = "shards of FSDP1 and DeepSpeed cannot be read here; use check_gradient"
-            raise ConfigError("model", type(self._model).__name__, problem)
+    def _replayed(self, loss_sum: LossSum) -> Iterator[classify.SplitResult]:
         reference = Reference(self._model, loss_sum)
         reference.set_modes(self._model)
-        for number, step in enumerate(self._steps[:steps]):
+        for number, step in enumerate(self._steps):
             by_rank = gather((step.inputs, step.generators))
             reference.state = step.state
             own, exact = reference.replay(by_rank, self._record)
@@ -194,6 +194,15 @@ class Audit:
             split = classify.SplitResult(f"step {number}", rank, weights, step.max_norm)
             gradients = full_gradients(self._model, step.gradients)
             yield measured(split, gradients, own, exact, {})
+
+
+def _unseen(model: nn.Module) -> str | None:
+    """Return why the gradients of a model cannot be recorded."""
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+        return "the model is compiled; audit it without torch.compile"
+    if is_fsdp1(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
+        return "shards of FSDP1 and DeepSpeed cannot be read here; use check_gradient"
+    return None
 
 
 class _Collectives(TorchDispatchMode):

@@ -15,14 +15,7 @@ from distmp.errors import ConfigError
 from distmp.testing import classify
 from distmp.testing.gradients import full_gradients, gather, named_parameters
 from distmp.testing.measure import measured
-from distmp.testing.reference import (
-    DefaultLoss,
-    ForwardRecord,
-    Gradients,
-    LossSum,
-    Reference,
-    recorded_forwards,
-)
+from distmp.testing.reference import DefaultLoss, Gradients, LossSum, Reference, recorded_forwards
 from distmp.testing.splits import Split, collated, make_splits
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
@@ -140,7 +133,7 @@ class _Check:
         self.reference.set_modes(self.model)
         by_rank = [*zip(batches, gather(record.generators), strict=True)]
         own, exact = self.reference.replay(by_rank, record)
-        means = self._sample_means(split, own, record) if sample_means else {}
+        means = self._sample_means(split, own) if sample_means else {}
         weights = own.weights
         if callable(self.weights):
             weights = [float(sum(map(self.weights, part))) for part in split.flat]
@@ -148,16 +141,14 @@ class _Check:
         empty = classify.SplitResult(split.name, rank, of_ranks, self.max_norm)
         return measured(empty, gradients, own, exact, means)
 
-    def _sample_means(
-        self, split: Split, own: Gradients, record: ForwardRecord
-    ) -> dict[str, Tensor]:
+    def _sample_means(self, split: Split, own: Gradients) -> dict[str, Tensor]:
         """Return the part of each microbatch in the mean over samples.
 
         There is none if all samples have the same weight, or if the loss of a microbatch is not
         the sum of those of its samples.
         """
         batches = [collated([each], self.collate) for part in split.flat for each in part]
-        single = self.reference.own(batches, [None] * len(batches), record)
+        single = self.reference.own(batches, [None] * len(batches))
         weights = np.array(single.weights)
         if len(set(weights[weights > 0])) < 2:
             return {}

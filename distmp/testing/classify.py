@@ -328,10 +328,8 @@ def _shape(split: SplitResult) -> str:
 def _size(predictions: Sequence[_Predictions], names: Iterable[str]) -> float:
     sizes = [0.0]
     for each in predictions:
-        present = [name for name in names if name in each.split.parameters]
-        norm, _, error = (
-            np.sum([each.against_wanted(n) for n in present], 0) if present else (0.0,) * 3
-        )
+        found = [each.against_wanted(name) for name in names if name in each.split.parameters]
+        norm, error = sum(norm for norm, *_ in found), sum(error for *_, error in found)
         sizes.append((error / norm) ** 0.5 if norm else float(error > 0))
     return max(sizes)
 
@@ -400,12 +398,10 @@ def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str
             return None
         shares = counts * weights.sum()
         if np.abs(shares - 1)[weights > 0].max() > 1e-2:
-            texts = [
-                f"microbatch {n % split.weights.shape[1]} of rank {n // split.weights.shape[1]} "
-                f"counts {shares[n]:.3g}"
-                for n in np.flatnonzero(weights)
-            ]
-            return "weighted", f"{CLASSES['weighted']}: {'; '.join(texts)} instead of 1"
+            places = [(n, *divmod(n, split.weights.shape[1])) for n in np.flatnonzero(weights)]
+            texts = [f"microbatch {m} of rank {r} counts {shares[n]:.3g}" for n, r, m in places]
+            text = f"{CLASSES['weighted']}, with {split.name}: {'; '.join(texts)} instead of 1"
+            return "weighted", text
     return None
 
 

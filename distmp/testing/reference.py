@@ -184,24 +184,22 @@ class Reference:
         # With another number of forwards, it is unknown which belongs to which microbatch.
         used = [states if len(states) == len(found) else () for found, states in by_rank]
         generators = [each for states in used for each in _padded(states, count)]
-        own = self.own(batches, generators, record)
+        self._record = record
+        own = self.own(batches, generators)
         self._fill(self._exact)
         doubles = [_cast(each, torch.float64) for each in batches]
         return own, self._of(self._exact, doubles, generators)
 
-    def own(
-        self, batches: Sequence[Any], generators: Sequence[Any], record: ForwardRecord
-    ) -> Gradients:
-        """Return the gradients in the dtypes of the recorded forwards, as float64 tensors."""
-        model, dtype = self._own, record.compute
+    def own(self, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
+        """Return the gradients in the dtypes of the last record, as float64 tensors."""
+        model, dtype, autocast = self._own, self._record.compute, self._record.autocast
         held = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if dtype is not None and dtype not in held:  # FSDP casts parameters
             model = plain_copy(model).to(dtype)
             batches = [_cast(each, dtype) for each in batches]
         self._fill(model)
         device = next(model.parameters()).device.type
-        enabled = record.autocast is not None
-        with torch.autocast(device, record.autocast, enabled=enabled, cache_enabled=False):
+        with torch.autocast(device, autocast, autocast is not None, cache_enabled=False):
             return self._of(model, batches, generators)
 
     def _fill(self, model: nn.Module) -> None:
