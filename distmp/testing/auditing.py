@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, rank_names, ranks_by_value
 from distmp.testing import classify
 from distmp.testing.check import WANTED, in_no_optimizer
 from distmp.testing.gradients import full_gradients, full_state, gather, is_fsdp1, named_parameters
@@ -171,6 +171,7 @@ class Audit:
         else:
             try:
                 found += classify.diagnose([*self._replayed(loss_sum)], wanted)
+                found += self._same_inputs()
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 undecided.append(f"gradients could not be computed again: {error}")
         combined = classify.over_ranks(gather(found))
@@ -181,6 +182,16 @@ class Audit:
         named = tuple((kind, text) for text, kind in mismatches.items())
         steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
         self.report = AuditReport(len(counts), steps, named, tuple(undecided), collectives)
+
+    def _same_inputs(self) -> Iterator[classify.GradientMismatch]:
+        """Report ranks with the same inputs in every step, as without a distributed sampler."""
+        found: list[float] = []
+        map_tensors(lambda each: found.append(_fingerprint(each)), [s.inputs for s in self._steps])
+        by_inputs = ranks_by_value(dict(enumerate(map(tuple, gather(found)))))
+        for inputs, ranks in by_inputs.items():
+            if inputs and len(ranks) > 1:
+                text = f"{rank_names(ranks)} have the same inputs in every step"
+                yield classify.GradientMismatch("same_data", ("inputs",), text)
 
     def _replayed(self, loss_sum: LossSum) -> Iterator[classify.SplitResult]:
         reference = Reference(self._model, loss_sum)
@@ -194,6 +205,11 @@ class Audit:
             split = classify.SplitResult(f"step {number}", rank, weights, step.max_norm)
             gradients = full_gradients(self._model, step.gradients)
             yield measured(split, gradients, own, exact, {})
+
+
+def _fingerprint(tensor: Tensor) -> float:
+    flat = tensor.double().flatten()
+    return float(flat @ torch.arange(1.0, len(flat) + 1).to(flat))
 
 
 def _unseen(model: nn.Module) -> str | None:

@@ -203,6 +203,26 @@ def test_steps_of_two_ranks() -> None:
 
 
 @ranks(2)
+def test_ranks_with_the_same_inputs() -> None:
+    def rank_0(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        shared = [batches]
+        dist.broadcast_object_list(shared)
+        token_mean(model, shared[0])
+
+    report = audited(DistributedDataParallel(Labelled()), rank_0)
+    assert report.mismatches == (
+        ("same_data", "inputs: ranks 0-1 have the same inputs in every step"),
+    )
+
+
+def test_a_compiled_model_is_not_decided() -> None:
+    model = torch.compile(Labelled(), backend="eager")
+    report = audited(model, token_mean)
+    assert (report.exit_code, report.steps) == (2, 0)
+    assert "compiled" in report.undecided[0]
+
+
+@ranks(2)
 def test_a_step_that_one_rank_skips() -> None:
     model = Labelled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
