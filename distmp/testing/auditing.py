@@ -109,11 +109,10 @@ class Audit:
             return clip(parameters, max_norm, *args, **kwargs)
 
         def step_or_skip(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before = len(self._steps)
+            before = len(self._steps), self._skips
             result = scaled_step(scaler, optimizer, *args, **kwargs)
-            if optimizer is self._optimizer and len(self._steps) == before:
-                self._skips += 1
-                self._current = _Step()
+            if optimizer is self._optimizer and (len(self._steps), self._skips) == before:
+                self._skip()
             return result
 
         handle = self._optimizer.register_step_pre_hook(self._before_step)
@@ -135,7 +134,7 @@ class Audit:
                 step.state = full_state(self._model)
             step.generators = self._record.generators = []
         batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
-        step.inputs.append(map_tensors(lambda tensor: tensor.detach().clone(), batch))
+        step.inputs.append(map_tensors(lambda t: t.detach().to("cpu", copy=True), batch))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -150,7 +149,15 @@ class Audit:
 
         return (optimizer,), {**kwargs, "closure": watched}
 
+    def _skip(self) -> None:
+        self._skips += 1
+        self._current = _Step()
+
     def _before_update(self) -> None:
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is not None and found_inf:  # a fused optimizer skips the step itself
+            self._skip()
+            return
         scale = getattr(self._optimizer, "grad_scale", None)
         self._current.gradients = {
             name: None if p.grad is None else p.grad.detach() / (1.0 if scale is None else scale)

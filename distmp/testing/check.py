@@ -20,7 +20,8 @@ from distmp.testing.splits import Split, collated, make_splits
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
 
-TrainStep = Callable[[nn.Module, list[Any]], Mapping[str, Tensor] | object]
+# May return gradients by name of parameter.
+TrainStep = Callable[[nn.Module, list[Any]], object]
 
 
 def check_gradient(
@@ -84,7 +85,7 @@ def check_gradient(
     copies = Reference(model, loss_sum or DefaultLoss(), reference)
     check = _Check(train_step, model, copies, collate, weights, max_norm)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    splits = [*make_splits(samples, ranks, tokens=weights == "tokens")]
+    splits = [*make_splits([*samples], ranks, tokens=weights == "tokens")]
     absent = [] if optimizer is None else [*in_no_optimizer(model, optimizer)]
     for sample_means in (weights == "samples", True):
         results = [check.run(split, sample_means=sample_means) for split in splits]
@@ -129,7 +130,9 @@ class _Check:
             parameter.grad = None
         with recorded_forwards(self.model) as record, torch.random.fork_rng():
             returned = self.train_step(self.model, batches[rank])
-        gradients = full_gradients(self.model, returned if isinstance(returned, Mapping) else None)
+        names = named_parameters(self.model).keys()
+        given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
+        gradients = full_gradients(self.model, given)
         self.reference.set_modes(self.model)
         by_rank = [*zip(batches, gather(record.generators), strict=True)]
         own, exact = self.reference.replay(by_rank, record)

@@ -212,12 +212,12 @@ class Reference:
     def _of(self, model: nn.Module, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
         parameters = {n: p for n, p in named_parameters(model).items() if p.requires_grad}
         stacked: dict[str, list[Tensor]] = {name: [] for name in parameters}
-        weights = []
+        weights, device = [], next(model.parameters()).device
         with torch.random.fork_rng(), torch.enable_grad():
             for batch, states in zip(batches, generators, strict=True):
                 if states is not None:
                     _restore(states)
-                weights.append(self._backward(model, batch))
+                weights.append(self._backward(model, map_tensors(lambda t: t.to(device), batch)))
                 for name, p in parameters.items():
                     gradient = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
                     stacked[name].append(gradient.double().flatten() * weights[-1])
