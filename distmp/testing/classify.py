@@ -221,18 +221,27 @@ class _Predictions:
     def _squares(self, p: Projection) -> Array:
         return np.maximum(np.einsum("hk,kl,hl->h", self._rows, p.gram, self._rows), 0)
 
-    def against_wanted(self, name: str) -> tuple[float, float, float]:
+    def summed(self, names: Iterable[str]) -> Projection:
+        """Return the projection of several parameters together, those that were measured."""
+        parameters = self.split.parameters
+        found = [parameters[name] for name in names if name in parameters]
+        squares, inners, grams, noises, _ = zip(*found, strict=True) if found else [()] * 5
+        empty = 0 * self._wanted
+        inner, gram = sum(inners, start=empty), sum(grams, start=np.outer(empty, empty))
+        return Projection(sum(squares), inner, gram, max(noises, default=0.0))
+
+    def against_wanted(self, p: Projection) -> tuple[float, float, float]:
         """Return the squared norm of the gradient wanted, its product with it, and the error."""
-        p, row = self.split.parameters[name], self._wanted
-        norm, inner = max(0.0, float(row @ p.gram @ row)), float(row @ p.inner)
-        return norm, inner, max(0.0, p.square - 2 * inner + norm)
+        norm, inner = float(self._wanted @ p.gram @ self._wanted), float(self._wanted @ p.inner)
+        return max(0.0, norm), inner, max(0.0, p.square - 2 * inner + norm)
 
     def shows(self, name: str) -> bool:
         """Return whether there is a gradient that shows more than rounding errors."""
         p = self.split.parameters.get(name)
         return p is not None and (p.noise <= _NOISE or p.square > 1e-4 * self._square)
 
-    def _allowed(self, p: Projection) -> float:
+    def allowed(self, p: Projection) -> float:
+        """Return the relative error that arithmetic explains."""
         return min(_NOISE, _TOLERANCE + 2 * p.noise + _ROUNDED * p.in_16_bits)
 
     def fits(self, name: str) -> set[_Label]:
@@ -240,14 +249,8 @@ class _Predictions:
         p = self.split.parameters[name]
         squares = self._squares(p)[:, None] * self._scales**2
         errors = p.square - 2 * (self._rows @ p.inner)[:, None] * self._scales + squares
-        agree = np.sqrt(np.maximum(errors, 0)) <= self._allowed(p) * np.sqrt(squares)
+        agree = np.sqrt(np.maximum(errors, 0)) <= self.allowed(p) * np.sqrt(squares)
         return {_Label(int(row), int(column)) for row, column in np.argwhere(agree)}
-
-    def free_factor(self, name: str) -> float:
-        """Return the factor between measured and wanted gradient; NaN if they are not parallel."""
-        p, (norm, inner, _) = self.split.parameters[name], self.against_wanted(name)
-        cosine = inner / (norm * p.square) ** 0.5 if norm * p.square > 0 else 0.0
-        return inner / norm if max(0.0, 1 - cosine**2) ** 0.5 <= self._allowed(p) else np.nan
 
 
 # The diagnosis of one rank
@@ -328,8 +331,7 @@ def _shape(split: SplitResult) -> str:
 def _size(predictions: Sequence[_Predictions], names: Iterable[str]) -> float:
     sizes = [0.0]
     for each in predictions:
-        found = [each.against_wanted(name) for name in names if name in each.split.parameters]
-        norm, error = sum(norm for norm, *_ in found), sum(error for *_, error in found)
+        norm, _, error = each.against_wanted(each.summed(names))
         sizes.append((error / norm) ** 0.5 if norm else float(error > 0))
     return max(sizes)
 
@@ -370,11 +372,12 @@ def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tup
     """Explain gradients that are parallel to the wanted ones."""
     factors, norms = [], []
     for each in predictions:
-        found = [each.free_factor(name) for name in names if each.shows(name)]
-        if not found or not max(found) - min(found) <= 1e-2 * abs(max(found)):  # or NaN
+        p = each.summed(name for name in names if each.shows(name))
+        norm, inner, _ = each.against_wanted(p)
+        if norm * p.square == 0 or 1 - inner**2 / (norm * p.square) > each.allowed(p) ** 2:
             return None
-        factors.append(float(np.mean(found)))
-        norms.append(sum(each.split.parameters[n].square for n in names if each.shows(n)) ** 0.5)
+        factors.append(inner / norm)
+        norms.append(p.square**0.5)
     exponent = np.log2(abs(factors[0]))
     if exponent >= 3 and abs(exponent - round(exponent)) < 1e-3:
         return "loss_scale", f"{CLASSES['loss_scale']}, {factors[0]:g}"
@@ -387,14 +390,12 @@ def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tup
 
 def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
     """Explain gradients by the weights with which microbatches count, from a least-squares fit."""
-    for split in (each.split for each in predictions):
-        found = [split.parameters[name] for name in names if name in split.parameters]
+    for each in predictions:
+        p, split = each.summed(names), each.split
         terms, weights = slice(split.weights.size), split.weights.ravel()
-        gram = np.sum([p.gram[terms, terms] for p in found], 0)
-        inner = np.sum([p.inner[terms] for p in found], 0)
-        counts = np.linalg.lstsq(gram, inner, rcond=1e-9)[0]
-        residual = max(0.0, 1 - counts @ inner / sum(p.square for p in found)) ** 0.5
-        if residual > 1e-3 + 2 * max(p.noise for p in found):
+        counts = np.linalg.lstsq(p.gram[terms, terms], p.inner[terms], rcond=1e-9)[0]
+        residual = max(0.0, 1 - counts @ p.inner[terms] / p.square) ** 0.5
+        if residual > 1e-3 + 2 * p.noise:
             return None
         shares = counts * weights.sum()
         if np.abs(shares - 1)[weights > 0].max() > 1e-2:

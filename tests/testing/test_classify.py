@@ -136,6 +136,21 @@ def test_clipping() -> None:
         assert [each.kind for each in diagnose(splits, "token_mean")] == kinds
 
 
+@pytest.mark.parametrize("factors", [(0.3, 0.3), (0.3, 0.7)])
+def test_clipping_has_one_factor(factors: tuple[float, float]) -> None:
+    splits = []
+    for weights in WEIGHTS:
+        generator = np.random.default_rng(weights.size)
+        terms = generator.normal(size=(2, weights.size, 8))
+        right = terms.sum(1) / weights.sum()
+        scale = 1 / np.linalg.norm(right)  # clipped to the same norm in every split
+        parameters = {f"{n}": project(factors[n] * scale * right[n], terms[n]) for n in range(2)}
+        splits.append(SplitResult("uneven", RANK, weights, parameters=parameters))
+    (mismatch,) = diagnose(splits, "token_mean")
+    assert mismatch.parameters == ("0", "1")
+    assert mismatch.kind == ("clipped" if factors[0] == factors[1] else "unexplained")
+
+
 def test_single_parameters_are_named() -> None:
     splits = [split(w, np.broadcast_to(1 / w.sum(), w.shape)) for w in WEIGHTS]
     for each in splits:
