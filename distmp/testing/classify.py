@@ -225,10 +225,11 @@ class _Predictions:
         """Return the projection of several parameters together, those that were measured."""
         parameters = self.split.parameters
         found = [parameters[name] for name in names if name in parameters]
-        squares, inners, grams, noises, _ = zip(*found, strict=True) if found else [()] * 5
         empty = 0 * self._wanted
-        inner, gram = sum(inners, start=empty), sum(grams, start=np.outer(empty, empty))
-        return Projection(sum(squares), inner, gram, max(noises, default=0.0))
+        inner = sum((p.inner for p in found), start=empty)
+        gram = sum((p.gram for p in found), start=np.outer(empty, empty))
+        noise = max((p.noise for p in found), default=0.0)
+        return Projection(sum(p.square for p in found), inner, gram, noise)
 
     def against_wanted(self, p: Projection) -> tuple[float, float, float]:
         """Return the squared norm of the gradient wanted, its product with it, and the error."""

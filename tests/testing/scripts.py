@@ -256,6 +256,15 @@ def not_normalized(model: nn.Module, microbatches: Microbatches) -> None:
     all_reduce(model)
 
 
+def sample_mean(model: nn.Module, microbatches: Microbatches) -> None:
+    """The mean of the mean losses of samples, as many losses of sequences are."""
+    count = sum(int((labels != -100).any(1).sum()) for _, labels in microbatches)
+    for tokens, labels in microbatches:
+        losses = F.cross_entropy(model(tokens).mT, labels, reduction="none")
+        means = losses.sum(1) / (labels != -100).sum(1).clamp(min=1)
+        (means.sum() / count).backward()
+
+
 def accumulated_twice(model: nn.Module, microbatches: Microbatches) -> None:
     token_mean(model, microbatches)
     divide(model, 0.5)
@@ -343,6 +352,7 @@ def local_wrong() -> Iterator[tuple[str, TrainStep]]:
     yield "microbatches_twice", microbatches_twice
     yield "microbatch_means", microbatch_means
     yield "sum", not_normalized
+    yield "sample_mean", sample_mean
     yield "accumulated_twice", accumulated_twice
     yield "last_microbatch", last_microbatch
     yield "clipped", clipped

@@ -107,6 +107,21 @@ def test_a_parameter_in_no_optimizer_is_named() -> None:
     assert "head.weight" not in mismatch.parameters
 
 
+def test_16_bit_parameters_sum_microbatches_in_16_bits() -> None:
+    with pytest.raises(GradientError, match="microbatches summed in 16 bits") as failure:
+        check_gradient(scripts.token_mean, make_model().bfloat16(), samples())
+    (mismatch,) = failure.value.mismatches
+    assert {"linear.weight", "head.weight"} <= {*mismatch.parameters}
+    assert 1e-3 < mismatch.size < 3e-2
+
+
+def test_the_mean_over_samples_can_be_wanted() -> None:
+    check_gradient(scripts.sample_mean, make_model(), samples(), "samples")
+    check_gradient(scripts.not_normalized, make_model(), samples(), "sum")
+    check_gradient(scripts.token_mean, make_model(), samples(), lambda s: (s[1] != -100).sum())
+    assert kinds(scripts.token_mean, make_model(), weights="samples") == ["token_mean"]
+
+
 def test_clipping_on_purpose_is_right() -> None:
     check_gradient(scripts.clipped, make_model(), samples(), max_norm=0.1)
 
