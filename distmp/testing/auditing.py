@@ -181,7 +181,9 @@ class Audit:
                 found += self._same_inputs()
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 undecided.append(f"gradients could not be computed again: {error}")
-        combined = classify.over_ranks(gather(found))
+        of_ranks = gather((found, undecided))
+        combined = classify.over_ranks([each for each, _ in of_ranks])
+        undecided = [*dict.fromkeys(text for _, texts in of_ranks for text in texts)]
         mismatches = {str(each): each.kind for each in combined}
         for text in [text for text, kind in mismatches.items() if kind == "clipped"]:
             undecided.append(f"{text}; by a function that was not seen")

@@ -52,7 +52,10 @@ class DefaultLoss:
         raise ConfigError("samples", type(batch).__name__, problem)
 
     def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
-        found = output if isinstance(output, Mapping) else vars(output)
+        found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        if "logits" not in found:
+            problem = f"has no logits; {_PASS}"
+            raise ConfigError("the output of the model", type(output).__name__, problem)
         logits, mean = found["logits"], found.get("loss")
         forms = [_cross_entropy(logits, labels)]
         if logits.dim() == 3:

@@ -216,10 +216,13 @@ def test_ranks_with_the_same_inputs() -> None:
 
 
 def test_a_compiled_model_is_not_decided() -> None:
-    model = torch.compile(Labelled(), backend="eager")
-    report = audited(model, token_mean)
-    assert (report.exit_code, report.steps) == (2, 0)
-    assert "compiled" in report.undecided[0]
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.compile(backend="eager")
+    with unchanged(model, optimizer), distmp.audit(model, optimizer) as audit:
+        optimizer.step()
+    assert (audit.report.exit_code, audit.report.steps) == (2, 0)
+    assert "compiled" in audit.report.undecided[0]
 
 
 @ranks(2)
