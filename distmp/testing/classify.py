@@ -48,7 +48,8 @@ CLASSES = {
     "missing": "no gradient, or zero",
     "in_no_optimizer": "in no parameter group of the optimizer",
     "skipped": "the optimizer was not called equally often on all ranks",
-    "loss_scale": "still multiplied by a loss scale",
+    "loss_scale": "multiplied by a loss scale, or divided by it twice",
+    "miscounted": "divided by another number",
     "clipped": "clipped before it was read",
     "shard_clipped": "clipped by the norm of each rank's shard",
     "not_finite": "NaN or infinite",
@@ -379,14 +380,13 @@ def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tup
             return None
         factors.append(inner / norm)
         norms.append(p.square**0.5)
-    exponent = np.log2(abs(factors[0]))
-    if exponent >= 3 and abs(exponent - round(exponent)) < 1e-3:
-        return "loss_scale", f"{CLASSES['loss_scale']}, {factors[0]:g}"
+    exponent, values = np.log2(np.abs(factors)), ", ".join(f"{each:.4g}" for each in factors)
+    if round(abs(exponent[0])) >= 3 and np.ptp([*exponent, round(exponent[0])]) < 1e-3:
+        return "loss_scale", f"{CLASSES['loss_scale']}: 2 ** {exponent[0]:.0f}"
     reduced = [norm for norm, factor in zip(norms, factors, strict=True) if factor < 1 - 1e-3]
     if reduced and max(factors) <= 1 + 1e-3 and max(reduced) <= 1.001 * min(reduced):
         return "clipped", f"{CLASSES['clipped']}, to the norm {reduced[0]:.4g}"
-    values = ", ".join(f"{factor:.4g}" for factor in factors)
-    return "unexplained", f"parallel to the gradient wanted, with the factors {values}"
+    return "miscounted", f"{CLASSES['miscounted']}: gradient is {values} of the one wanted"
 
 
 def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
