@@ -27,6 +27,7 @@ __all__ = [
     "StepNumbers",
     "StepOutcome",
     "TrainingError",
+    "audit",
     "global_mean",
     "init",
     "policy",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from distmp.parallel.global_mean import global_mean
     from distmp.precision import PrecisionPolicy, policy, resolve
     from distmp.scaling import DistributedGradScaler, LossScaleConfig
+    from distmp.testing.auditing import audit
 else:
     _PUBLIC_NAMES = {
         "distmp.buckets": ("Fp32GradBuckets",),
@@ -58,6 +60,7 @@ else:
         "distmp.parallel.global_mean": ("global_mean",),
         "distmp.precision": ("PrecisionPolicy", "policy", "resolve"),
         "distmp.scaling": ("DistributedGradScaler", "LossScaleConfig"),
+        "distmp.testing.auditing": ("audit",),
         "distmp.diagnosis.attribution": ("OverflowReport",),
         "distmp.engine.settings": ("DivergenceConfig", "PrecisionPhase"),
     }

@@ -44,6 +44,7 @@ WITHOUT_ENGINE = {
     "numerics.md-1",
     "precision.md-1",
     "scaler.md-1",
+    "testing.md-1",
 }
 
 

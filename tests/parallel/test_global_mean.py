@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distmp
 from distmp.errors import ConfigError
+from distmp.testing.gradients import full_gradients
 from tests.marks import nightly
 from tests.ranks import ranks
 
@@ -151,8 +152,7 @@ def unsynchronized(model: nn.Module, last: bool) -> Iterator[None]:
 
 def gradients(wrapped: Wrapped, parameters: list[nn.Parameter]) -> list[Tensor]:
     if isinstance(wrapped.model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(wrapped.model, with_grads=True):
-            return [p.grad.clone() for p in wrapped.model.parameters()]
+        return [*full_gradients(wrapped.model).values()]
     local: Any = [p.grad for p in parameters]
     for index, layout in enumerate(wrapped.layouts):
         if layout is not None:
@@ -423,12 +423,6 @@ def summed_shard(state: Any, full: Tensor, shard: Tensor) -> None:
     raise AssertionError("never called")
 
 
-def full_gradient(model: nn.Module) -> Tensor:
-    (parameter,) = model.parameters()
-    gradient = parameter.grad
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
 @ranks(2)
 def test_values_and_gradients_are_the_same_on_all_ranks() -> None:
     rank = dist.get_rank()
@@ -441,7 +435,11 @@ def test_values_and_gradients_are_the_same_on_all_ranks() -> None:
         total = (loss * model(torch.ones(1, 1)) / model.module.weight.detach()).sum().to(dtype)
         mean = distmp.global_mean(total, weight, model)
         mean.backward()
-        return mean.dtype, mean.item(), full_gradient(model).item() * model.module.weight.item()
+        return (
+            mean.dtype,
+            mean.item(),
+            full_gradients(model)["weight"].item() * model.module.weight.item(),
+        )
 
     # Rank 0 has 1 token with a loss of 4, rank 1 has 3 tokens with a loss of 20 together.
     number = 1 + 2 * rank
@@ -460,7 +458,7 @@ def test_values_and_gradients_are_the_same_on_all_ranks() -> None:
     model.zero_grad()
     total = model(torch.ones(1, 1)).sum() * (1 + rank)
     scaler.scale(distmp.global_mean(total, 1 + rank, model)).backward()
-    assert full_gradient(model).item() == 8.0
+    assert full_gradients(model)["weight"].item() == 8.0
 
 
 @ranks(2)

@@ -1,0 +1,297 @@
+"""`audit`: checks the gradient of a few steps of a running training script.
+
+Around the steps it records what enters `forward`, which collectives run, what gradients are clipped
+to, and what `optimizer.step` sees. Afterwards it computes the same gradients from the same weights,
+inputs and random numbers in float64, and compares them as `check_gradient` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from distmp.errors import ConfigError, rank_names, ranks_by_value
+from distmp.testing import classify
+from distmp.testing.check import WANTED, in_no_optimizer
+from distmp.testing.gradients import full_gradients, full_state, gather, is_fsdp1, named_parameters
+from distmp.testing.measure import measured
+from distmp.testing.reference import DefaultLoss, LossSum, Reference, recorded_forwards
+from distmp.utils.dtypes import dtype_name
+from distmp.utils.tensor_trees import map_tensors
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit has found; the same on every rank, except for collectives.
+
+    Attributes:
+        ranks: Number of ranks.
+        steps: Number of updates that were compared.
+        mismatches: What is wrong, as text by class.
+        undecided: What could not be decided, and why.
+        collectives: Number of calls by name, dtype and bytes, on this rank.
+    """
+
+    ranks: int
+    steps: int
+    mismatches: tuple[tuple[str, str], ...]
+    undecided: tuple[str, ...]
+    collectives: Mapping[str, int]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the gradient is right, 1 if it is wrong, 2 if this is not decided."""
+        return 1 if self.mismatches else 2 * bool(self.undecided)
+
+    def to_json(self) -> str:
+        """Return the report as JSON, which `python -m distmp.testing FILE` prints."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        state = ("right", "wrong", "not decided")[self.exit_code]
+        lines = [f"gradient {state}: {self.steps} steps on {self.ranks} ranks"]
+        lines += [f"- {kind}: {text}" for kind, text in self.mismatches]
+        lines += [f"- not decided: {text}" for text in self.undecided]
+        lines += [f"  {count} x {name}" for name, count in self.collectives.items()]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Step:
+    """What was seen of one step on this rank, up to the optimizer's."""
+
+    state: dict[str, Tensor] = field(default_factory=dict)
+    inputs: list[Any] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    max_norm: float | None = None
+
+
+class Audit:
+    """Records the steps of a training script.
+
+    Attributes:
+        report: The result, after the context has ended.
+    """
+
+    report: AuditReport
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._steps: list[_Step] = []
+        self._current = _Step()
+        self._skips = 0
+        self._unseen = _unseen(model)
+        self._collectives: Counter[str] = Counter()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Install what records steps, and remove it at the end."""
+        if self._unseen is not None:
+            yield
+            return
+        clip, scaled_step = nn.utils.clip_grad_norm_, torch.amp.GradScaler.step
+
+        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+            self._current.max_norm = float(max_norm)
+            return clip(parameters, max_norm, *args, **kwargs)
+
+        def step_or_skip(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = len(self._steps), self._skips
+            result = scaled_step(scaler, optimizer, *args, **kwargs)
+            if optimizer is self._optimizer and (len(self._steps), self._skips) == before:
+                self._skip()
+            return result
+
+        handle = self._optimizer.register_step_pre_hook(self._before_step)
+        try:
+            with (
+                patch.object(nn.utils, "clip_grad_norm_", clipped),
+                patch.object(torch.amp.GradScaler, "step", step_or_skip),
+                recorded_forwards(self._model, self._forward) as self._record,
+                _Collectives(self._collectives),
+            ):
+                yield
+        finally:
+            handle.remove()
+
+    def _forward(self, args: Any, kwargs: Any) -> None:
+        step = self._current
+        if not step.inputs:
+            with _disable_current_modes():  # its collectives are not the script's
+                step.state = full_state(self._model)
+            step.generators = self._record.generators = []
+        batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
+        step.inputs.append(map_tensors(lambda t: t.detach().to("cpu", copy=True), batch))
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._before_update()
+            return None
+
+        def watched() -> Any:  # Lightning runs the last microbatch in it
+            result = closure()
+            self._before_update()
+            return result
+
+        return (optimizer,), {**kwargs, "closure": watched}
+
+    def _skip(self) -> None:
+        self._skips += 1
+        self._current = _Step()
+
+    def _before_update(self) -> None:
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is not None and found_inf:  # a fused optimizer skips the step itself
+            self._skip()
+            return
+        scale = getattr(self._optimizer, "grad_scale", None)
+        self._current.gradients = {
+            name: None if p.grad is None else p.grad.detach() / (1.0 if scale is None else scale)
+            for name, p in named_parameters(self._model).items()
+        }
+        self._steps.append(self._current)
+        self._current = _Step()
+
+    def finish(self, loss_sum: LossSum, wanted: str) -> None:
+        """Compare the recorded steps; every rank has to call it."""
+        counts = gather((len(self._steps), self._skips))
+        found, undecided = [*in_no_optimizer(self._model, self._optimizer)], []
+        if len(set(counts)) > 1:
+            text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
+            found.append(classify.GradientMismatch("skipped", ("optimizer",), text))
+        elif self._unseen is not None or not self._steps:
+            undecided.append(self._unseen or "the optimizer has not been called")
+        else:
+            try:
+                found += classify.diagnose([*self._replayed(loss_sum)], wanted)
+                found += self._same_inputs()
+            except Exception as error:  # noqa: BLE001  (training continues after an audit)
+                undecided.append(f"gradients could not be computed again: {error}")
+        of_ranks = gather((found, undecided))
+        combined = classify.over_ranks([each for each, _ in of_ranks])
+        undecided = [*dict.fromkeys(text for _, texts in of_ranks for text in texts)]
+        mismatches = {str(each): each.kind for each in combined}
+        for text in [text for text, kind in mismatches.items() if kind == "clipped"]:
+            undecided.append(f"{text}; by a function that was not seen")
+            del mismatches[text]
+        named = tuple((kind, text) for text, kind in mismatches.items())
+        steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
+        self.report = AuditReport(len(counts), steps, named, tuple(undecided), collectives)
+
+    def _same_inputs(self) -> Iterator[classify.GradientMismatch]:
+        """Report ranks with the same inputs in every step, as without a distributed sampler."""
+        found: list[float] = []
+        map_tensors(lambda each: found.append(_fingerprint(each)), [s.inputs for s in self._steps])
+        by_inputs = ranks_by_value(dict(enumerate(map(tuple, gather(found)))))
+        for inputs, ranks in by_inputs.items():
+            if inputs and len(ranks) > 1:
+                text = f"{rank_names(ranks)} have the same inputs in every step"
+                yield classify.GradientMismatch("same_data", ("inputs",), text)
+
+    def _replayed(self, loss_sum: LossSum) -> Iterator[classify.SplitResult]:
+        reference = Reference(self._model, loss_sum)
+        reference.set_modes(self._model)
+        for number, step in enumerate(self._steps):
+            by_rank = gather((step.inputs, step.generators))
+            reference.state = step.state
+            own, exact = reference.replay(by_rank, self._record)
+            weights = np.array(own.weights).reshape(len(by_rank), -1)
+            rank = dist.get_rank() if len(by_rank) > 1 else 0
+            split = classify.SplitResult(f"step {number}", rank, weights, step.max_norm)
+            gradients = full_gradients(self._model, step.gradients)
+            yield measured(split, gradients, own, exact, {})
+
+
+def _fingerprint(tensor: Tensor) -> float:
+    flat = tensor.double().flatten()
+    return float(flat @ torch.arange(1.0, len(flat) + 1).to(flat))
+
+
+def _unseen(model: nn.Module) -> str | None:
+    """Return why the gradients of a model cannot be recorded."""
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+        return "the model is compiled; audit it without torch.compile"
+    if is_fsdp1(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
+        return "shards of FSDP1 and DeepSpeed cannot be read here; use check_gradient"
+    return None
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts collectives, those of DDP and FSDP included."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            found: list[Tensor] = []
+            map_tensors(found.append, args[:2])
+            dtypes = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in found}))
+            name = func._schema.name.rpartition("::")[2].strip("_")
+            self._counts[f"{name}, {dtypes}, {sum(each.nbytes for each in found)} bytes"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def audit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    weights: str = "tokens",
+    *,
+    loss_sum: LossSum | None = None,
+) -> Iterator[Audit]:
+    """Check the gradients of a few steps of a running training script.
+
+    Enter it for one to three updates, on every rank. At the end, gradients are computed again in
+    float64 from the weights, inputs and random numbers of each step, and compared with what the
+    optimizer has seen. Nothing stays installed.
+
+    Args:
+        model: The model, plain or wrapped.
+        optimizer: Its optimizer.
+        weights: As in `distmp.testing.check_gradient`: `tokens` or `sum`.
+        loss_sum: Returns the sum of the losses of a microbatch, and its weight. It is called with a
+            plain model, and with what the model was called with: keywords as a dict, or positional
+            arguments. By default, the cross entropy over `labels` among the keywords.
+
+    Yields:
+        An object whose `report` is set when the context ends.
+
+    Raises:
+        ConfigError: For weights of another kind.
+
+    Example:
+        >>> import torch, distmp
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> squares = lambda model, batch: (model(batch).square().sum(), len(batch))
+        >>> with distmp.audit(model, optimizer, loss_sum=squares) as audit:
+        ...     for batch in (torch.ones(3, 4), 2 * torch.ones(5, 4)):
+        ...         (model(batch).square().mean() / 2).backward()
+        ...     optimizer.step()
+        >>> audit.report.mismatches[0][0]
+        'microbatch_means'
+    """
+    if weights not in ("tokens", "sum"):
+        raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
+    while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = wrapped  # in one of accelerate or Lightning
+    running = Audit(model, optimizer)
+    with running.recorded():
+        yield running
+    running.finish(loss_sum or DefaultLoss(), WANTED[weights])

@@ -1,0 +1,171 @@
+"""`check_gradient`: compares the gradient of a training step with float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.testing import classify
+from distmp.testing.gradients import full_gradients, gather, named_parameters
+from distmp.testing.measure import measured
+from distmp.testing.reference import DefaultLoss, Gradients, LossSum, Reference, recorded_forwards
+from distmp.testing.splits import Split, collated, make_splits
+
+WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
+
+# May return gradients by name of parameter.
+TrainStep = Callable[[nn.Module, list[Any]], object]
+
+
+def check_gradient(
+    train_step: TrainStep,
+    model: nn.Module,
+    samples: Sequence[Any],
+    weights: str | Callable[[Any], float] = "tokens",
+    *,
+    loss_sum: LossSum | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    reference: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    max_norm: float | None = None,
+) -> None:
+    """Check that a training step computes the gradient of the mean over all tokens or samples.
+
+    In one process, the samples are divided over microbatches in several ways. If the default
+    process group is initialized, they are divided over its ranks, too; every rank calls this
+    function with the same samples.
+
+    Args:
+        train_step: Your code, called as `train_step(model, microbatches)` with the microbatches of
+            this rank. It leaves gradients where the optimizer would find them, or returns them by
+            name of parameter. Gradients are removed before each call. It may wrap the model.
+        model: The model, plain or wrapped in DDP or FSDP.
+        samples: At least three per rank, such as dicts of tensors with `labels` or pairs of inputs
+            and labels; each without a batch dimension.
+        weights: What the sum of losses is divided by: `tokens`, the weights that `loss_sum`
+            returns; `samples`, which averages the mean losses of samples; `sum`, nothing. A
+            function returns the weight of one sample, in place of that of `loss_sum`.
+        loss_sum: Returns the sum of the losses of a microbatch, and its weight, as the loss
+            functions of `distmp.Engine` do. By default, the cross entropy over labels other than
+            -100, and their number.
+        collate: Makes a microbatch of a list of samples. By default, tensors are stacked.
+        reference: A plain model of the same parameters, for models that FSDP1 shards.
+        optimizer: If given, it has to have all parameters.
+        max_norm: If given, the norm that `train_step` clips to. By default gradients are not
+            clipped.
+
+    Raises:
+        GradientError: On every rank, with what is wrong with which parameters.
+        ConfigError: For samples or a model that cannot be checked.
+
+    Example:
+        >>> import torch
+        >>> from distmp.testing import check_gradient
+        >>> def train_step(model, microbatches):
+        ...     for inputs, labels in microbatches:
+        ...         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        ...         (loss / len(microbatches)).backward()
+        >>> samples = [(torch.ones(4) * index, torch.tensor(index % 2)) for index in range(8)]
+        >>> try:
+        ...     check_gradient(train_step, torch.nn.Linear(4, 2), samples)
+        ... except AssertionError as error:
+        ...     print(error.mismatches[0].kind)
+        microbatch_means
+    """
+    if not callable(weights) and weights not in WANTED:
+        raise ConfigError("weights", weights, f"use one of {', '.join(WANTED)}, or a function")
+    wanted = "token_mean" if callable(weights) else WANTED[weights]
+    copies = Reference(model, loss_sum or DefaultLoss(), reference)
+    check = _Check(train_step, model, copies, collate, weights, max_norm)
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    splits = [*make_splits([*samples], ranks, tokens=weights == "tokens")]
+    absent = [] if optimizer is None else [*in_no_optimizer(model, optimizer)]
+    for sample_means in (weights == "samples", True):
+        results = [check.run(split, sample_means=sample_means) for split in splits]
+        found = classify.over_ranks(gather([*classify.diagnose(results, wanted), *absent]))
+        # Gradients of single samples take time, and explain nothing that is already explained.
+        if sample_means or not {"weighted", "unexplained"} & {each.kind for each in found}:
+            break
+    if found:
+        lines = "\n".join(f"- {mismatch}" for mismatch in found)
+        problem = f"the gradient is wrong (see docs/testing.md):\n{lines}"
+        raise classify.GradientError(problem, found)
+
+
+def in_no_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[classify.GradientMismatch]:
+    """Yield the trained parameters that an optimizer does not have, if there are any."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    if absent := tuple(name for name, p in trained.items() if id(p) not in held):
+        kind = "in_no_optimizer"
+        yield classify.GradientMismatch(kind, absent, classify.CLASSES[kind])
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Measures the gradient with one division of samples after the other."""
+
+    train_step: TrainStep
+    model: nn.Module
+    reference: Reference
+    collate: Callable[[list[Any]], Any] | None
+    weights: str | Callable[[Any], float]
+    max_norm: float | None
+
+    def run(self, split: Split, *, sample_means: bool) -> classify.SplitResult:
+        """Return what was measured; every rank has to call it."""
+        batches = [[collated(part, self.collate) for part in rank] for rank in split.samples]
+        rank = dist.get_rank() if len(batches) > 1 else 0
+        self.reference.load(self.model)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with recorded_forwards(self.model) as record, torch.random.fork_rng():
+            returned = self.train_step(self.model, batches[rank])
+        names = named_parameters(self.model).keys()
+        given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
+        gradients = full_gradients(self.model, given)
+        self.reference.set_modes(self.model)
+        by_rank = [*zip(batches, gather(record.generators), strict=True)]
+        own, exact = self.reference.replay(by_rank, record)
+        means = self._sample_means(split, own) if sample_means else {}
+        weights = own.weights
+        if callable(self.weights):
+            weights = [float(sum(map(self.weights, part))) for part in split.flat]
+        of_ranks = np.array(weights, dtype=np.float64).reshape(len(batches), -1)
+        empty = classify.SplitResult(split.name, rank, of_ranks, self.max_norm)
+        return measured(empty, gradients, own, exact, means)
+
+    def _sample_means(self, split: Split, own: Gradients) -> dict[str, Tensor]:
+        """Return the part of each microbatch in the mean over samples.
+
+        There is none if all samples have the same weight, or if the loss of a microbatch is not
+        the sum of those of its samples.
+        """
+        batches = [collated([each], self.collate) for part in split.flat for each in part]
+        single = self.reference.own(batches, [None] * len(batches))
+        weights = np.array(single.weights)
+        if len(set(weights[weights > 0])) < 2:
+            return {}
+        parts = np.repeat(np.arange(len(split.flat)), [len(part) for part in split.flat])
+        places = np.equal.outer(np.arange(len(split.flat)), parts).astype(float)
+        sums = single.summed(places)
+        pairs = [(sums[name], each) for name, each in own.stacked.items()]
+        difference = sum(float((one - other).square().sum()) for one, other in pairs)
+        if difference <= 1e-3 * sum(float(other.square().sum()) for _, other in pairs):
+            return single.summed(places * classify.inverse(weights) / (weights > 0).sum())
+        if self.weights == "samples":
+            problem = (
+                "the loss of a microbatch is not the sum of those of its samples, because of "
+                "dropout or batch statistics; call model.eval()"
+            )
+            raise ConfigError("weights", self.weights, problem)
+        return {}

@@ -1,0 +1,169 @@
+"""Reads full parameters and gradients under any wrapper, and copies models without wrappers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from distmp.errors import ConfigError
+from distmp.utils.dtypes import is_dtensor
+
+# Attribute with the wrapped module, by class of the wrapper. By name, because most of them belong
+# to libraries that are not imported.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "OptimizedModule": "_orig_mod",
+    "_FabricModule": "_forward_module",
+}
+_PREFIXES = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside of DDP, DeepSpeed, Fabric and `torch.compile`."""
+    while type(model).__name__ in _WRAPPERS:
+        model = getattr(model, _WRAPPERS[type(model).__name__])
+    return model
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a module, parameter or buffer in the plain model."""
+    return _PREFIXES.sub("", name)
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Return whether FSDP1 shards a part of the model."""
+    return any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
+
+
+@contextlib.contextmanager
+def _gathered(model: nn.Module, *, gradients: bool) -> Iterator[None]:
+    """Gather the flat parameters of FSDP1; other parameters are gathered one by one."""
+    summon = FullyShardedDataParallel.summon_full_params
+    options = {"writeback": False, "with_grads": gradients}
+    with summon(model, **options) if is_fsdp1(model) else contextlib.nullcontext():
+        yield
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by their names in the plain model; a tied one once."""
+    return {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the full parameters and buffers; every rank has to call it."""
+    with _gathered(model, gradients=False):
+        buffers = {plain_name(n): b for n, b in unwrapped(model).named_buffers()}
+        held = {**named_parameters(model), **buffers}
+        return {name: _full(tensor).clone() for name, tensor in held.items()}
+
+
+def full_gradients(
+    model: nn.Module, gradients: Mapping[str, Tensor | None] | None = None
+) -> dict[str, Tensor | None]:
+    """Return the full gradients of trained parameters in float64; every rank has to call it.
+
+    Args:
+        model: The model.
+        gradients: By name, in place of the current ones.
+
+    Returns:
+        Gradients by name; None for a parameter without a gradient on this rank.
+    """
+    with _gathered(model, gradients=True):
+        return {
+            name: _full_gradient(p, p.grad if gradients is None else gradients.get(name))
+            for name, p in named_parameters(model).items()
+            if p.requires_grad
+        }
+
+
+def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+        from deepspeed.utils import safe_get_full_grad
+
+        found = safe_get_full_grad(parameter)
+        return None if found is None else found.detach().double()
+    if is_dtensor(parameter):
+        # Ranks without a gradient take part in the all-gather.
+        full = _full(torch.zeros_like(parameter) if gradient is None else gradient)
+        return None if gradient is None else full.double()
+    return None if gradient is None else gradient.detach().to_dense().double()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without wrappers and with full parameters.
+
+    Every rank has to call it. Hooks of modules that FSDP2 shards are not copied.
+
+    Raises:
+        ConfigError: If the model cannot be copied.
+    """
+    model = unwrapped(model)
+    if is_fsdp1(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
+        problem = "cannot be copied while it is sharded; pass a plain model as reference=..."
+        raise ConfigError("model", type(model).__name__, problem)
+    try:
+        sharded = any(isinstance(part, FSDPModule) for part in model.modules())
+        copied = _unsharded(model, {}) if sharded else copy.deepcopy(model)
+    except Exception as error:  # noqa: BLE001  (whatever a class raises in its own copy)
+        problem = f"cannot be copied ({error}); pass another one as reference=..."
+        raise ConfigError("model", type(model).__name__, problem) from None
+    for part in copied.modules():
+        if "_original_forward" in vars(part):  # accelerate replaces `forward`
+            vars(part).pop("forward", None)
+    return copied
+
+
+def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
+    """Copy modules one by one: FSDP2 refuses a deep copy of its own."""
+    if id(module) in done:
+        return done[id(module)]
+    kind = type(module)
+    if isinstance(module, FSDPModule):
+        module.reshard()
+        kind = kind.__mro__[2]  # FSDP2's class derives from FSDPModule and the module's class
+    new = kind.__new__(kind)
+    done[id(module)] = new
+    for name, value in vars(module).items():
+        if isinstance(module, FSDPModule) and name.endswith("_hooks"):
+            value = type(value)()
+        if "composable_api" not in name:  # FSDP2's state
+            vars(new)[name] = value
+    parts = {
+        name: None if part is None else _unsharded(part, done)
+        for name, part in module._modules.items()
+    }
+    held = {name: _copied(p, done) for name, p in module._parameters.items()}
+    buffers = {name: _copied(b, done) for name, b in module._buffers.items()}
+    vars(new).update(_modules=parts, _parameters=held, _buffers=buffers)
+    return new
+
+
+def _copied(tensor: Tensor | None, done: dict[int, Any]) -> Tensor | None:
+    if tensor is not None and id(tensor) not in done:
+        full = _full(tensor).clone()
+        parameter = nn.Parameter(full, tensor.requires_grad)
+        done[id(tensor)] = parameter if isinstance(tensor, nn.Parameter) else full
+    return None if tensor is None else done[id(tensor)]
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, in rank order; of one process without a process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,101 @@
+"""Runs a test on several ranks: processes with a default process group over gloo.
+
+In `conftest.py`: `pytest_plugins = ["distmp.testing.pytest_plugin"]`. Then
+
+    @pytest.mark.ranks(2)
+    def test_gradient(): ...
+
+runs the test's function on two ranks. Parameters and fixtures are pickled. The ranks meet in a
+file, so no port is used, and end with the test. The first rank that fails decides the message.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Seconds after which a test has failed, unless its marker says otherwise; before, ranks may take as
+# long to start.
+_TIMEOUT = 60.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker."""
+    config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n ranks over gloo")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test on its ranks, instead of in this process."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    function = pyfuncitem.module.__name__, pyfuncitem.function.__qualname__, arguments
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        problem = _run(function, *marker.args, directory=directory, **marker.kwargs)
+    if problem:
+        pytest.fail(problem, pytrace=False)
+    return True
+
+
+def _run(function: Any, n: int, timeout: float = _TIMEOUT, *, directory: str) -> str | None:
+    """Run a function on all ranks; return what is wrong on the first one that failed."""
+    from torch.multiprocessing.spawn import ProcessException, start_processes
+
+    ranks = start_processes(_rank_main, (function, n, directory), n, False, True, "forkserver")
+    outputs = [Path(directory, f"output-{rank}") for rank in range(n)]
+    rank, problem, deadline = 0, f"no end in {timeout:g} s", time.monotonic() + timeout + _TIMEOUT
+    try:
+        while time.monotonic() < deadline:
+            if ranks.join(timeout=0.1):
+                return None
+            if deadline - time.monotonic() > timeout and all(each.exists() for each in outputs):
+                deadline = time.monotonic() + timeout
+        rank = next(index for index, each in enumerate(ranks.processes) if each.is_alive())
+        os.kill(ranks.processes[rank].pid, signal.SIGUSR1)
+        ranks.processes[rank].join(0.3)  # until it has written where it is
+    except ProcessException as error:
+        rank, problem = error.error_index, str(error).strip()
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    output = outputs[rank].read_text(errors="replace") if outputs[rank].exists() else ""
+    return f"rank {rank} of {n}: {problem}\n\n{output}"
+
+
+def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> None:
+    """Call the test's function on one rank, and wait for the other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    output = os.open(f"{directory}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGUSR1)  # shows where a rank hangs
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/rendezvous", world_size)  # type: ignore[attr-defined]
+    limit = timedelta(days=1)  # the test's own limit comes first
+    dist.init_process_group("gloo", None, limit, world_size, rank, store)
+    module, name, arguments = function
+    *classes, method = name.split(".")
+    owner: Any = reduce(getattr, classes, importlib.import_module(module))
+    getattr(owner() if classes else owner, method)(**arguments)
+    # Ending now would break the connections that the other ranks still use.
+    store.add("done", 1)
+    while store.add("done", 0) < world_size:
+        time.sleep(0.01)

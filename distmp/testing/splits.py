@@ -1,0 +1,112 @@
+"""Divides samples over ranks and microbatches in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from distmp.errors import ConfigError
+from distmp.testing.reference import IGNORED
+
+# Relative numbers of samples of consecutive microbatches.
+_PATTERN = (1, 3, 2, 5, 1, 4)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A division of samples.
+
+    Attributes:
+        name: What is special about it.
+        samples: Samples by rank and microbatch; all ranks have as many microbatches.
+    """
+
+    name: str
+    samples: tuple[tuple[tuple[Any, ...], ...], ...]
+
+    @property
+    def flat(self) -> list[tuple[Any, ...]]:
+        """Samples of all microbatches, those of rank 0 first."""
+        return [microbatch for rank in self.samples for microbatch in rank]
+
+
+def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator[Split]:
+    """Yield divisions of samples over ranks.
+
+    Args:
+        samples: The samples, the same on every rank.
+        ranks: Number of ranks.
+        tokens: Whether there are divisions in which microbatches or a rank have no labels.
+
+    Raises:
+        ConfigError: If there are too few samples for three microbatches on each rank.
+    """
+    if len(samples) < 3 * ranks:
+        problem = f"pass at least {3 * ranks} samples, for three microbatches on each rank"
+        raise ConfigError("number of samples", len(samples), problem)
+    for count in (1, 2, 3):
+        yield _divided(samples, ranks, count)
+    unlabelled = [_without_labels(sample) for sample in samples]
+    if not tokens or any(sample is None for sample in unlabelled):
+        return
+    first, *others = range(2 * ranks)
+    yield _masked("a microbatch without labels", samples, unlabelled, ranks, {first})
+    if ranks > 1:
+        yield _masked("a rank without labels", samples, unlabelled, ranks, set(others[-2:]))
+
+
+def _divided(samples: Sequence[Any], ranks: int, count: int) -> Split:
+    sizes = _sizes(len(samples), ranks * count)
+    ends = np.cumsum(sizes)
+    parts = [tuple(samples[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    by_rank = [tuple(parts[rank * count : (rank + 1) * count]) for rank in range(ranks)]
+    return Split(f"{count} uneven microbatch{'es' * (count > 1)} per rank", tuple(by_rank))
+
+
+def _sizes(samples: int, parts: int) -> list[int]:
+    """Return sizes of at least 1, as uneven as `_PATTERN`."""
+    shares = np.array([_PATTERN[part % len(_PATTERN)] for part in range(parts)], dtype=float)
+    ends = np.round(np.cumsum(shares) / shares.sum() * (samples - parts)).astype(int)
+    return [1 + int(size) for size in np.diff(ends, prepend=0)]
+
+
+def _masked(
+    name: str, samples: Sequence[Any], unlabelled: Sequence[Any], ranks: int, masked: set[int]
+) -> Split:
+    labelled, without = (_divided(each, ranks, 2).samples for each in (samples, unlabelled))
+    chosen = tuple(
+        tuple((without if 2 * r + m in masked else labelled)[r][m] for m in range(2))
+        for r in range(ranks)
+    )
+    return Split(name, chosen)
+
+
+def _without_labels(sample: Any) -> Any:
+    """Return the sample with all labels ignored; None if it has no integer labels."""
+    is_pair = type(sample) in (tuple, list) and len(sample) == 2
+    labels = sample[1] if is_pair else sample.get("labels") if isinstance(sample, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    ignored = torch.full_like(labels, IGNORED)
+    return (sample[0], ignored) if is_pair else {**sample, "labels": ignored}
+
+
+def collated(samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None) -> Any:
+    """Return a microbatch.
+
+    Raises:
+        ConfigError: If the samples cannot be stacked.
+    """
+    if collate is not None:
+        return collate(list(samples))
+    try:
+        return default_collate(list(samples))
+    except (RuntimeError, TypeError) as error:
+        problem = f"cannot be stacked ({error}); pass collate=..., or pad samples"
+        raise ConfigError("samples", type(samples[0]).__name__, problem) from None

@@ -1,0 +1,243 @@
+"""`audit` around steps of running scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import distmp
+from distmp.errors import ConfigError
+from distmp.testing import AuditReport
+from distmp.testing.__main__ import main
+from tests.ranks import ranks
+from tests.testing import scripts
+from tests.testing.scripts import make_model
+
+torch.set_num_threads(1)
+
+
+class Labelled(nn.Module):
+    """Takes and returns what models of transformers do."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.model = make_model(**options)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.model(input_ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"logits": logits, "loss": loss}
+
+
+def microbatches(step: int) -> list[dict[str, Tensor]]:
+    """Return two microbatches of this rank with different numbers of labels."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    found = []
+    for size, length in ((2, 1 + rank), (4, 5 - rank)):
+        tokens, labels = torch.randint(scripts.VOCABULARY, (2, size, 6), generator=generator)
+        labels[:, length:] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def total(batches: list[dict[str, Tensor]]) -> Tensor:
+    return scripts.tokens_of([(each["input_ids"], each["labels"]) for each in batches])
+
+
+def mean_of_means(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    for batch in batches:
+        (model(**batch)["loss"] / len(batches)).backward()
+
+
+def token_mean(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    """Right under DDP and FSDP, which divide by the number of ranks."""
+    factor = scripts.ranks() / total(batches)
+    for batch in batches:
+        tokens = (batch["labels"] != -100).sum()
+        (model(**batch)["loss"] * tokens * factor).backward()
+
+
+def audited(
+    model: nn.Module,
+    backward: Callable[[nn.Module, list[dict[str, Tensor]]], None],
+    before_step: Callable[[nn.Module], object] = lambda model: None,
+    steps: int = 2,
+) -> AuditReport:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        for step in range(steps):
+            optimizer.zero_grad()
+            backward(model, microbatches(step))
+            before_step(model)
+            optimizer.step()
+    return audit.report
+
+
+def kinds(report: AuditReport) -> list[str]:
+    return [kind for kind, _ in report.mismatches]
+
+
+def test_steps_of_one_process() -> None:
+    model = Labelled(dropout=0.2, tied=True)
+    right, wrong = audited(model, token_mean), audited(model, mean_of_means)
+    assert (right.mismatches, right.undecided, right.exit_code, right.steps) == ((), (), 0, 2)
+    assert (kinds(wrong), wrong.exit_code) == (["microbatch_means"], 1)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Check that nothing stays installed."""
+
+    def installed() -> list[Any]:
+        hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
+        patched = [vars(nn.utils), vars(torch.amp.GradScaler), vars(dist)]
+        return [hooks, dict(optimizer._optimizer_step_pre_hooks), *map(dict, patched)]
+
+    before = installed()
+    yield
+    assert installed() == before
+
+
+def test_nothing_stays_installed() -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with unchanged(model, optimizer), distmp.audit(model, optimizer):
+        token_mean(model, microbatches(0))
+        optimizer.step()
+    failing = pytest.raises(ArithmeticError)
+    with unchanged(model, optimizer), failing, distmp.audit(model, optimizer):
+        raise ArithmeticError
+
+
+def test_clipping_is_part_of_the_step() -> None:
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def clip_unseen(model: nn.Module) -> None:
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        scripts.divide(model, float(norm) / 0.1)
+
+    assert audited(Labelled(), token_mean, clip).exit_code == 0
+    assert kinds(audited(Labelled(), mean_of_means, clip)) == ["microbatch_means"]
+    report = audited(Labelled(), token_mean, clip_unseen)
+    assert report.exit_code == 2
+    assert "clipped" in report.undecided[0]
+
+
+def test_a_closure_is_part_of_the_step() -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        optimizer.step(lambda: token_mean(model, microbatches(0)))
+        optimizer.zero_grad()
+        optimizer.step(closure=lambda: mean_of_means(model, microbatches(1)))
+    assert audit.report.steps == 2
+    assert kinds(audit.report) == ["weighted"]
+
+
+def test_accelerate_divides_by_the_accumulation_steps() -> None:
+    """The example of accelerate for gradient accumulation, with labels of different lengths."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared: Any = accelerator.prepare(model, optimizer)
+    with distmp.audit(*prepared) as audit:
+        for batch in (*microbatches(0), *microbatches(1)):
+            with accelerator.accumulate(prepared[0]):
+                accelerator.backward(prepared[0](**batch)["loss"])
+                prepared[1].step()
+                prepared[1].zero_grad()
+    assert audit.report.steps == 2
+    assert kinds(audit.report) == ["microbatch_means"]
+
+
+def test_what_is_not_seen_is_not_decided() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        optimizer.step()
+    assert audit.report.exit_code == 2
+    assert "pass loss_sum" in audit.report.undecided[0]
+    with distmp.audit(model, optimizer) as audit:
+        pass
+    assert "the optimizer has not been called" in str(audit.report)
+    with pytest.raises(ConfigError, match="weights = 'samples'"):
+        distmp.audit(model, optimizer, "samples").__enter__()
+
+
+def test_the_report_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = audited(Labelled(), mean_of_means)
+    file = tmp_path / "report.json"
+    file.write_text(report.to_json())
+    assert main([str(file)]) == 1
+    assert capsys.readouterr().out == f"{report}\n"
+    assert json.loads(report.to_json())["mismatches"][0][0] == "microbatch_means"
+    assert main([str(tmp_path / "none")]) == 2
+    assert "usage: python -m distmp.testing FILE" in capsys.readouterr().err
+
+
+@ranks(2)
+def test_steps_of_two_ranks() -> None:
+    report = audited(DistributedDataParallel(Labelled()), token_mean)
+    assert (report.exit_code, report.ranks) == (0, 2)
+    assert any(name.startswith("allreduce, float32") for name in report.collectives)
+    report = audited(DistributedDataParallel(Labelled()), mean_of_means)
+    assert kinds(report) == ["microbatch_means"]
+    assert kinds(audited(Labelled(), token_mean)) == ["own_rank"]
+    sharded = fully_shard(Labelled())
+    assert audited(sharded, token_mean).exit_code == 0
+    assert kinds(audited(sharded, mean_of_means)) == ["microbatch_means"]
+
+
+@ranks(2)
+def test_ranks_with_the_same_inputs() -> None:
+    def rank_0(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        shared = [batches]
+        dist.broadcast_object_list(shared)
+        token_mean(model, shared[0])
+
+    report = audited(DistributedDataParallel(Labelled()), rank_0)
+    assert report.mismatches == (
+        ("same_data", "inputs: ranks 0-1 have the same inputs in every step"),
+    )
+
+
+def test_a_compiled_model_is_not_decided() -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.compile(backend="eager")
+    with unchanged(model, optimizer), distmp.audit(model, optimizer) as audit:
+        optimizer.step()
+    assert (audit.report.exit_code, audit.report.steps) == (2, 0)
+    assert "compiled" in audit.report.undecided[0]
+
+
+@ranks(2)
+def test_a_step_that_one_rank_skips() -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with distmp.audit(model, optimizer) as audit:
+        for step in range(2):
+            optimizer.zero_grad()
+            for batch in microbatches(step):
+                scaler.scale(model(**batch)["loss"]).backward()
+            if (dist.get_rank(), step) == (1, 0):
+                model.model.head.weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+    assert "skipped" in kinds(audit.report)
+    assert "[(2, 0), (1, 1)]" in str(audit.report)

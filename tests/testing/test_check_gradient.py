@@ -1,0 +1,154 @@
+"""`check_gradient` finds no fault in right training steps, and names the class of wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distmp.errors import ConfigError
+from distmp.testing import GradientError, check_gradient
+from tests.ranks import ranks
+from tests.testing import scripts
+from tests.testing.scripts import make_model, samples
+
+torch.set_num_threads(1)
+HEAD_ONLY = (scripts.head_not_reduced, scripts.head_on_one_rank)
+
+
+def kinds(train_step: scripts.TrainStep, model: nn.Module, **options: Any) -> list[str]:
+    with pytest.raises(GradientError) as failure:
+        check_gradient(train_step, model, samples(), **options)
+    for mismatch in failure.value.mismatches:
+        if mismatch.kind != "not_finite":
+            head_only = train_step in HEAD_ONLY
+            assert set(mismatch.parameters) == (
+                {"head.weight"} if head_only else {*dict(make_model().named_parameters())}
+            )
+    return [mismatch.kind for mismatch in failure.value.mismatches]
+
+
+@pytest.mark.parametrize(("kind", "train_step"), [*scripts.local_wrong()])
+def test_wrong_steps_of_one_process_are_named(kind: str, train_step: scripts.TrainStep) -> None:
+    found = kinds(train_step, make_model())
+    assert kind in found
+    assert kind == "not_finite" or found == [kind]
+
+
+@ranks(2)
+def test_wrong_steps_of_two_ranks_are_named() -> None:
+    for kind, train_step in scripts.distributed_wrong():
+        assert kinds(train_step, make_model()) == [kind], train_step.__name__
+
+
+RIGHT = {
+    "plain": {},
+    "dropout": {"dropout": 0.3},
+    "tied weights": {"tied": True},
+    "checkpointing": {"checkpointed": True, "dropout": 0.3},
+}
+
+
+@pytest.mark.parametrize("options", RIGHT.values(), ids=RIGHT)
+def test_right_steps_have_no_mismatch(options: dict[str, Any]) -> None:
+    for train_step in (scripts.token_mean, scripts.autocast, scripts.returned):
+        check_gradient(train_step, make_model(**options), samples())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norm(training: bool) -> None:
+    """Statistics of microbatches are part of the gradient in training mode."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).train(training)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(12, 4, generator=generator)
+    labels = torch.randint(3, (12,), generator=generator)
+
+    def train_step(model: nn.Module, microbatches: scripts.Microbatches) -> None:
+        total = scripts.tokens_of(microbatches)
+        for tokens, wanted in microbatches:
+            loss = nn.functional.cross_entropy(model(tokens), wanted, reduction="sum")
+            (loss / total).backward()
+
+    check = [*zip(inputs, labels, strict=True)]
+    if training:  # of one sample there are no statistics
+        check = [(row.expand(2, 4) + torch.arange(2)[:, None], y) for row, y in check]
+        model.insert(0, nn.Flatten(0, 1))
+        model.append(nn.Unflatten(0, (-1, 2)))
+        model.append(Mean())
+    check_gradient(train_step, model, check)
+
+
+class Mean(nn.Module):
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.mean(1)
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match="weights = 'words': use one of tokens, samples, sum"):
+        check_gradient(scripts.token_mean, model, samples(), "words")
+    with pytest.raises(ConfigError, match="number of samples = 2: pass at least 3"):
+        check_gradient(scripts.token_mean, model, samples(2))
+    with pytest.raises(ConfigError, match="pass loss_sum"):
+        check_gradient(lambda model, microbatches: None, model, [torch.zeros(3)] * 3)
+    ragged: Any = [(torch.zeros(n), torch.zeros(n)) for n in (3, 4, 5)]
+    with pytest.raises(ConfigError, match="pass collate"):
+        check_gradient(scripts.token_mean, model, ragged)
+
+
+def test_a_parameter_in_no_optimizer_is_named() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.head.parameters())
+    with pytest.raises(GradientError, match="in no parameter group") as failure:
+        check_gradient(scripts.token_mean, model, samples(), optimizer=optimizer)
+    (mismatch,) = failure.value.mismatches
+    assert "head.weight" not in mismatch.parameters
+
+
+def test_16_bit_parameters_sum_microbatches_in_16_bits() -> None:
+    with pytest.raises(GradientError, match="microbatches summed in 16 bits") as failure:
+        check_gradient(scripts.token_mean, make_model().bfloat16(), samples())
+    (mismatch,) = failure.value.mismatches
+    assert {"linear.weight", "head.weight"} <= {*mismatch.parameters}
+    assert 1e-3 < mismatch.size < 3e-2
+
+
+def test_the_mean_over_samples_can_be_wanted() -> None:
+    check_gradient(scripts.sample_mean, make_model(), samples(), "samples")
+    check_gradient(scripts.not_normalized, make_model(), samples(), "sum")
+    check_gradient(scripts.token_mean, make_model(), samples(), lambda s: (s[1] != -100).sum())
+    assert kinds(scripts.token_mean, make_model(), weights="samples") == ["token_mean"]
+
+
+def test_clipping_on_purpose_is_right() -> None:
+    check_gradient(scripts.clipped, make_model(), samples(), max_norm=0.1)
+
+
+@ranks(2)
+def test_right_steps_of_two_ranks_have_no_mismatch() -> None:
+    check_gradient(scripts.token_mean, make_model(dropout=0.3), samples())
+    check_gradient(scripts.autocast, make_model(), samples())
+    check_gradient(scripts.ddp_no_sync, make_model(tied=True), samples())
+    check_gradient(scripts.ddp_every_microbatch, make_model(checkpointed=True), samples())
+    check_gradient(scripts.ddp_no_sync, scripts.frozen(make_model()), samples())
+    model = scripts.sharded()
+    check_gradient(scripts.fsdp2, model, samples(), optimizer=torch.optim.SGD(model.parameters()))
+    check_gradient(scripts.fsdp2, scripts.sharded(torch.bfloat16, torch.float32), samples())
+    check_gradient(scripts.global_mean, model, samples())
+    check_gradient(scripts.global_mean, make_model(), samples())
+    accelerated = scripts.Accelerated(make_model())
+    check_gradient(accelerated.train_step, accelerated.model, samples())
+
+
+@ranks(2)
+def test_wrong_sharded_steps_are_named() -> None:
+    bf16 = scripts.sharded(torch.bfloat16, torch.bfloat16)
+    assert kinds(scripts.fsdp2, bf16) == ["reduced_in_16_bits"]
+    model = scripts.sharded()
+    assert kinds(scripts.fsdp2_rank_means, model) == ["rank_means"]
+    assert kinds(scripts.fsdp2_clipped_by_shard, model) == ["shard_clipped"]
+    wrapped = scripts.fsdp1()
+    check_gradient(scripts.fsdp2, wrapped, samples(), reference=make_model())
+    assert kinds(scripts.fsdp2_rank_means, wrapped, reference=make_model()) == ["rank_means"]

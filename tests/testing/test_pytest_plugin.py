@@ -1,0 +1,66 @@
+"""The pytest plugin, as another project uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from tests.torchrun import python, run
+
+PROJECT = """
+import os, time
+import pytest
+import torch
+import torch.distributed as dist
+
+class TestMethods:
+    @pytest.mark.ranks(2)
+    def test_method(self):
+        assert dist.get_world_size() == int(os.environ["WORLD_SIZE"]) == 2
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("summand", [1.0])
+def test_sum(summand, tmp_path):
+    assert tmp_path.is_dir()
+    total = torch.tensor(summand + dist.get_rank())
+    dist.all_reduce(total)
+    assert total == 3
+
+@pytest.mark.ranks(2)
+def test_fails():
+    if dist.get_rank() == 1:
+        print("before the failure")
+        raise ArithmeticError("the first cause")
+    dist.barrier()
+
+@pytest.mark.ranks(2, timeout=5)
+def test_hangs():
+    if dist.get_rank() == 0:
+        time.sleep(100)
+
+@pytest.mark.ranks(2)
+def test_dies():
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.barrier()
+
+def test_without_ranks():
+    assert not dist.is_initialized()
+"""
+
+
+def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
+    (tmp_path / "test_project.py").write_text(PROJECT)
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["distmp.testing.pytest_plugin"]\n')
+    result = run(
+        python("-m", "pytest", "-p", "no:cacheprovider", "--strict-markers", "."), tmp_path
+    )
+    shown = result.stdout
+    assert "3 failed, 3 passed" in shown
+    assert "ArithmeticError: the first cause\n\nbefore the failure" in shown
+    assert "rank 0 of 2: no end in 5 s" in shown
+    assert "in test_hangs" in shown
+    assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
+    left = [each for each in psutil.process_iter() if str(tmp_path) in " ".join(each.cmdline())]
+    assert psutil.wait_procs(left, timeout=10)[1] == []
