@@ -395,7 +395,7 @@ def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str
         p, split = each.summed(names), each.split
         terms, weights = slice(split.weights.size), split.weights.ravel()
         counts = np.linalg.lstsq(p.gram[terms, terms], p.inner[terms], rcond=1e-9)[0]
-        residual = max(0.0, 1 - counts @ p.inner[terms] / p.square) ** 0.5
+        residual = max(0.0, 1 - float(counts @ p.inner[terms]) / p.square) ** 0.5
         if residual > 1e-3 + 2 * p.noise:
             return None
         shares = counts * weights.sum()

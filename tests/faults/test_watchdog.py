@@ -203,7 +203,7 @@ def test_collective_and_count_of_blocked_rank(tmp_path: Path) -> None:
     thread.join()
     ((place, started),) = seen
     if rank == 0:
-        assert place.startswith("all_reduce (test_the_collective_of_a_blocked_rank_")
+        assert place.startswith("all_reduce (test_collective_and_count_of_blocked_rank")
         assert started == 2
     else:
         assert place == ""

@@ -62,5 +62,6 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     assert "rank 0 of 2: no end in 5 s" in shown
     assert "in test_hangs" in shown
     assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
-    left = [each for each in psutil.process_iter() if str(tmp_path) in " ".join(each.cmdline())]
+    running = psutil.process_iter(["cmdline"])  # None for a process that has ended meanwhile
+    left = [each for each in running if str(tmp_path) in " ".join(each.info["cmdline"] or [])]
     assert psutil.wait_procs(left, timeout=10)[1] == []
