@@ -31,10 +31,10 @@ from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
-from distmp.parallel.strategy import parameter_name
 from distmp.quantization import ProductFormats
 from distmp.utils.dtypes import local_values
 from distmp.utils.generators import generators_kept, seed_generators
+from distmp.utils.tensor_trees import parameter_name
 
 # `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and
 # returns its loss.

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World
-from distmp.engine.completed_steps import CompletedSteps, EngineCalls, EngineParts
+from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
@@ -26,6 +26,7 @@ from distmp.engine.observers import (
     StepObserver,
 )
 from distmp.engine.outcome import StepOutcome, advice
+from distmp.engine.parts import EngineCalls, EngineParts
 from distmp.engine.replays import Replays
 from distmp.engine.setup import LossFunction, set_up
 from distmp.engine.state import EngineState, TensorSpec
@@ -393,7 +394,7 @@ class Engine:
             ConfigError: On all ranks, if structure, dtypes or row shapes differ between ranks, or
                 `samples` does not fit `values`.
         """
-        from distmp.engine.gathering import gather_rows
+        from distmp.engine.evaluation import gather_rows
 
         with self._calls.call("gather"):
             return gather_rows(values, samples, self.world)

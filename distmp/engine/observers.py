@@ -17,10 +17,9 @@ from distmp.engine.setup import Setup
 from distmp.engine.step_checks import check_weight
 from distmp.errors import ConfigError, listed
 from distmp.parallel.global_mean import is_mean
-from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import dtype_word
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import checksum
+from distmp.utils.tensor_trees import checksum, parameter_name
 
 
 class StepObserver:

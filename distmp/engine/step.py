@@ -14,11 +14,11 @@ from torch import Tensor
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
 from distmp.distributed.world import World
-from distmp.engine.completed_steps import EngineParts
 from distmp.engine.divergence_guard import SpikeCheck
 from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.observers import StepObserver
 from distmp.engine.outcome import StepOutcome
+from distmp.engine.parts import EngineParts
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState, agree_on_nominal_weight
 from distmp.engine.step_checks import check_loss, explain_graph_errors

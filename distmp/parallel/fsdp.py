@@ -51,7 +51,6 @@ from distmp.parallel.strategy import (
     Strategy,
     broadcast_from_rank_zero,
     move_to,
-    parameter_name,
     sixteen_bit_parameters,
     store_parameters_in_fp32,
     trainable,
@@ -61,6 +60,7 @@ from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import is_dtensor
+from distmp.utils.tensor_trees import parameter_name
 
 # Number of first forward passes that check for replaced parameters, which costs host time.
 _WATCHED_FORWARDS = 16

@@ -16,9 +16,10 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.settings import ShardingConfig
-from distmp.parallel.strategy import parameter_name, refuse_shared_memory
+from distmp.parallel.strategy import refuse_shared_memory
 from distmp.precision.builders import fsdp2_policy
 from distmp.precision.policy import PrecisionPolicy
+from distmp.utils.tensor_trees import parameter_name
 
 HOOK = (
     "has a hook (Tensor.register_hook), which FSDP would not run, because it computes gradients of "

@@ -11,8 +11,9 @@ from distmp.errors import ConfigError
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
 from distmp.parallel import fsdp_internals
-from distmp.parallel.strategy import Strategy, parameter_name
+from distmp.parallel.strategy import Strategy
 from distmp.utils.dtypes import is_dtensor
+from distmp.utils.tensor_trees import parameter_name
 
 
 def place_shards(

@@ -24,6 +24,7 @@ from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization import LowPrecisionLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name, is_dtensor
+from distmp.utils.tensor_trees import parameter_name
 
 REBUILD = (
     "unlike when the engine was built; change a model before you build the engine, or build a new "
@@ -339,11 +340,6 @@ def broadcast_from_rank_zero(module: nn.Module, world: World) -> None:
         if tensor.is_meta:
             continue
         dist.broadcast(tensor.detach(), src=0, group=world.group)
-
-
-def parameter_name(name: str) -> str:
-    """Return the parameter name in the model, without the prefixes of `torch.compile` and FSDP1."""
-    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.precision.functions import functions_in_fp32
-from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
+from distmp.precision.keep import cast_buffers, keep_in_fp32, storage_dtypes
 from distmp.precision.notation import name_of
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import map_tensors
+from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy

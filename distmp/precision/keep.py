@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError, nearest
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
-from distmp.utils.tensor_trees import map_tensors
+from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 # Words for common kinds of modules. Each matches the last part of a module's name, or its class.
 _NAMES = {
@@ -210,11 +210,6 @@ def run_in_fp32(
     if output_dtype is not None:
         to_output = floating_point_cast(output_dtype)
         module.register_forward_hook(lambda _, args, output: map_tensors(to_output, output))
-
-
-def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function that casts floating-point tensors and returns others unchanged."""
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _inputs_in_fp32(_: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, rank_names, ranks_by_value
 from distmp.testing import classify
 from distmp.testing.check import WANTED, in_no_optimizer
-from distmp.testing.gradients import full_gradients, full_state, gather, is_fsdp1, named_parameters
+from distmp.testing.gradients import full_gradients, full_state, is_fsdp1, named_parameters
 from distmp.testing.measure import measured
 from distmp.testing.reference import DefaultLoss, LossSum, Reference, recorded_forwards
 from distmp.utils.dtypes import dtype_name
@@ -168,7 +169,7 @@ class Audit:
 
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
-        counts = gather((len(self._steps), self._skips))
+        counts = Ranks(None).gather((len(self._steps), self._skips))
         found, undecided = [*in_no_optimizer(self._model, self._optimizer)], []
         if len(set(counts)) > 1:
             text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
@@ -181,7 +182,7 @@ class Audit:
                 found += self._same_inputs()
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 undecided.append(f"gradients could not be computed again: {error}")
-        of_ranks = gather((found, undecided))
+        of_ranks = Ranks(None).gather((found, undecided))
         combined = classify.over_ranks([each for each, _ in of_ranks])
         undecided = [*dict.fromkeys(text for _, texts in of_ranks for text in texts)]
         mismatches = {str(each): each.kind for each in combined}
@@ -196,7 +197,7 @@ class Audit:
         """Report ranks with the same inputs in every step, as without a distributed sampler."""
         found: list[float] = []
         map_tensors(lambda each: found.append(_fingerprint(each)), [s.inputs for s in self._steps])
-        by_inputs = ranks_by_value(dict(enumerate(map(tuple, gather(found)))))
+        by_inputs = ranks_by_value(dict(enumerate(map(tuple, Ranks(None).gather(found)))))
         for inputs, ranks in by_inputs.items():
             if inputs and len(ranks) > 1:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
@@ -206,7 +207,7 @@ class Audit:
         reference = Reference(self._model, loss_sum)
         reference.set_modes(self._model)
         for number, step in enumerate(self._steps):
-            by_rank = gather((step.inputs, step.generators))
+            by_rank = Ranks(None).gather((step.inputs, step.generators))
             reference.state = step.state
             own, exact = reference.replay(by_rank, self._record)
             weights = np.array(own.weights).reshape(len(by_rank), -1)

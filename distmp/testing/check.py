@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError
 from distmp.testing import classify
-from distmp.testing.gradients import full_gradients, gather, named_parameters
+from distmp.testing.gradients import full_gradients, named_parameters
 from distmp.testing.measure import measured
 from distmp.testing.reference import DefaultLoss, Gradients, LossSum, Reference, recorded_forwards
 from distmp.testing.splits import Split, collated, make_splits
@@ -89,7 +90,9 @@ def check_gradient(
     absent = [] if optimizer is None else [*in_no_optimizer(model, optimizer)]
     for sample_means in (weights == "samples", True):
         results = [check.run(split, sample_means=sample_means) for split in splits]
-        found = classify.over_ranks(gather([*classify.diagnose(results, wanted), *absent]))
+        found = classify.over_ranks(
+            Ranks(None).gather([*classify.diagnose(results, wanted), *absent])
+        )
         # Gradients of single samples take time, and explain nothing that is already explained.
         if sample_means or not {"weighted", "unexplained"} & {each.kind for each in found}:
             break
@@ -134,7 +137,7 @@ class _Check:
         given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
         gradients = full_gradients(self.model, given)
         self.reference.set_modes(self.model)
-        by_rank = [*zip(batches, gather(record.generators), strict=True)]
+        by_rank = [*zip(batches, Ranks(None).gather(record.generators), strict=True)]
         own, exact = self.reference.replay(by_rank, record)
         means = self._sample_means(split, own) if sample_means else {}
         weights = own.weights

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from distmp.errors import ConfigError
 from distmp.utils.dtypes import is_dtensor
+from distmp.utils.tensor_trees import parameter_name
 
 # Attribute with the wrapped module, by class of the wrapper. By name, because most of them belong
 # to libraries that are not imported.
@@ -24,7 +23,6 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "_FabricModule": "_forward_module",
 }
-_PREFIXES = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -36,7 +34,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def plain_name(name: str) -> str:
     """Return the name of a module, parameter or buffer in the plain model."""
-    return _PREFIXES.sub("", name)
+    return parameter_name(name).replace("_checkpoint_wrapped_module.", "")
 
 
 def is_fsdp1(model: nn.Module) -> bool:
@@ -158,12 +156,3 @@ def _copied(tensor: Tensor | None, done: dict[int, Any]) -> Tensor | None:
         parameter = nn.Parameter(full, tensor.requires_grad)
         done[id(tensor)] = parameter if isinstance(tensor, nn.Parameter) else full
     return None if tensor is None else done[id(tensor)]
-
-
-def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order; of one process without a process group."""
-    if not dist.is_available() or not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.testing.gradients import full_state, named_parameters, plain_copy, plain_name, unwrapped
-from distmp.utils.tensor_trees import map_tensors
+from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 # Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
@@ -244,7 +244,7 @@ def _padded(values: Sequence[Any], count: int) -> list[Any]:
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, batch)
+    return map_tensors(floating_point_cast(dtype), batch)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,16 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, function, tree)
 
 
+def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return a function that casts floating-point tensors and returns others unchanged."""
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def parameter_name(name: str) -> str:
+    """Return the parameter name in the model, without the prefixes of `torch.compile` and FSDP1."""
+    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
+
+
 class HeldTensor(NamedTuple):
     """A parameter or buffer under one of its names.
 

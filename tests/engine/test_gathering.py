@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from distmp.distributed.world import World
-from distmp.engine.gathering import _once_in_order, gather_rows
+from distmp.engine.evaluation import _once_in_order, gather_rows
 from distmp.errors import ConfigError
 from tests.ranks import ranks
 from tests.reference import make_engine

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.commands.explain.types import NO_MODULE, ModuleGroup, group_name
-from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization import LowPrecisionLayers
 from distmp.quantization.operands import Operand
 from distmp.quantization.products import Product
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.tensor_trees import parameter_name
 
 # Operations whose inputs show in which dtype a module computes, by kind.
 OPERATIONS = {

@@ -24,7 +24,6 @@ from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, re
 from distmp.precision.builders import refuse_low_precision_matmuls
 from distmp.precision.keep import (
     cast_buffers,
-    floating_point_cast,
     keep_in_fp32,
     product_switches,
     storage_dtypes,
@@ -33,7 +32,7 @@ from distmp.precision.notation import LIGHTNING_POLICIES
 from distmp.precision.policy import dtype_word
 from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name, is_dtensor
-from distmp.utils.tensor_trees import map_tensors
+from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 logger = logging.getLogger("distmp")
 

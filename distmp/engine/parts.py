@@ -1,0 +1,158 @@
+"""What the methods of an engine share: its parts, and the guard of calls that all ranks make."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from distmp.distributed.compare_ranks import (
+    describe_model,
+    describe_param_groups,
+    hyperparameters,
+    raise_difference,
+)
+from distmp.distributed.ranks import explain_lost_peers
+from distmp.distributed.roll_call import RollCall
+from distmp.distributed.world import World
+from distmp.engine.observers import EvaluationMode
+from distmp.engine.setup import Setup
+from distmp.engine.state import EngineState
+from distmp.errors import TrainingError
+from distmp.precision.builders import autocast_off
+
+_numbers = itertools.count(1)
+
+
+class EngineCalls:
+    """Guards the public methods of an engine that all ranks call together.
+
+    Args:
+        world: The ranks.
+        model: The model of the engine; calls of its `load_state_dict` are counted.
+
+    Attributes:
+        number: Number of the engine, from 1, among the multi-rank engines of this process; 0 for an
+            engine of a single process. Ranks compare it to detect calls of different engines.
+        counts: Number of calls on this rank of each method that changes the training state. Ranks
+            compare these numbers in every step.
+    """
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self.counts = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
+        self.number = 0 if world.group is None else next(_numbers)
+        self._of_which = f" of engine {self.number}" if self.number > 1 else ""
+        self._world = world
+        self._roll_call = RollCall(world)
+        self._current = ""
+        self._failures = 0
+        self._failure: BaseException | None = None
+        model.register_load_state_dict_post_hook(partial(_count, self.counts))
+
+    @contextmanager
+    def call(self, name: str, *, waits: bool = True) -> Iterator[None]:
+        """Make a call that all ranks make together.
+
+        Args:
+            name: Name of the method.
+            waits: Wait until all ranks have made the call.
+
+        Raises:
+            TrainingError: Inside another call; after a call that failed on some ranks only; or if
+                another rank makes a different call.
+            LostPeerError: If another rank has ended or does not answer.
+        """
+        if self._current:
+            raise TrainingError(
+                f"engine.{name}() was called inside of engine.{self._current}(), for example by "
+                "the loss function; call it after that has returned"
+            )
+        self._current = name
+        try:
+            with (
+                explain_lost_peers(self._world.group, f"engine.{name}()"),
+                autocast_off(self._world.device),
+            ):
+                if self._failure is not None:
+                    self._roll_call.check_failed_everywhere(self._failures, self._failure)
+                    self._failure = None
+                if waits:
+                    self._roll_call.wait_for_all(f"engine.{name}(){self._of_which}")
+                else:
+                    self._roll_call.count(f"engine.{name}(){self._of_which}")
+                yield
+        except BaseException as error:
+            self._failure = error
+            self._failures += 1
+            raise
+        finally:
+            self._current = ""
+
+    def count(self, name: str) -> None:
+        """Count a call that does not wait for other ranks."""
+        self._roll_call.count(f"engine.{name}(){self._of_which}")
+
+
+def _count(counts: dict[str, int], module: nn.Module, keys: object) -> None:
+    """Count a state loaded into a model; the hook holds no reference to the engine."""
+    counts["model.load_state_dict"] += 1
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of an engine that its methods share.
+
+    Attributes:
+        setup: The model, its strategy and its optimizer.
+        state: The numbers of the engine.
+        calls: The calls that the ranks make together.
+        modes: Which parts of the model are in evaluation mode.
+    """
+
+    setup: Setup
+    state: EngineState
+    calls: EngineCalls
+    modes: EvaluationMode
+
+    def step_settings(self) -> object:
+        """Return the settings of a step, without values of the device; () on a single rank."""
+        updates = self.setup.updates
+        if self.setup.world.world_size == 1:
+            return ()
+        return (
+            self.calls.number,
+            self.calls.counts,
+            self.state.max_norm,
+            self.state.nominal_weight,
+            hyperparameters(updates.optimizer),
+            updates.learning_rates.planned(updates.max_applied),
+            [parameter.requires_grad for parameter in self.setup.strategy.model.parameters()],
+            self.modes.evaluating(),
+        )
+
+    def raise_difference(self) -> None:
+        """Raise because ranks took a step with different settings; every rank has to call it.
+
+        Raises:
+            ConfigError: On all ranks, naming a setting.
+        """
+        with explain_lost_peers(self.setup.world.group):
+            raise_difference(self.setup.world.group, self._described())
+
+    def _described(self) -> dict[str, str]:
+        """Return the settings as text by name, for a comparison between ranks."""
+        updates = self.setup.updates
+        return {
+            "engine": str(self.calls.number),
+            "max_norm": repr(self.state.max_norm),
+            "nominal_weight": repr(self.state.nominal_weight),
+            **describe_param_groups(updates.optimizer),
+            "schedule": repr(updates.learning_rates.planned(updates.max_applied)),
+            "modules in evaluation mode": ", ".join(self.modes.evaluating()),
+            **describe_model(self.setup.strategy.model),
+            **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
+        }
