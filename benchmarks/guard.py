@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from benchmarks.device import CPU
 from benchmarks.loops import BF16
 from benchmarks.peers import started
 from benchmarks.ranks import take_turns
-from benchmarks.report import DIRECTORY, RESULTS, machine, save, sized
+from benchmarks.report import RECORDS, RESULTS, machine, save, sized
 from distmp.precision.notation import native_dtypes
 
 PEERS = {"ddp": "torch DDP", "fsdp": "FSDP2 by hand"}
@@ -38,7 +37,6 @@ def main() -> int:
     rounds = options.parse_args().rounds
     dtype = "bf16" if BF16 in native_dtypes(CPU) else "fp32"
     name = f"guard-{dtype}-cpu"
-    records = os.environ.get(DIRECTORY) == str(RESULTS)
     limits = dict.fromkeys(PEERS, 1.0)
     if (path := RESULTS / f"{name}.json").exists():
         limits |= json.loads(path.read_text())["ratios"]
@@ -51,7 +49,7 @@ def main() -> int:
                 f"{strategy} {dtype}: {ratio:.3g} of {PEERS[strategy]}, recorded {recorded:.3g}; "
                 f"{faults:+,} page faults per step, at most {MORE_FAULTS:+,}"
             )
-            if records or (ratio <= recorded + MARGIN and faults <= MORE_FAULTS):
+            if RECORDS or (ratio <= recorded + MARGIN and faults <= MORE_FAULTS):
                 break
         else:
             slower.append(strategy)

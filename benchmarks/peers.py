@@ -19,7 +19,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -48,7 +48,7 @@ from benchmarks.loops import (
     Work,
 )
 from benchmarks.ranks import RankError, Ranks, elapsed_together, is_rank, serve, take_turns
-from benchmarks.report import machine, save
+from benchmarks.report import RECORDS, machine, save
 from benchmarks.tables import steps
 from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks
@@ -260,6 +260,8 @@ def main() -> int:
     if is_rank():
         return serve(lambda method, world: Rank(**json.loads(method), device=world.device).answer)
     arguments = _arguments()
+    if RECORDS:
+        check_installed(arguments.races)
     device = arguments.device.type
     references: dict[str, list[float]] = {}
     result: dict[str, Any] = {
@@ -283,6 +285,21 @@ def main() -> int:
     print(steps.peers(result).splitlines()[-1])
     print(f"saved to {path}")
     return 0
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Refuse to record races without a peer that was only not installed.
+
+    Raises:
+        SystemExit: With the modules that are missing.
+    """
+    entrants = [entrant for name in names for entrant in RACES[name].entrants.values()]
+    modules = {entrant.module for entrant in entrants if not entrant.absent}
+    if missing := sorted(module for module in modules if find_spec(module) is None):
+        raise SystemExit(
+            f"a recorded race has all peers, and {', '.join(missing)} is not installed; "
+            "run pip install --constraint constraints.txt '.[peers]'"
+        )
 
 
 def _arguments() -> argparse.Namespace:

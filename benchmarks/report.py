@@ -22,6 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 DIRECTORY, SMOKE = "BENCHMARKS_DIRECTORY", "BENCHMARKS_SMOKE"
 # Where a run saves its results.
 RUNS = Path(os.environ.get(DIRECTORY, RESULTS.parent.parent / "build" / "benchmarks"))
+RECORDS = RUNS == RESULTS
 
 Value = TypeVar("Value")
 

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from benchmarks import figures, races
 from benchmarks.loops import MAX_NORM, RATE, Alone, Loop, TorchDDP, Work
-from benchmarks.peers import RACES, STEPS, computing_dtype
+from benchmarks.peers import RACES, STEPS, check_installed, computing_dtype
 from benchmarks.tables import steps
 from distmp.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from distmp.models.settings import ModelConfig
@@ -247,3 +247,12 @@ def others_on_cpus() -> None:
     strategy = fabric.strategies.ModelParallelStrategy(lambda model, mesh: model)
     with pytest.raises(ValueError, match=r"does not support .*16-mixed"):
         fabric.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="16-mixed")
+
+
+def test_races_are_not_recorded_without_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.peers.find_spec", lambda name: None if name == "gone" else 1)
+    check_installed(list(RACES))
+    entrants = {"a": next(iter(RACES["ddp fp32"].entrants.values()))._replace(module="gone")}
+    monkeypatch.setitem(RACES, "ddp fp32", RACES["ddp fp32"]._replace(entrants=entrants))
+    with pytest.raises(SystemExit, match="gone is not installed"):
+        check_installed(["ddp fp32"])
