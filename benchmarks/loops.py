@@ -24,7 +24,7 @@ from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks
 
 MICROBATCHES, VOCABULARY = 4, 258
-RATE, MAX_NORM = 1e-3, 1.0
+MAX_NORM = 1.0
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -47,6 +47,11 @@ class Work(NamedTuple):
     def tokens(self) -> int:
         """Number of tokens per rank and step."""
         return MICROBATCHES * self.samples * self.length
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: the larger models of GPUs diverge with that of CPUs."""
+        return 1e-3 if self.device.type == "cpu" else 1e-4
 
     def build(self) -> nn.Module:
         """Return the model, the same on every rank."""
@@ -94,7 +99,7 @@ class Loop(ABC):
 
     def adamw(self) -> torch.optim.Optimizer:
         """Return an optimizer for the current parameters."""
-        return torch.optim.AdamW(self.model.parameters(), RATE, fused=True)
+        return torch.optim.AdamW(self.model.parameters(), self.work.rate, fused=True)
 
 
 class Alone(Loop):
@@ -164,7 +169,7 @@ class TorchZero(TorchDDP):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(
-            self.model.parameters(), torch.optim.AdamW, lr=RATE, fused=True
+            self.model.parameters(), torch.optim.AdamW, lr=self.work.rate, fused=True
         )
 
 
@@ -339,7 +344,7 @@ class Distmp(Loop):
         self._engine = Engine(
             self.model,
             next_token_loss,
-            lambda named: torch.optim.AdamW(named, RATE, fused=True),
+            lambda named: torch.optim.AdamW(named, work.rate, fused=True),
             policy=policy,
             strategy=strategy,
             max_norm=MAX_NORM,

@@ -85,8 +85,10 @@ class Ranks:
         """
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(order + "\n")
-            process.stdin.flush()
+            # A rank that has ended has no answer, below.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(order + "\n")
+                process.stdin.flush()
         answers = [self._answer(process) for process in self._processes]
         for answer in answers:
             if "problem" in answer:

@@ -155,10 +155,13 @@ def _agent(jobs: list[Job], directory: Path, variables: dict[str, str], path: li
 
 
 def _run(job: Job, directory: Path) -> dict[int, int]:
+    import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # torch cannot use a real GPU in a process that was forked.
+    real = torch.cuda.is_available() and "FAKE_CUDA_DEVICES" not in os.environ
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -170,7 +173,7 @@ def _run(job: Job, directory: Path) -> dict[int, int]:
         local_addr="localhost",
         max_restarts=job.max_restarts,
         monitor_interval=0.05,
-        start_method="fork",
+        start_method="spawn" if real else "fork",
         logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs"), redirects=Std.ALL),
     )
     try:

@@ -9,10 +9,12 @@ model built on the meta device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from distmp.errors import ConfigError
 from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
@@ -181,21 +183,19 @@ class Attention(nn.Module):
 
         Args:
             x: Residual stream after the norm, [batch, time, dimension].
-            cosine: Cosines of the rotary angles, FP32 [time, 1, dimension / heads]; see
+            cosine: Cosines of the rotary angles, FP32 [time, 1, dimension / heads / 2]; see
                 `rotary_tables`.
-            sine: Signed sines of the rotary angles, with the same shape and dtype.
+            sine: Sines of the rotary angles, with the same shape and dtype.
         """
         batch, time, dimension = x.shape
         parts = self.query_key_value(x).view(batch, time, self.heads + 2 * self.groups, -1)
-        query_key, value = parts.split((self.heads + self.groups, self.groups), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = query_key.split((self.heads, self.groups), dim=2)
-            query_key = torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
-        query_key = rotate(query_key, cosine, sine).transpose(1, 2)
-        query, key = query_key.split((self.heads, self.groups), dim=1)
+            query, key, value = parts.split((self.heads, self.groups, self.groups), dim=2)
+            parts = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=2)
+        query, key, value = rotate(parts, self.groups, cosine, sine)
         mixed = F.scaled_dot_product_attention(
-            query,
-            key,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
             value.transpose(1, 2),
             is_causal=True,
             enable_gqa=self.groups != self.heads,
@@ -298,7 +298,7 @@ def project(
 
 
 def rotary_tables(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return the tables of rotary positions: cosine, and sine with the signs of a rotation.
+    """Return the tables of rotary positions: cosines and sines.
 
     They are computed in each forward, which costs little compared to one block. A buffer would be
     rounded by `model.to(torch.bfloat16)`, so that positions beyond 256 would coincide.
@@ -309,26 +309,70 @@ def rotary_tables(positions: Tensor, width: int, base: float) -> tuple[Tensor, T
         base: Approximate ratio of the longest to the shortest wavelength.
 
     Returns:
-        Two FP32 tensors [..., time, 1, width]. Both halves of the last dimension hold the same
-        angles.
+        Two FP32 tensors [..., time, 1, width / 2].
     """
     pairs = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
     frequencies = base ** (-pairs / width)
     angles = positions[..., None, None].float() * frequencies
-    cosine, sine = angles.cos(), angles.sin()
-    return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+    return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + width / 2]) by the angle of its position.
+def rotate(
+    parts: Tensor, groups: int, cosine: Tensor, sine: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split heads, and rotate those of queries and keys by the angles of their positions.
+
+    A rotation is one of each pair (x[i], x[i + width / 2]).
 
     Args:
-        x: Queries or keys, [batch, time, heads, width].
-        cosine: Cosines, FP32 [..., time, 1, width].
-        sine: Signed sines, with the same shape and dtype.
+        parts: Heads of queries, keys and values, [batch, time, heads + 2 groups, width].
+        groups: Number of heads of keys, and of values.
+        cosine: Cosines, FP32 [..., time, 1, width / 2].
+        sine: Sines, with the same shape and dtype.
 
     Returns:
-        The rotated tensor, with shape and dtype of `x`.
+        Rotated queries and keys, and values, with the dtype of `parts`.
     """
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine.to(x.dtype) + torch.cat((second, first), dim=-1) * sine.to(x.dtype)
+    cosine, sine = cosine.to(parts.dtype), sine.to(parts.dtype)
+    if not torch.compiler.is_compiling():
+        heads: tuple[Tensor, Tensor, Tensor] = _Rotation.apply(parts, groups, cosine, sine)
+        return heads
+    # The compiler makes one kernel of these.
+    first, second = parts[:, :, :-groups].chunk(2, dim=-1)
+    halves = (first * cosine - second * sine, second * cosine + first * sine)
+    rotated = torch.cat(halves, dim=-1)
+    return rotated[:, :, :-groups], rotated[:, :, -groups:], parts[:, :, -groups:]
+
+
+class _Rotation(torch.autograd.Function):
+    """Computes `rotate` without the copies of `torch.cat`, in forward and in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parts: Tensor, groups: int, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cosine, sine)
+        rotated = parts.new_empty(parts[:, :, :-groups].shape)
+        _rotate_into(rotated, parts[:, :, :-groups], cosine, sine, 1)
+        return rotated[:, :, :-groups], rotated[:, :, -groups:], parts[:, :, -groups:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        cosine, sine = ctx.saved_tensors
+        heads = [gradient.shape[2] for gradient in (query, key, value)]
+        batch, time, _, width = query.shape
+        result = query.new_empty(batch, time, sum(heads), width)
+        of_query, of_key, of_value = result.split(heads, dim=2)
+        _rotate_into(of_query, query, cosine, sine, -1)
+        _rotate_into(of_key, key, cosine, sine, -1)
+        of_value.copy_(value)
+        return result, None, None, None
+
+
+def _rotate_into(result: Tensor, x: Tensor, cosine: Tensor, sine: Tensor, direction: int) -> None:
+    (first, second), (of_first, of_second) = x.chunk(2, dim=-1), result.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=of_first).addcmul_(second, sine, value=-direction)
+    torch.mul(second, cosine, out=of_second).addcmul_(first, sine, value=direction)

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from benchmarks import figures, races
-from benchmarks.loops import MAX_NORM, RATE, Alone, Loop, TorchDDP, Work
+from benchmarks.loops import MAX_NORM, Alone, Loop, TorchDDP, Work
 from benchmarks.peers import RACES, STEPS, check_installed, computing_dtype
 from benchmarks.tables import steps
 from distmp.distributed.collectives import all_gather, all_reduce, reduce_scatter
@@ -43,7 +43,7 @@ class Unsynchronised(TorchDDP):
 class AnotherOptimizer(TorchDDP):
     def __init__(self, work: Work) -> None:
         super().__init__(work, None)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), RATE)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), TINY.rate)
 
 
 def trained(loop: Loop) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def train_alone() -> list[float]:
 def losses_in_float64() -> list[float]:
     """Train in float64 on all tokens of both ranks in one batch."""
     model = TINY.build().double()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), TINY.rate)
     batches = [*TINY.microbatches(0), *TINY.microbatches(1)]
     inputs, targets = (torch.cat([one[key] for one in batches]) for key in ("inputs", "targets"))
     losses = []

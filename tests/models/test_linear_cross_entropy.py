@@ -17,11 +17,13 @@ from tests.torchrun import python, run
 ROWS = 2 * MIN_ROWS + 37  # three parts, the last one smaller
 
 
-def case(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+def case(
+    dtype: torch.dtype = torch.float32, rows: int = ROWS, vocabulary: int = 1000
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, 24, generator=generator).to(dtype)
-    weight = (torch.randn(1000, 24, generator=generator) / 3).to(dtype)
-    targets = torch.randint(1000, (rows,), generator=generator)
+    weight = (torch.randn(vocabulary, 24, generator=generator) / 3).to(dtype)
+    targets = torch.randint(vocabulary, (rows,), generator=generator)
     targets[::7] = IGNORED
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
@@ -73,6 +75,23 @@ def test_errors_do_not_exceed_those_of_full_logits(dtype: torch.dtype, scale: fl
     for whole, in_parts in zip(*errors, strict=True):
         # In 16 bits, the product of each part is rounded, and then their sum.
         assert in_parts <= 1.3 * whole + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [1000, 1003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gpu_sums_the_gradient_of_the_weight_in_fp32(dtype: torch.dtype, vocabulary: int) -> None:
+    hidden, weight, targets = case(dtype, vocabulary=vocabulary)
+    expected = exact(hidden, weight, targets, 2.0**10)
+    hidden, weight = (each.detach().cuda().requires_grad_() for each in (hidden, weight))
+    loss = linear_cross_entropy(hidden, weight, targets.cuda())
+    (2.0**10 * loss).backward()
+    assert weight.grad is not None
+    assert (weight.grad.dtype, weight.grad.shape) == (dtype, weight.shape)
+    # The gradient of the logits is rounded once, and the sum of products once.
+    limit = max(2 * torch.finfo(dtype).eps, 1e-6)
+    for found, right in zip((loss, hidden.grad, weight.grad), expected, strict=True):
+        assert error(found.cpu(), right) < limit
 
 
 def test_small_fp16_gradients_are_exact() -> None:

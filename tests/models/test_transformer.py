@@ -126,11 +126,32 @@ def test_logits_agree_with_reference(options: dict[str, Any]) -> None:
 
 def test_rotation_agrees_with_complex_numbers_at_large_positions() -> None:
     cosine, sine = rotary_tables(torch.arange(3000), 8, 10_000.0)
-    x = torch.randn(1, 3000, 2, 8, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, cosine, sine)
+    x = torch.randn(1, 3000, 4, 8, generator=torch.Generator().manual_seed(0))
+    query, key, value = rotate(x, 1, cosine, sine)
+    assert torch.equal(value, x[:, :, 3:])
     for position in (0, 1, 255, 257, 2999):
-        expected = reference_rotation(x[0, position, 1].double(), position, 10_000.0)
-        torch.testing.assert_close(turned[0, position, 1].double(), expected, rtol=0, atol=2e-3)
+        for head, turned in ((1, query[0, position, 1]), (2, key[0, position, 0])):
+            expected = reference_rotation(x[0, position, head].double(), position, 10_000.0)
+            torch.testing.assert_close(turned.double(), expected, rtol=0, atol=2e-3)
+
+
+def test_rotation_has_the_gradient_of_its_values() -> None:
+    cosine, sine = rotary_tables(torch.arange(3), 6, 100.0)
+    x = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
+    # FP32 tables are the same numbers in both.
+    assert torch.autograd.gradcheck(lambda x: rotate(x, 1, cosine, sine), x)
+
+
+def test_compiled_rotation_agrees() -> None:
+    cosine, sine = rotary_tables(torch.arange(3), 6, 100.0)
+    x = torch.randn(2, 3, 5, 6, requires_grad=True)
+    found = torch.compile(rotate, backend="aot_eager", fullgraph=True)(x, 2, cosine, sine)
+    expected = rotate(x, 2, cosine, sine)
+    torch.testing.assert_close(found, expected)
+    weights = [torch.randn_like(part) for part in found]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, x, weights), torch.autograd.grad(expected, x, weights)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -145,8 +166,8 @@ def test_16_bit_parameters_do_not_round_angles(dtype: torch.dtype) -> None:
         -torch.arange(0, 8, 2, dtype=torch.float64) / 8
     )
     cosine, sine = (table[:, 0].double() for table in seen)
-    torch.testing.assert_close(cosine, angles.cos().repeat(1, 2), rtol=0, atol=1e-4)
-    torch.testing.assert_close(sine, torch.cat((-angles.sin(), angles.sin()), 1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(cosine, angles.cos(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(sine, angles.sin(), rtol=0, atol=1e-4)
 
 
 # --- norm ---

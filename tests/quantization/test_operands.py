@@ -114,7 +114,11 @@ def test_operand_statistics_agree_with_values(scaling: str, name: str) -> None:
 def _agree(a: Operand, b: Operand) -> None:
     exact = emulated_product(a, b)
     kernel = scaled_product(a, b).float()
-    if a.outer.numel() > 1:  # this kernel rounds to bfloat16
+    if kernel.is_cuda:
+        # Tensor cores of Hopper sum some products with fewer bits than FP32.
+        rounding = 2.0**-9 if a.outer.numel() > 1 else 0.0
+        assert (kernel - exact).norm() <= (2.0**-11 + rounding) * exact.norm()
+    elif a.outer.numel() > 1:  # this kernel rounds to bfloat16
         exact = exact.bfloat16().float()
         difference = (kernel - exact).abs()
         # A sum in another order may fall on the other side of a tie.

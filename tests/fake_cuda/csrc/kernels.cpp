@@ -607,8 +607,16 @@ void poison(const at::Tensor& host) {
   }
 }
 
+// CPUs have no kernel of it.
+at::Tensor& addmm_of_16_bits(const at::Tensor& self, const at::Tensor& left, const at::Tensor& right,
+                             at::ScalarType dtype, const at::Scalar& beta, const at::Scalar& alpha,
+                             at::Tensor& result) {
+  return result.copy_(at::addmm(self.to(dtype), left.to(dtype), right.to(dtype), beta, alpha));
+}
+
 TORCH_LIBRARY_IMPL(aten, CPU, library) {
   library.impl("_fused_rms_norm_backward", rms_norm_backward);
+  library.impl("addmm.dtype_out", addmm_of_16_bits);
 }
 
 }  // namespace fake_cuda
