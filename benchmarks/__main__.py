@@ -35,6 +35,7 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
+    "first_steps": Benchmark(("--size=1m",), nightly=False),
     "quickstart": Benchmark((*ONE_ROUND, "--steps=3")),
     "step_tail": Benchmark(
         (*ONE_ROUND, "--elements=65536", "--parameter-size=4096"), nightly=False

@@ -122,7 +122,7 @@ def _command(job: Job, outcomes: Path) -> list[str]:
     command = [sys.executable, "-m", *job.arguments]
     if job.has_tests:
         # Stacks of a test that seems to hang, before its time limit.
-        command += ["-o", "faulthandler_timeout=60", "-p", "pytest_timeout"]
+        command += ["-o", "faulthandler_timeout=60", "-p", "pytest_timeout", "-p", "xdist.plugin"]
         command += ["-p", Outcomes.__module__, f"--outcomes={outcomes}"]
     return command
 

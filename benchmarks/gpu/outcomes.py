@@ -26,7 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the writer of the file."""
-    if (path := config.getoption("--outcomes")) is not None:
+    path = config.getoption("--outcomes")
+    # Workers report to the process that started them.
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Writer(path))
 
 

@@ -21,6 +21,7 @@ NEEDED = (
     "hypothesis",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
 )
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "build" / "gpu-packages"

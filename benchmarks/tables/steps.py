@@ -48,6 +48,34 @@ def step_tail(result: dict[str, Any]) -> str:
     )
 
 
+def first_steps(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.first_steps` and a line on its machine."""
+    loops = result["loops"]
+    rows: list[dict[str, object]] = [
+        {
+            f"loop, {result['size']}": name,
+            "ms a step": Spread.of([1000 * one for one in found["seconds"]]),
+            "peak memory, MB": f"{found['memory'] / 1e6:,.0f}",
+            "loss": f"{found['loss']:.4f}",
+        }
+        for name, found in loops.items()
+    ]
+    count = len(next(iter(loops.values()))["seconds"])
+    return (
+        f"{table(rows)}\n\nMedian (min to max) of {count} steps of {result['tokens']:,} tokens on "
+        f"{result['ranks']} ranks; one loop after the other. {machine_line(result)}"
+    )
+
+
+def first_steps_line(name: str, result: dict[str, Any]) -> str:
+    """Return a line about a loop of `benchmarks.first_steps`."""
+    found = result["loops"][name]
+    seconds = Spread.of(found["seconds"]).median
+    speed = f"{1000 * seconds:,.1f} ms a step, {result['tokens'] / seconds:,.0f} tokens/s"
+    work = f"{result['flops'] / seconds / 1e12:,.1f} TFLOP/s, {found['memory'] / 1e6:,.0f} MB"
+    return f"{name}: {speed}, {work}, loss {found['loss']:.4f}"
+
+
 def host_cost(result: dict[str, Any]) -> str:
     """Return the table of `benchmarks.host_cost` and a line on its machine."""
     rows: list[dict[str, object]] = [

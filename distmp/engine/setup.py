@@ -199,7 +199,8 @@ def set_up(
     if layers is not None and config.precision_phases:
         phases = PhaseSchedule(layers, policy, config.precision_phases, quiet=world.rank != 0)
     if layers is not None and world.rank == 0:
-        log_formats(layers, policy, world.device)
+        compiled = config.parallel is not None and config.parallel.compile != "none"
+        log_formats(layers, policy, world.device, compiled=compiled)
     return Setup(
         config,
         world,

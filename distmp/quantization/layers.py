@@ -182,17 +182,27 @@ def formats_record(layers: LowPrecisionLayers) -> dict[str, Any]:
     }
 
 
-def log_formats(layers: LowPrecisionLayers, policy: PrecisionPolicy, device: torch.device) -> None:
-    """Log the formats of low-precision matmuls; a warning if a GPU emulates them.
+def log_formats(
+    layers: LowPrecisionLayers, policy: PrecisionPolicy, device: torch.device, *, compiled: bool
+) -> None:
+    """Log the formats of low-precision matmuls; a warning if they are slow on a GPU.
 
     Args:
         layers: The layers with low-precision matmuls.
         policy: The policy.
         device: Device of the model.
+        compiled: Whether the engine compiles the model.
     """
-    slow = device.type != "cpu" and layers.is_emulated
-    level = logging.WARNING if slow else logging.INFO
+    on_gpu = device.type != "cpu"
+    level = logging.WARNING if on_gpu and layers.is_emulated else logging.INFO
     logger.log(level, "precision %s: %s", policy.name, describe_formats(layers))
+    if on_gpu and not compiled and not layers.is_emulated:
+        # Each operation of the rounding launches a kernel, which reads and writes all values.
+        logger.warning(
+            "precision %s is slower than bf16 without a compiler (six times on an H200): set "
+            "parallel.compile to 'blocks', unless you compile the model yourself",
+            policy.name,
+        )
 
 
 def _formats(formats: ProductFormats) -> str:

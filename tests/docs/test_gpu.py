@@ -42,12 +42,11 @@ def test_packages_on_page_agree_with_needed() -> None:
     assert f"`{TARGET.relative_to(ROOT)}`" in PAGE
 
 
-def test_table_claims_no_run_on_real_device() -> None:
-    """Change this test with the first result of a real device."""
-    assert not list((ROOT / "benchmarks" / "results").glob("*-cuda.json"))
+def test_table_names_every_part_that_no_real_device_ran() -> None:
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \|$", table(), flags=re.MULTILINE)
     assert len(rows) > 8
-    assert set(rows[1:]) == {"never run", "does not exist"}
+    known = ("one rank", "one GPU", "never run", "does not exist")
+    assert all(row.startswith(known) for row in rows[1:])
     cuda = torch.device("cuda")
     with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
         kernels = {each: choose_product(each, cuda) for each in SCALINGS}

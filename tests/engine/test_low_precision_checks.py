@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from distmp.engine import Engine
 from distmp.errors import ConfigError
-from distmp.quantization.layers import describe_formats, formats_record
+from distmp.precision import policy
+from distmp.quantization.layers import describe_formats, formats_record, log_formats
 from tests.reference import fused_adamw
 
 WIDTH = 32
@@ -114,6 +115,17 @@ def test_formats_of_layers_are_described(caplog: pytest.LogCaptureFixture) -> No
         "low_precision": ["layers.0", "layers.1"],
         "high_precision": {"head": "hp=head"},
     }
+
+
+def test_gpu_without_a_compiler_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    layers = make_engine(Model(1), "fp8").low_precision_matmuls.layers
+    assert layers is not None
+    layers.is_emulated = False
+    cases = (("cuda", False, True), ("cuda", True, False), ("cpu", False, False))
+    for device, compiled, warns in cases:
+        caplog.clear()
+        log_formats(layers, policy("fp8"), torch.device(device), compiled=compiled)
+        assert ("fp8 is slower than bf16 without a compiler" in caplog.text) is warns
 
 
 def test_a_forward_that_is_replaced_later_is_refused() -> None:

@@ -136,6 +136,7 @@ def test_torch_kernel_agrees_on_cpu(scaling: str, names: tuple[str, str]) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("names", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
 def test_torch_kernel_agrees_on_gpu(scaling: str, names: tuple[str, str]) -> None:

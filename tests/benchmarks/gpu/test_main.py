@@ -28,16 +28,19 @@ def test_jobs_are_listed_and_chosen(
     with_arguments(monkeypatch, "--list")
     assert main() == 0
     every = capsys.readouterr().out
-    assert "slice 1: engine, reductions, snapshots, traces (at most 540 s)\n  engine (at" in every
+    assert (
+        "slice 2: all tests, work after backward, the loss, traces (at most 500 s)\n  tests ("
+        in every
+    )
     assert "--races 'ddp bf16' 'fsdp bf16'" in every
-    with_arguments(monkeypatch, "--list", "--slice", "2", "--skip", "tools", "training")
+    with_arguments(monkeypatch, "--list", "--slice", "2", "--skip", "tests", "loss", "trace_ddp")
     assert main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["slice", "parts", "step_tail"]
-    with_arguments(monkeypatch, "--list", "--only", "loss", "engine")
+    assert [line.split()[0] for line in lines] == ["slice", "step_tail", "trace_fsdp"]
+    with_arguments(monkeypatch, "--list", "--only", "loss", "precision")
     assert main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["slice", "engine", "slice", "loss"]
+    assert [line.split()[0] for line in lines] == ["slice", "loss", "slice", "precision"]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def test_jobs_are_listed_and_chosen(
     [
         ("--slice 6", "--slice 6: choose one of 1 to 5"),
         ("--only motor", "unknown jobs motor; --list lists the jobs"),
-        ("--only engine --slice 2", "--slice, --only and --skip leave no job"),
+        ("--only loss --slice 3", "--slice, --only and --skip leave no job"),
         ("--output /proc/x", r"--output /proc/x: cannot be created \(No such file"),
     ],
 )
@@ -104,7 +107,7 @@ def test_the_exit_code_and_the_end_of_processes(
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     with_arguments(monkeypatch, "--slice", "1", "--output", str(tmp_path))
     assert main() == 0
-    failing.add("buckets")
+    failing.add("first_steps")
     calls.clear()
     assert main() == 1
     with pytest.raises(SystemExit) as raised:

@@ -28,30 +28,20 @@ def test_all_jobs_exist() -> None:
         timeouts = [float(text[10:]) for text in job.arguments if text.startswith("--timeout=")]
         assert len(timeouts) == job.has_tests, job.name
         assert all(1 < timeout < job.limit for timeout in timeouts), "one test may take all of it"
-    assert [job.name for job in ALL[0].jobs[:3]] == ["engine", "buckets", "checkpoint"]
+    assert ALL[1].jobs[0].arguments[-1] == "tests"  # all of them
 
 
-def test_every_gpu_test_is_in_one_job() -> None:
-    """`make bench-gpu` would not run tests marked gpu in other directories."""
-    directories = [
-        Path(argument)
-        for part in ALL
-        for job in part.jobs
-        if job.has_tests
-        for argument in job.arguments
-        if argument.startswith("tests/")
-    ]
+def test_the_first_slice_takes_two_minutes_and_has_all_tests_of_a_real_device() -> None:
+    assert sum(job.limit for job in ALL[0].jobs) <= 120
+    directories = [Path(text) for text in ALL[0].jobs[0].arguments if text.startswith("tests/")]
     marked = [
         path.relative_to(ROOT)
         for path in (ROOT / "tests").rglob("test_*.py")
-        if "pytest.mark.gpu" in path.read_text()
-        and path != Path(__file__)
-        and path.parent.name != "fake_cuda"  # needs a CPU build of torch
+        if "pytest.mark.real_gpu" in path.read_text() and path != Path(__file__)
     ]
-    assert len(marked) > 15
+    assert len(marked) > 5
     for path in marked:
-        jobs = sum(directory in path.parents for directory in directories)
-        assert jobs == 1, f"{path}: {jobs} jobs of benchmarks/gpu/slices.py run its directory"
+        assert any(directory in path.parents for directory in directories), path
 
 
 def test_the_larger_model_is_omitted() -> None:
