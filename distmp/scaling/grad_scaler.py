@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,9 +39,9 @@ from distmp.scaling.loss_scale import LossScale
 from distmp.scaling.rank_group import RankGroup
 from distmp.scaling.reduced_flags import (
     CheckedOptimizer,
+    GradientVersions,
     ReducedFlags,
     reduce_flags,
-    versions_of,
 )
 from distmp.scaling.settings import LossScaleConfig
 from distmp.scaling.step_decision import (
@@ -48,6 +49,7 @@ from distmp.scaling.step_decision import (
     clip_coefficient,
     divisor_fits,
     divisor_overflows,
+    not_finite,
 )
 from distmp.utils.host_copy import HostCopy
 
@@ -208,7 +210,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             (flag,) = state["found_inf_per_device"].values()
             self._inspected[id(optimizer)] = CheckedOptimizer(optimizer, flag)
         else:
-            known.versions = None
+            known.checked = None
             state["found_inf_per_device"] = known.found_inf_per_device()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -405,21 +407,22 @@ class DistributedGradScaler(torch.amp.GradScaler):
         members = _distinct([*optimizers, *undecided])
         if len(_distinct([*members, *self._registered])) < len(members) + len(self._registered):
             members = _distinct([*members, *self._registered])
-        square = torch.zeros((), dtype=torch.float64, device=scale.device)
+        squares = []
         for member in optimizers if max_norm is not None else ():
             gradients = local_gradients(member)
-            part = square_sum(gradients, self._ranks.world_size, scale.device)
-            square = square + part
-            flag = (~part.isfinite()).to(torch.float32)
-            checked = CheckedOptimizer(member, flag, versions_of(gradients))
+            squares.append(square_sum(gradients, self._ranks.world_size, scale.device))
+            flag = not_finite(squares[-1]).to(torch.float32)
+            checked = CheckedOptimizer(member, flag, GradientVersions(member, gradients))
             self._inspected.setdefault(id(member), checked)
         for member in members:
             if id(member) not in self._inspected:
                 gradients = local_gradients(member)
                 flag = unscale(gradients, None, scale.device)
-                checked = CheckedOptimizer(member, flag, versions_of(gradients))
+                checked = CheckedOptimizer(member, flag, GradientVersions(member, gradients))
                 self._inspected[id(member)] = checked
         waiting = [i for i in self._inspected.values() if i.found_inf is None]
+        none = torch.zeros((), dtype=torch.float64, device=scale.device)
+        square = functools.reduce(operator.add, squares) if squares else none
         total = self._reduce(method, optimizers, waiting, square, scale, max_norm)
         if max_norm is not None:
             total = total.skipping(divisor_overflows(total.square_sum.sqrt() / max_norm))
@@ -451,7 +454,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             unscaled=[
                 member.optimizer
                 for member in waiting
-                if member.versions is None and _skips_on_device(member.optimizer)
+                if member.checked is None and _skips_on_device(member.optimizer)
             ],
             max_norm=max_norm,
         )
@@ -542,7 +545,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         return {flag.device: flag}
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._decide_for(optimizer)
+        if not self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            self._decide_for(optimizer)
         return super()._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -586,9 +590,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """
         assert self._loss_scale is not None
         assert self._skips is not None
-        empty = torch.stack([total.empty for total in self._totals]).all()
-        found = torch.stack([total.found_inf for total in self._totals])
-        skipped, partial = found.amax() > 0, found.amin() < found.amax()
+        # Most iterations have one decision; each operation on a number launches a kernel.
+        empty = functools.reduce(operator.and_, [total.empty for total in self._totals])
+        found = [total.found_inf for total in self._totals]
+        most = functools.reduce(torch.maximum, found)
+        skipped, partial = most > 0, functools.reduce(torch.minimum, found) < most
         exhausted = torch.zeros_like(skipped)
         if dynamic:
             exhausted = self._loss_scale.update(skipped, empty)
@@ -596,8 +602,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._growth_tracker = self._loss_scale.clean_steps
         consecutive = torch.where(empty, self._skips[0], (self._skips[0] + 1) * skipped)
         self._skips = torch.stack([consecutive, self._skips[1] + skipped])
-        differ = torch.stack([total.scales_differ for total in self._totals]).any()
-        unscaled = torch.stack([total.scale_never_called for total in self._totals]).any()
+        differ = functools.reduce(operator.or_, [total.scales_differ for total in self._totals])
+        unscaled = functools.reduce(
+            operator.or_, [total.scale_never_called for total in self._totals]
+        )
         return HostCopy(torch.stack([partial, exhausted, differ, unscaled, consecutive]))
 
     def _report(self, flags: HostCopy, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -6,7 +6,9 @@ reduces its flag over the mesh of the first gradient only, and it refuses a mix 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -120,7 +122,7 @@ def unscale(
         flags.append(to_device(flag, device))
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack(flags).amax()
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
 
 @torch.no_grad()
@@ -133,7 +135,7 @@ def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torc
     Raises:
         ValueError: If a gradient is a DTensor with the placement Partial.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    parts = []
     by_shards: dict[int, list[LocalGradient]] = {}
     for gradient in gradients:
         by_shards.setdefault(gradient.shards, []).append(gradient)
@@ -144,8 +146,11 @@ def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torc
             )
         for tensors in _by_device_and_dtype(members).values():
             squares = chunk_norms(tensors).square().sum()
-            total = total + to_device(squares, device) * shards / world_size
-    return total
+            share = shards / world_size
+            squares = to_device(squares, device)
+            parts.append(squares if share == 1 else squares * share)
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    return reduce(operator.add, parts) if parts else none
 
 
 def _by_device_and_dtype(

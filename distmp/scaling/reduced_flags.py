@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +41,29 @@ class ReducedFlags(NamedTuple):
         return self._replace(found_inf=self.found_inf.maximum(where.to(torch.float32)))
 
 
+class GradientVersions:
+    """The gradients of an optimizer, and the versions of their memory.
+
+    It holds the gradients, so that another one cannot have the same address.
+
+    Args:
+        optimizer: The optimizer.
+        local: Its local gradients now.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, local: Sequence[LocalGradient]) -> None:
+        self._optimizer = optimizer
+        self._gradients = [parameter.grad for parameter in parameters(optimizer)]
+        self._local = [(gradient.tensor, gradient.tensor._version) for gradient in local]
+
+    def are_unchanged(self) -> bool:
+        """Return whether no gradient was replaced or written to since."""
+        now = (parameter.grad for parameter in parameters(self._optimizer))
+        return all(one is other for one, other in zip(now, self._gradients, strict=True)) and all(
+            tensor._version == version for tensor, version in self._local
+        )
+
+
 @dataclass(eq=False)
 class CheckedOptimizer:
     """An optimizer whose local gradients were checked in this iteration.
@@ -48,14 +71,14 @@ class CheckedOptimizer:
     Attributes:
         optimizer: The optimizer.
         local_found_inf: 0-dim FP32, 1 if a local gradient is not finite, else 0.
-        versions: Memory and version of the checked gradients if they will be unscaled later; they
-            must not change until then. None if they are unscaled already.
+        checked: The checked gradients if they will be unscaled later; they must not change until
+            then. None if they are unscaled already.
         found_inf: 0-dim FP32, the reduced flag; None before the reduction.
     """
 
     optimizer: torch.optim.Optimizer
     local_found_inf: Tensor
-    versions: list[tuple[int, int]] | None = None
+    checked: GradientVersions | None = None
     found_inf: Tensor | None = None
 
     def global_found_inf(self) -> Tensor:
@@ -73,7 +96,7 @@ class CheckedOptimizer:
         gradients = local_gradients(self.optimizer)
         for gradient in gradients:
             gradient.tensor.mul_(factor)
-        self.versions = versions_of(gradients)
+        self.checked = GradientVersions(self.optimizer, gradients)
 
     def check_unchanged(self) -> None:
         """Refuse gradients that changed after the check.
@@ -81,7 +104,7 @@ class CheckedOptimizer:
         Raises:
             RuntimeError: If a gradient was replaced or written to.
         """
-        if self.versions not in (None, versions_of(local_gradients(self.optimizer))):
+        if self.checked is not None and not self.checked.are_unchanged():
             raise RuntimeError(
                 "gradients changed after the ranks had decided on them: call backward() for all "
                 "registered optimizers before the first step(), or do not register them"
@@ -108,10 +131,11 @@ def reduce_flags(
         has_scaled: Whether `scale` was ever called on this rank.
     """
     exact_scale = scale.to(torch.float64)
-    flags = torch.stack([torch.zeros_like(scale), *(m.local_found_inf for m in members)])
+    found = [member.local_found_inf for member in members]
+    local = found[0] if len(found) == 1 else torch.stack([torch.zeros_like(scale), *found]).amax()
     has_gradients = any(_has_gradients(member.optimizer) for member in members)
     values = [
-        flags.amax().to(torch.float64),
+        local.to(torch.float64),
         torch.full_like(exact_scale, has_gradients),
         torch.full_like(exact_scale, has_scaled),
         square,
@@ -134,8 +158,3 @@ def reduce_flags(
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(parameter.grad is not None for parameter in parameters(optimizer))
-
-
-def versions_of(gradients: Iterable[LocalGradient]) -> list[tuple[int, int]]:
-    """Return memory and version of each gradient, which change when it is written to."""
-    return [(g.tensor.data_ptr(), g.tensor._version) for g in gradients]
