@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -245,7 +246,7 @@ def world_of_process(device: torch.device | str | None = None) -> World:
             },
             exit_code=1,
         ) from error
-    atexit.register(leave)
+    atexit.register(_leave_at_exit)
     return World.current(own_device)
 
 
@@ -350,6 +351,22 @@ def leave() -> None:
     if dist.is_initialized():
         _release_reducers()
         dist.destroy_process_group()
+
+
+def leave_after_error() -> None:
+    """Leave the ranks, unless that could wait for ranks that have ended.
+
+    Destroying a group of NCCL waits for kernels, which wait for the other ranks. It ends with the
+    process.
+    """
+    if not (dist.is_initialized() and "nccl" in backends(World.current("cpu").group).values()):
+        leave()
+
+
+def _leave_at_exit() -> None:
+    # Set by an exception that ended the script.
+    failed = getattr(sys, "last_value", None) is not None
+    (leave_after_error if failed else leave)()
 
 
 def _release_reducers() -> None:

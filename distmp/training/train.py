@@ -92,7 +92,7 @@ def _run(
     config: Config, environment: RankEnvironment, work: Callable[[Config, RankEnvironment], int]
 ) -> int:
     # Imported late: the help and errors in settings do not wait for torch, which takes seconds.
-    from distmp.distributed.world import leave
+    from distmp.distributed.world import leave_after_error
     from distmp.parallel.reproducible import prepare_cublas
     from distmp.training import failures
 
@@ -111,7 +111,7 @@ def _run(
     except Exception as error:  # noqa: BLE001  # reported as the cause of the run's end
         exit_code = failures.report(environment, error, config)
         if isinstance(error, DistmpError):
-            leave()
+            leave_after_error()
         return exit_code
     finally:
         failures.stop_watching()

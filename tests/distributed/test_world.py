@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,10 +13,18 @@ import torch.distributed as dist
 
 from distmp.distributed import flight_recorder
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.world import World, join, leave, local_device, world_of_process
+from distmp.distributed.world import (
+    World,
+    join,
+    leave,
+    leave_after_error,
+    local_device,
+    world_of_process,
+)
 from distmp.errors import ConfigError, SetupError, TrainingError
 from tests.ports import reserved_port
 from tests.ranks import ranks, run_ranks
+from tests.torchrun import python, run
 
 CPU = torch.device("cpu")
 
@@ -205,3 +214,31 @@ def test_mpirun_ranks_create_group() -> None:
     assert world.backend == "gloo"
     dist.barrier()
     leave()
+
+
+@pytest.mark.parametrize(("backend", "destroyed"), [("nccl", False), ("gloo", True)])
+@ranks(1)
+def test_group_of_nccl_is_not_destroyed_after_an_error(backend: str, destroyed: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distmp.distributed.world.backends", lambda _: {"cuda": backend})
+        leave_after_error()
+    assert dist.is_initialized() is not destroyed
+
+
+SCRIPT = """
+from distmp.distributed import world
+world.world_of_process("cpu")
+world.backends = lambda _: {"cuda": "nccl"}
+world.leave = lambda: print("left")
+"""
+
+
+@pytest.mark.parametrize(("end", "output"), [("", "left\n"), ("1 / 0", "")])
+def test_script_that_fails_does_not_wait_for_kernels(tmp_path: Path, end: str, output: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT + end)
+    with reserved_port() as port:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables = {"RANK": "0", "WORLD_SIZE": "1", **address}
+        done = run(python("script.py"), tmp_path, variables=variables)
+    assert done.stdout == output, done.stderr
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n") is bool(end), done.stderr
