@@ -238,7 +238,8 @@ def test_script_that_fails_does_not_wait_for_kernels(tmp_path: Path, end: str, o
     (tmp_path / "script.py").write_text(SCRIPT + end)
     with reserved_port() as port:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        variables = {"RANK": "0", "WORLD_SIZE": "1", **address}
+        names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        variables = {"RANK": "0", "LOCAL_RANK": "0", **dict.fromkeys(names, "1"), **address}
         done = run(python("script.py"), tmp_path, variables=variables)
     assert done.stdout == output, done.stderr
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n") is bool(end), done.stderr
