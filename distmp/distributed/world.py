@@ -142,10 +142,21 @@ def local_device(local_rank: int) -> torch.device:
     """Return the device of a rank: the GPU of its local rank, or the CPU without GPUs.
 
     With fewer GPUs than ranks the ranks share them. `accelerate launch --cpu` selects the CPU.
+
+    Raises:
+        ConfigError: In a process that cannot use the GPU because it was forked.
     """
     if not torch.cuda.is_available() or wants_cpu(os.environ):
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError(
+            "device",
+            "cuda",
+            "this process was forked from one that had used the GPU, so it cannot; start ranks "
+            "with torchrun, or with the start method 'spawn' of torch.multiprocessing",
+        )
+    device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
 

@@ -243,3 +243,10 @@ def test_script_that_fails_does_not_wait_for_kernels(tmp_path: Path, end: str, o
         done = run(python("script.py"), tmp_path, variables=variables)
     assert done.stdout == output, done.stderr
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n") is bool(end), done.stderr
+
+
+def test_forked_process_cannot_use_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="'cuda': this process was forked"):
+        local_device(0)
