@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from distmp.parallel.module_tree import ModuleTree
+
 # Buffers are copied in batches: a kernel for each of hundreds of small buffers takes longer to
 # launch than to run. While a batch is reverted or sent, it needs up to three times its memory.
 BATCH_BYTES = 64 << 20
@@ -19,6 +21,24 @@ BATCH_BYTES = 64 << 20
 # The buffers of all engines in this process. The loss of a generator also runs the discriminator,
 # which another engine trains, and writes to its buffers.
 _of_all_engines: weakref.WeakSet[ModuleBuffers] = weakref.WeakSet()
+
+
+class BufferBatches:
+    """The buffers of a module, in batches that are made again only if its buffers change.
+
+    Args:
+        module: The module; buffers that are registered later are included.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._tree, self._batches = ModuleTree(module), _grouped(module)
+
+    def current(self) -> list[dict[str, Tensor]]:
+        """Return the buffers that are not empty, see `_grouped`."""
+        if not self._tree.is_unchanged():
+            self._tree, self._batches = ModuleTree(self._module), _grouped(self._module)
+        return self._batches
 
 
 class ModuleBuffers:
@@ -43,6 +63,7 @@ class ModuleBuffers:
         self, module: nn.Module, group: dist.ProcessGroup | None, *, reproducible: bool = False
     ) -> None:
         self._module = module
+        self._batches = BufferBatches(module)
         self._group = group
         self._reproducible = reproducible
         self._before: BufferValues | None = None
@@ -55,7 +76,7 @@ class ModuleBuffers:
         """Copy the buffers; first revert what an unfinished step has written."""
         if self._before is not None:
             self._before.restore()
-        self._before = BufferValues(self._module)
+        self._before = BufferValues(self._batches)
         self._others_before = _values_of_engines(except_for=self._module)
         self._of_first = None
 
@@ -66,7 +87,7 @@ class ModuleBuffers:
             index: Index of the microbatch on this rank.
         """
         if index == 1:
-            self._of_first = BufferValues(self._module)
+            self._of_first = BufferValues(self._batches)
         if index > 0 and self._before is not None:
             for values in (self._before, *self._others_before):
                 values.restore()
@@ -92,7 +113,7 @@ class ModuleBuffers:
         """Set the buffers to those of rank 0; every rank has to call it."""
         if self._group is None:
             return
-        for batch in _batches(self._module):
+        for batch in self._batches.current():
             flat = _flat(batch)
             dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)
             _write(batch, _parts(batch, flat))
@@ -105,28 +126,28 @@ class BufferValues:
     of the former one in its dtype.
 
     Args:
-        module: The module.
+        batches: The buffers.
     """
 
     @torch.no_grad()
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, batches: BufferBatches) -> None:
+        self._batches = batches
         self._values: dict[str, Tensor] = {}
-        for batch in _batches(module):
+        for batch in batches.current():
             flat = _flat(batch) if len(batch) > 1 else _flat(batch).clone()
             self._values.update(zip(batch, _parts(batch, flat), strict=True))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the values back."""
-        for batch in _batches(self._module):
+        for batch in self._batches.current():
             _write(batch, self._before(batch))
 
     @torch.no_grad()
     def revert(self, condition: Tensor) -> None:
         """Write the values back if `condition`, 0-dim bool, is True; the host does not wait."""
         # All buffers: torch writes running statistics without incrementing a tensor's version.
-        for batch in _batches(self._module):
+        for batch in self._batches.current():
             now, before = _flat(batch), _flatten_dense_tensors(self._before(batch))
             values = torch.where(condition.to(now.device), before, now)
             _write(batch, _parts(batch, values))
@@ -145,7 +166,7 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
 
     This includes the buffers of the modules of all engines, which the forward may run too.
     """
-    saved = [BufferValues(module), *_values_of_engines(except_for=module)]
+    saved = [BufferValues(BufferBatches(module)), *_values_of_engines(except_for=module)]
     try:
         yield
     finally:
@@ -154,11 +175,11 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
 
 
 def _values_of_engines(except_for: nn.Module) -> list[BufferValues]:
-    modules = [buffers._module for buffers in _of_all_engines]
-    return [BufferValues(module) for module in modules if module is not except_for]
+    others = [each for each in _of_all_engines if each._module is not except_for]
+    return [BufferValues(each._batches) for each in others]
 
 
-def _batches(module: nn.Module) -> list[dict[str, Tensor]]:
+def _grouped(module: nn.Module) -> list[dict[str, Tensor]]:
     """Group buffers that are not empty by device and dtype, up to `BATCH_BYTES` or one buffer."""
     batches: list[dict[str, Tensor]] = []
     last: dict[tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], int]] = {}

@@ -18,7 +18,7 @@ from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
-from distmp.parallel.module_buffers import BufferValues
+from distmp.parallel.module_buffers import BufferBatches, BufferValues
 from distmp.parallel.settings import AccumulationSettings
 from distmp.parallel.strategy import (
     KnownParameters,
@@ -121,7 +121,7 @@ class Replicated(Strategy):
 
     def begin_microbatch(self, *, last: bool) -> None:
         if self._drops:
-            self._buffers = BufferValues(self.model)
+            self._buffers = BufferValues(BufferBatches(self.model))
         self._buckets.begin_microbatch(last=last)
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from distmp.optim import OptimizerFactory
 from distmp.optim.optimizer_tensors import build_on
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.collective_order import CollectiveOrder
+from distmp.parallel.module_tree import ModuleTree
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization import LowPrecisionLayers
 from distmp.scaling import GradientPart
@@ -273,6 +274,18 @@ class KnownParameters:
             name: (parameter, parameter.dtype, parameter.device.type)
             for name, parameter in trainable(model)
         }
+        self._frozen = [each for each in model.parameters() if not each.requires_grad]
+        self._tree = ModuleTree(model)
+
+    def _is_unchanged(self) -> bool:
+        return (
+            all(
+                parameter.dtype == dtype and parameter.device.type == device
+                for parameter, dtype, device in self._trained.values()
+            )
+            and not any(parameter.requires_grad for parameter in self._frozen)
+            and self._tree.is_unchanged()
+        )
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model with different parameters.
@@ -281,6 +294,8 @@ class KnownParameters:
             ConfigError: Naming the first parameter that was replaced, removed, converted, moved,
                 unfrozen or added.
         """
+        if self._is_unchanged():
+            return
         current = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
         for name, (known, dtype, device) in self._trained.items():
             parameter = current.get(name)

@@ -256,9 +256,9 @@ MUTANTS = [
     Mutant(
         "buffers are saved on another stream",
         MODULE_BUFFERS,
-        "        self._before = BufferValues(self._module)\n",
+        "        self._before = BufferValues(self._batches)\n",
         "        with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "            self._before = BufferValues(self._module)\n",
+        "            self._before = BufferValues(self._batches)\n",
         REVERTED,
     ),
     Mutant(

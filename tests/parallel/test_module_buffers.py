@@ -246,7 +246,7 @@ def test_batches_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     for index, elements in enumerate((10, 10, 10, 60, 5)):
         module.register_buffer(f"b{index}", torch.ones(elements))
     batches = [
-        sum(buffer.nbytes for buffer in batch.values()) for batch in module_buffers._batches(module)
+        sum(buffer.nbytes for buffer in batch.values()) for batch in module_buffers._grouped(module)
     ]
     assert batches == [80, 40, 240, 20]
 
