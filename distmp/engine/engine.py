@@ -37,7 +37,7 @@ from distmp.engine.step_checks import (
     listed_microbatches,
     refuse_one_batch,
 )
-from distmp.errors import TrainingError
+from distmp.errors import ConfigError, TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel import Strategy
@@ -259,6 +259,8 @@ class Engine:
         """
         with self._calls.call("step", waits=False):
             batches = self._checked(microbatches, count)
+            if isinstance(stop, str):  # every text would count as True
+                raise ConfigError("stop", stop, "use True or False")
             observers = [observer for observer in self._observers if not observer.is_done]
             for observer in observers:
                 observer.before(batches[0])

@@ -216,6 +216,8 @@ def test_stop_request_shows_in_the_outcome() -> None:
     assert not engine.step(batches).numbers.stop
     assert engine.step(batches, stop=True).numbers.stop
     assert not engine.step(batches).numbers.stop
+    with pytest.raises(ConfigError, match="stop = 'no': use True or False"):
+        engine.step(batches, stop="no")  # type: ignore[arg-type]
 
 
 def test_step_without_microbatch_is_refused() -> None:
