@@ -34,12 +34,12 @@ def check_started(variables: Mapping[str, str]) -> None:
 
 def wants_cpu(variables: Mapping[str, str]) -> bool:
     """Return whether the run was launched with `--cpu`."""
-    return is_true(variables, "ACCELERATE_USE_CPU")
+    return is_true("ACCELERATE_USE_CPU", variables)
 
 
-def is_true(variables: Mapping[str, str], name: str) -> bool:
+def is_true(name: str, variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether a variable is set to true, in one of the spellings that accelerate reads."""
-    return variables.get(name, "").lower() in ("1", "true", "yes", "on")
+    return variables.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 # Set by `distmp launch` on several machines: RUN_ID@HOST:PORT of its store.

@@ -28,7 +28,8 @@ from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.ranks import is_lost_connection
 from distmp.distributed.stopping import StopSignals
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
-from distmp.faults.watchdog import Ending, Watchdog, print_message, record
+from distmp.faults.watchdog import Ending, Watchdog, record
+from distmp.masking import print_message
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.utils.cgroups import memory_limit
 from distmp.utils.host_memory import is_out_of_memory
@@ -57,7 +58,7 @@ def advice(
     lines = [f"ran out of {'GPU' if on_gpu else 'main'} memory in {phase}: {cause}"]
     if not on_gpu:
         lines.append(f"  in use: {_host_usage()}")
-    changes = [] if config is None else _changes(config, world_size, on_gpu)
+    changes = [] if config is None else _changes(config, world_size)
     lines += [f"  - {change}" for change in changes]
     lines.append(
         "  `distmp explain` with the options of this run predicts the memory, before and after a "
@@ -78,7 +79,7 @@ def _host_usage() -> str:
     return usage
 
 
-def _changes(config: RunConfig, world_size: int, on_gpu: bool) -> Iterator[str]:
+def _changes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield changes that need less memory and give the same result, the cheapest first."""
     size = config.batch.microbatch_size
     if smaller := next((d for d in range(size // 2, 0, -1) if size % d == 0), None):

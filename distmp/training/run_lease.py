@@ -43,7 +43,6 @@ class RunDirectoryInUseError(ConfigError):
     """
 
     def __init__(self, directory: RunDirectory, owner: Owner) -> None:
-        self.owner = owner
         super().__init__(
             "run_dir",
             str(directory.path),
