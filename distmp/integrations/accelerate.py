@@ -105,9 +105,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         **arguments: Any,
     ) -> None:
         _refuse_other_precision(arguments, policy)
-        shards = arguments.get("fsdp_plugin") is not None or is_true(
-            os.environ, "ACCELERATE_USE_FSDP"
-        )
+        shards = arguments.get("fsdp_plugin") is not None or is_true("ACCELERATE_USE_FSDP")
         if not torch.accelerator.is_available():
             arguments["cpu"] = True  # otherwise accelerate does not connect CPU ranks
         on_cpu = bool(arguments.get("cpu")) or wants_cpu(os.environ)
