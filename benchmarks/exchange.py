@@ -35,7 +35,7 @@ from distmp.buckets import reduction
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.commands.explain.trace_steps import CollectiveRecorder
 from distmp.config import RunConfig, load
-from distmp.scaling import step_decision
+from distmp.scaling import norms
 
 RANKS = sized((8, 64, 512, 1024), (8, 16))
 RANKS_PER_MACHINE = 8
@@ -95,7 +95,7 @@ def count(
     """
     with (
         mock.patch.dict(reduction.VALUES_PER_BLOCK, clear=True),
-        mock.patch.dict(step_decision.ELEMENTS_PER_BLOCK, clear=True),
+        mock.patch.dict(norms.ELEMENTS_PER_BLOCK, clear=True),
         simulate_ranks(ranks, known_machine),
         warnings.catch_warnings(),
     ):

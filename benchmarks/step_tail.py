@@ -20,7 +20,8 @@ from benchmarks.tables import steps
 from distmp.buckets.layout import DEFAULT_BUCKET_BYTES
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
 from distmp.scaling.loss_scale import LossScale
-from distmp.scaling.step_decision import GradientPart, chunk_norms, decide_step, local_stats
+from distmp.scaling.norms import chunk_norms
+from distmp.scaling.step_decision import GradientPart, decide_step, local_stats
 
 SCALE = 2.0**16
 MAX_NORM = 1.0

@@ -120,7 +120,7 @@ class CheckpointError(DistmpError, RuntimeError):
         >>> from pathlib import Path
         >>> from distmp.checkpoint import store
         >>> try:
-        ...     store.load(Path("nowhere"), {})
+        ...     store.StoredCheckpoint(Path("nowhere")).load({})
         ... except CheckpointError as error:
         ...     print(error)
         nowhere cannot be used: nowhere/state.json is missing

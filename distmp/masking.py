@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,6 +94,12 @@ def masked_text(text: str) -> str:
             parts += text[end : match.end()], HIDDEN
             end = value.end()
     return "".join(parts) + text[end:]
+
+
+def print_message(text: str) -> None:
+    """Print a message without secrets to standard error, in a single write."""
+    sys.stderr.write(f"distmp: {masked_text(text)}\n")
+    sys.stderr.flush()
 
 
 def _may_be_prose(name: re.Match[str]) -> bool:

@@ -59,7 +59,7 @@ from distmp.distributed.collectives import exchange_groups, has_native_reduce_sc
 from distmp.distributed.compare_ranks import check_same, describe_parameters
 from distmp.distributed.ranks import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError
-from distmp.scaling.step_decision import CHUNK, chunk_norms
+from distmp.scaling.norms import CHUNK, chunk_norms
 
 
 @dataclass(eq=False, slots=True)

@@ -104,14 +104,12 @@ class Content:
         state: `RUNNING`; `ENDING` while the job writes its last files; `RELEASED` after that.
         count: Number of renewals.
         seconds: Length of the lease in seconds.
-        time: When it was renewed, in seconds since the epoch. Informative: no code reads it.
     """
 
     owner: Owner
     state: str = RUNNING
     count: int = 0
     seconds: float = SECONDS
-    time: float = 0.0
 
     def encode(self) -> bytes:
         """Return the bytes of the file."""
@@ -282,9 +280,11 @@ class Lease:
     def _create(self, number: int) -> bool:
         """Try to create the lease of a number; return whether this job owns the directory now."""
         start = self._clock()
-        data = _encode(self._content)
+        path, data = _path(self.directory, number), self._content.encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _create_file(_path(self.directory, number), data)
+            with path.open("xb") as file:
+                file.write(data)
         except FileExistsError:
             return False
         numbers = _numbers(self.directory)
@@ -298,7 +298,7 @@ class Lease:
 
     def _overwrite(self, number: int, content: Content) -> bool:
         """Write this job's file; return whether the write ended before the lease expired."""
-        path, data = _path(self.directory, number), _encode(content)
+        path, data = _path(self.directory, number), content.encode()
         try:
             with path.open("r+b") as file:
                 file.write(data)
@@ -336,10 +336,6 @@ def _path(directory: Path, number: int) -> Path:
     return directory / f"lease-{number:06d}.json"
 
 
-def _encode(content: Content) -> bytes:
-    return replace(content, time=time.time()).encode()
-
-
 def _latest(directory: Path) -> int:
     return max(_numbers(directory), default=0)
 
@@ -349,9 +345,3 @@ def _numbers(directory: Path) -> list[int]:
         return []
     names = (_NAME.fullmatch(path.name) for path in directory.iterdir())
     return [int(name[1]) for name in names if name]
-
-
-def _create_file(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb") as file:
-        file.write(data)

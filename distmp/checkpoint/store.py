@@ -33,7 +33,6 @@ __all__ = [
     "StoredCheckpoint",
     "Usable",
     "final_path",
-    "load",
     "newest_healthy",
     "resolve",
     "save",
@@ -116,11 +115,6 @@ def save(
         return final.name
 
     return directory / rank_0_or_checkpoint_error(ranks, goal, finish)
-
-
-def load(path: Path, tensors: dict[str, Tensor]) -> list[str]:
-    """Verify the checkpoint at `path` and load it; see `StoredCheckpoint.load`. Collective."""
-    return StoredCheckpoint(path).load(tensors)
 
 
 def _report_mark(path: Path, problem: str | None) -> None:

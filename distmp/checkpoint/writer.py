@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -267,12 +266,7 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         together = error is None or isinstance(error, DistmpError)
         interrupted = not (together or isinstance(error, Exception))
         timeout = None if together else 0.0 if interrupted else PATIENCE_SECONDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distmp.utils.arguments import Parser
+from distmp.utils.settings.command_line import Parser
 
 
 def main(argv: list[str]) -> int:

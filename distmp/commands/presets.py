@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from distmp.utils.arguments import Parser
 from distmp.utils.presets import PREFIX, preset_directory, preset_names, preset_purpose
+from distmp.utils.settings.command_line import Parser
 
 
 def main(argv: list[str]) -> int:

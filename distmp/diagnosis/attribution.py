@@ -294,7 +294,7 @@ def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> OverflowReport | No
     if not bad:
         return None
     name = next(iter(bad.values()))[0]
-    module = _module_of(name)
+    module = name.rpartition(".")[0]
     if holders := _ranks_with(name, [stats.bad_weights for stats in evidence]):
         text = f"parameter {name!r} itself holds inf or NaN"
         advice = "continue from an earlier checkpoint; check what else writes to the weights"
@@ -502,7 +502,3 @@ def _lost_share(evidence: Sequence[RankOverflowStats], scale: float, fitting: fl
     """Return the share of the finite nonzero values that become zero at the scale `fitting`."""
     total = reduce(operator.add, (stats.histogram for stats in evidence))
     return total.shares(round(math.log2(fitting / scale))).zero
-
-
-def _module_of(parameter: str) -> str:
-    return parameter.rpartition(".")[0]

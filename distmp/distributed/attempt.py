@@ -19,18 +19,15 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import sys
 import time
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distmp.distributed.limits import ARRIVAL_SECONDS, SAY_AFTER_SECONDS
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import LISTED, DistmpError, rank_names, ranks_by_value
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from distmp.masking import print_message
 
 # Interval between reads of the store; it doubles from the first value to the last.
 _POLL_SECONDS = (0.005, 0.25)
@@ -62,8 +59,6 @@ class Agreement:
         restarts: int = 0,
         limit_seconds: float = ARRIVAL_SECONDS,
     ) -> None:
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
         self._environment = environment
         self.rank, self._world_size = environment.rank, environment.world_size
         self._restarts = restarts
@@ -192,5 +187,4 @@ class Agreement:
         """Print the ranks that are missing, once per machine, if there are several machines."""
         own = self._environment
         if own.local_rank == 0 and own.world_size > own.local_world_size:
-            sys.stderr.write(f"distmp: rank {self.rank} waits for {whom}\n")
-            sys.stderr.flush()
+            print_message(f"rank {self.rank} waits for {whom}")

@@ -128,10 +128,10 @@ def refuse_several(variables: Variables = os.environ) -> None:
         raise ConfigError(
             name,
             _value(variables, name),
-            f"{_count(started[0], variables)} processes were started together, but torchrun's "
-            "variables (RANK, WORLD_SIZE, MASTER_ADDR ...) are not set, so each would train alone; "
-            "start one `distmp launch` or torchrun per machine, set MASTER_ADDR and MASTER_PORT "
-            f"for ranks that srun or mpirun starts, {_ALONE}",
+            f"{variables.get(started[0].size, 'several')} processes were started together, but "
+            "torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR ...) are not set, so each would "
+            "train alone; start one `distmp launch` or torchrun per machine, set MASTER_ADDR and "
+            f"MASTER_PORT for ranks that srun or mpirun starts, {_ALONE}",
         )
     # A test trains alone on purpose, on whichever machine it runs.
     if "PYTEST_CURRENT_TEST" not in variables:
@@ -161,10 +161,6 @@ def _is_batch_script_of_several(variables: Variables) -> bool:
     """
     in_script = "SLURM_PROCID" in variables and "SLURM_STEP_ID" not in variables
     return in_script and variables.get("SLURM_NTASKS", "1") != "1"
-
-
-def _count(row: LauncherVariables, variables: Variables) -> str:
-    return variables.get(row.size, "several")
 
 
 def _value(variables: Variables, name: str) -> int | str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distmp.distributed.launcher_variables import refuse_several
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 
 # accelerate sets it for every process that it launches.
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
@@ -34,12 +34,12 @@ def check_started(variables: Mapping[str, str]) -> None:
 
 def wants_cpu(variables: Mapping[str, str]) -> bool:
     """Return whether the run was launched with `--cpu`."""
-    return is_true(variables, "ACCELERATE_USE_CPU")
+    return is_true("ACCELERATE_USE_CPU", variables)
 
 
-def is_true(variables: Mapping[str, str], name: str) -> bool:
+def is_true(name: str, variables: Mapping[str, str] = os.environ) -> bool:
     """Return whether a variable is set to true, in one of the spellings that accelerate reads."""
-    return variables.get(name, "").lower() in ("1", "true", "yes", "on")
+    return variables.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 # Set by `distmp launch` on several machines: RUN_ID@HOST:PORT of its store.
@@ -77,12 +77,8 @@ class RankEnvironment:
     def __post_init__(self) -> None:
         _check("RANK", self.rank, "WORLD_SIZE", self.world_size)
         _check("LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.local_world_size)
-        if self.local_world_size > self.world_size:
-            raise ConfigError(
-                "LOCAL_WORLD_SIZE",
-                self.local_world_size,
-                f"is more than WORLD_SIZE = {self.world_size}",
-            )
+        local, problem = self.local_world_size, f"is more than WORLD_SIZE = {self.world_size}"
+        require(local <= self.world_size, "LOCAL_WORLD_SIZE", local, problem)
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
@@ -132,7 +128,5 @@ def read_integer(variables: Mapping[str, str], name: str, *, default: str | None
 
 
 def _check(rank_name: str, rank: int, size_name: str, size: int) -> None:
-    if size < 1:
-        raise ConfigError(size_name, size, "must be at least 1")
-    if not 0 <= rank < size:
-        raise ConfigError(rank_name, rank, f"must be from 0 to {size_name} - 1 = {size - 1}")
+    require(size >= 1, size_name, size, "must be at least 1")
+    require(0 <= rank < size, rank_name, rank, f"must be from 0 to {size_name} - 1 = {size - 1}")

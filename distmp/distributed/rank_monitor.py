@@ -26,10 +26,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distmp.distributed import flight_recorder
 from distmp.distributed.limits import REJOIN_SECONDS
@@ -58,9 +59,6 @@ _ANY_QUESTION = 1 << 60
 _NO_ANSWER = (
     "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger("distmp")
 
@@ -418,9 +416,6 @@ def open_store(purpose: str) -> Store | None:
     Args:
         purpose: Prefix of the keys, so that users of the store do not share them.
     """
-    # Imported here: a torch built without distributed has no stores.
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
     try:
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=REJOIN_SECONDS))

@@ -54,11 +54,6 @@ def _reach() -> Store:
         ) from None
 
 
-def max_restarts() -> int:
-    """Return the number of restarts that the agent allows."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-
-
 def is_hosted_by_agent() -> bool:
     """Return whether the launcher or torchrun's agent hosts the store, not rank 0."""
     return _launchers_store() is not None or (

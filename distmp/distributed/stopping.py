@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from distmp.distributed.rank_environment import is_under_torchrun
@@ -108,12 +108,7 @@ class StopSignals:
         StopSignals._depth += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         restore_handlers(self._before)
         StopSignals._depth -= 1
         if not StopSignals._depth:

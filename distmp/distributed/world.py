@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,9 @@ from distmp.distributed.collectives import backends
 from distmp.distributed.launcher_variables import adopt_ranks
 from distmp.distributed.rank_environment import RankEnvironment, read_integer, wants_cpu
 from distmp.distributed.ranks import Ranks
-from distmp.distributed.rendezvous_store import PrefixStore
+from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.errors import ConfigError, SetupError
 from distmp.utils.generators import check_seed, seed_all
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 def backend_for(device: torch.device, store: Store, world_size: int) -> dict[str, Any]:
@@ -61,8 +58,6 @@ def _has_own_gpu(device: torch.device, store: Store) -> bool:
     # NCCL does not support several ranks on the MIG slices of a GPU either.
     return store.add(str(properties.uuid), 1) == 1 and " MIG " not in properties.name
 
-
-T = TypeVar("T")
 
 DEVICE_TYPES = ("cpu", "cuda")
 
@@ -345,11 +340,7 @@ def keep_until_exit(group: dist.ProcessGroup | None) -> None:
     With torch 2.13, destroying a gloo group deadlocks if torch's DDP holds the last reference: it
     holds the interpreter lock and waits for a gloo thread that needs the lock.
     """
-    atexit.register(_do_nothing, group)
-
-
-def _do_nothing(_: object) -> None:
-    """Called by `atexit`, which holds a reference to the argument until then."""
+    atexit.register(lambda: group)
 
 
 def leave() -> None:

@@ -50,7 +50,7 @@ class EngineConfig:
     overflowed."""
 
     shard_optimizer: bool = False
-    """Shard FP32 weights and optimizer state over the ranks (`single` and `ddp`); each rank steps
+    """Shard FP32 weights and optimizer state over the ranks (`single` and `ddp`); each rank updates
     its shard."""
 
     reproducible: bool = False

@@ -198,7 +198,7 @@ class EvaluationMode:
                 continue
             parent = self._modules[name.rpartition(".")[0]]
             holds_parts = not name or any(True for _ in part.children())
-            drops = parent.training and _drops_nothing(part) and _is_trained(parent)
+            drops = parent.training and _has_disabled_dropout(part) and _is_trained(parent)
             if drops or (holds_parts and _is_trained(part)):
                 found.append(name)
         return [
@@ -207,8 +207,8 @@ class EvaluationMode:
         ]
 
 
-def _drops_nothing(module: nn.Module) -> bool:
-    """Return whether a module drops no values only because it is in evaluation mode."""
+def _has_disabled_dropout(module: nn.Module) -> bool:
+    """Return whether a module has dropout that only its evaluation mode disables."""
     if isinstance(module, nn.RNNBase):
         return module.dropout > 0 and _is_trained(module)
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0

@@ -38,7 +38,8 @@ class CheckpointWeights:
         self.specs = {}
         for name, stored_name in self._stored.items():
             shape, stored = checkpoint.tensors[stored_name]
-            kept = dtype if _is_converted(stored) else stored
+            is_converted = stored.is_floating_point and stored.itemsize <= 4
+            kept = dtype if is_converted else stored
             self.specs[name] = torch.empty(shape, dtype=kept, device="meta")
         self._checkpoint = checkpoint
         self._dtype = dtype
@@ -111,7 +112,3 @@ def refuse_infinite(tensors: Mapping[str, Tensor], source: str) -> None:
             raise CheckpointError(
                 f"{name!r} of {source} has values beyond the range of float16; use bf16 or fp32"
             )
-
-
-def _is_converted(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize <= 4

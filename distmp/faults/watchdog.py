@@ -20,7 +20,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from distmp.distributed.rendezvous_store import Store
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report
 from distmp.faults.hang_report import Pending, SilentRank
-from distmp.masking import masked_text
+from distmp.masking import print_message
 
 # Number of heartbeats within which a rank answers a question, unless it is blocked.
 ANSWER_INTERVALS = 4
@@ -376,9 +375,3 @@ def record(cause: str) -> None:
         extra = {"py_callstack": hint, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(file, "w") as out:
             json.dump({"message": {"message": cause, "extraInfo": extra}}, out)
-
-
-def print_message(text: str) -> None:
-    """Print a message to standard error in a single write."""
-    sys.stderr.write(f"distmp: {masked_text(text)}\n")
-    sys.stderr.flush()

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from distmp.distributed.rank_environment import is_true, wants_cpu
 from distmp.distributed.world import keep_until_exit
 from distmp.errors import ConfigError
 from distmp.integrations.deferred_scaler import DeferredGradScaler
@@ -104,10 +105,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         **arguments: Any,
     ) -> None:
         _refuse_other_precision(arguments, policy)
-        shards = arguments.get("fsdp_plugin") is not None or _is_set("ACCELERATE_USE_FSDP")
+        shards = arguments.get("fsdp_plugin") is not None or is_true("ACCELERATE_USE_FSDP")
         if not torch.accelerator.is_available():
             arguments["cpu"] = True  # otherwise accelerate does not connect CPU ranks
-        on_cpu = bool(arguments.get("cpu")) or _is_set("ACCELERATE_USE_CPU")
+        on_cpu = bool(arguments.get("cpu")) or wants_cpu(os.environ)
         device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
         self.policy, self.policy_reason = (
             _from_mixed_precision(arguments.get("mixed_precision"), device)
@@ -287,7 +288,7 @@ def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | N
     for engine in _OTHER_ENGINES:
         name = f"ACCELERATE_USE_{engine.upper()}"
         plugins = (arguments.get(f"{engine}_plugin"), arguments.get(f"{engine}_plugins"))
-        if any(plugin is not None for plugin in plugins) or _is_set(name):
+        if any(plugin is not None for plugin in plugins) or is_true(name):
             raise ConfigError(
                 f"{engine}_plugin",
                 "in use",
@@ -350,7 +351,3 @@ def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:
             launched,
             policy.name,
         )
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")

@@ -13,7 +13,7 @@ from distmp.errors import ConfigError
 from distmp.launcher.job import ENVIRONMENTS
 from distmp.launcher.local import launch
 from distmp.launcher.network import Network
-from distmp.utils.arguments import Parser
+from distmp.utils.settings.command_line import Parser
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _HELP = """\

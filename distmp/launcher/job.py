@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from distmp.checkpoint.lease import SchedulerJob
 from distmp.distributed.launcher_variables import (
     MACHINES,
     PROCESSES,
@@ -335,18 +336,13 @@ def _slurm_hosts(variables: Variables, *names: str) -> tuple[str, ...]:
     return ()
 
 
-def scheduled_job(variables: Variables) -> tuple[str, int, str | None] | None:
-    """Return a scheduler's unique name of this job, which it keeps when it is requeued.
-
-    Returns:
-        The name, how often the job was requeued, and the name of the array that it is a task of;
-        None without a scheduler that provides them.
-    """
+def scheduled_job(variables: Variables) -> SchedulerJob | None:
+    """Return the scheduler's job; None without a scheduler that names it."""
     if "SLURM_JOB_ID" not in variables:
         return None
     restarts = variables.get("SLURM_RESTART_COUNT", "0")
     requeued = int(restarts) if restarts.isdecimal() else 0
-    return variables["SLURM_JOB_ID"], requeued, variables.get("SLURM_ARRAY_JOB_ID")
+    return SchedulerJob(variables["SLURM_JOB_ID"], requeued, variables.get("SLURM_ARRAY_JOB_ID"))
 
 
 # Shared helpers

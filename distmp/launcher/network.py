@@ -61,7 +61,7 @@ class Network:
     def interface_of(self, address: str) -> str | None:
         """Return the interface that has an address, or None."""
         for name, addresses in self.interfaces.items():
-            if any(_same(address, own) for own in addresses):
+            if ipaddress.ip_address(address) in map(ipaddress.ip_address, addresses):
                 return name
         return "lo" if is_loopback(address) and "lo" in self.interfaces else None
 
@@ -108,10 +108,6 @@ def _wait_for(
             log(f"waiting for {name!r} to get an address, up to {seconds:g} s")
             logged = True
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
-
-
-def _same(first: str, second: str) -> bool:
-    return ipaddress.ip_address(first) == ipaddress.ip_address(second)
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:

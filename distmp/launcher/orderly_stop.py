@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from argparse import Namespace
-from types import FrameType, TracebackType
+from types import FrameType
 
 import psutil
 
@@ -72,12 +72,7 @@ class OrderlyStop:
         self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child_exit)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         restore_handlers(self._previous_handlers)
 

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -47,18 +47,6 @@ KNOWN = (
     "init_lora_weights",
 )
 _INITIALIZATIONS = (True, "gaussian")
-
-
-class Update(NamedTuple):
-    """How an adapter changes the weight W of a layer: W + scaling * (B @ A).
-
-    Attributes:
-        scaling: The factor.
-        transposed: Whether W has the shape (inputs, outputs), as in GPT-2.
-    """
-
-    scaling: float
-    transposed: bool
 
 
 def check_settings(values: Mapping[str, Any]) -> None:

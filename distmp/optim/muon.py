@@ -19,7 +19,8 @@ from torch import Tensor
 
 from distmp.errors import ConfigError, listed, nearest
 from distmp.optim.owners import Owners, ShardedMatrix
-from distmp.scaling.step_decision import PRESCALE, chunk_norms
+from distmp.scaling.norms import chunk_norms
+from distmp.scaling.step_decision import PRESCALE
 from distmp.utils.dtypes import is_dtensor, local_values
 
 if TYPE_CHECKING:

@@ -160,13 +160,13 @@ def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters
         raise ConfigError(
             "optimizer",
             kind,
-            f"steps {len(foreign)} tensors that the engine does not train ({listed(foreign)}), so "
-            "its updates would be lost; build it on the tensors that the function is called "
+            f"updates {len(foreign)} tensors that the engine does not train ({listed(foreign)}), "
+            "so its updates would be lost; build it on the tensors that the function is called "
             f"with, not on model.parameters(): {_EXAMPLE}",
         )
     if twice := [names[key] for key, count in counts.items() if count > 1]:
         raise ConfigError(
-            "optimizer", kind, f"would step {listed(twice)} more than once; put each in one group"
+            "optimizer", kind, f"would update {listed(twice)} more than once; put each in one group"
         )
     if missing := [name for key, name in names.items() if key not in counts]:
         raise ConfigError(

@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 2.0
 _numbers = itertools.count()
 
 
-class Collective(NamedTuple):
+class ComparedCollective(NamedTuple):
     """One collective of FSDP, or an event that ranks compare in the same way.
 
     Attributes:
@@ -45,8 +45,8 @@ class Collective(NamedTuple):
     elements: int
 
 
-END_OF_FORWARD = Collective("end of forward", -1, 0)
-END = Collective("end", -1, 0)
+END_OF_FORWARD = ComparedCollective("end of forward", -1, 0)
+END = ComparedCollective("end", -1, 0)
 
 
 class CollectiveOrder:
@@ -75,10 +75,10 @@ class CollectiveOrder:
         self._monitor = None if world.group is None else rank_monitor.current()
         self._number = next(_numbers)
         self._comparisons = 0
-        self._known: dict[Hashable, list[Collective]] = {}
+        self._known: dict[Hashable, list[ComparedCollective]] = {}
         self._pass: Hashable = None
-        self._expected: list[Collective] = []
-        self._done: list[Collective] = []
+        self._expected: list[ComparedCollective] = []
+        self._done: list[ComparedCollective] = []
         self._differs = True
         self._microbatches = 0
 
@@ -89,7 +89,7 @@ class CollectiveOrder:
             TrainingError: If the number differs between ranks.
         """
         if microbatches != self._microbatches:
-            self._compare(Collective("microbatches", -1, microbatches))
+            self._compare(ComparedCollective("microbatches", -1, microbatches))
             self._microbatches = microbatches
 
     def compare_next(self, has_next: bool) -> None:
@@ -98,7 +98,7 @@ class CollectiveOrder:
         Raises:
             TrainingError: If only some ranks have one.
         """
-        self._compare(Collective("next", -1, int(has_next)))
+        self._compare(ComparedCollective("next", -1, int(has_next)))
 
     def begin(self, kind_of_pass: Hashable) -> None:
         """Begin a forward, with or without a backward.
@@ -111,7 +111,7 @@ class CollectiveOrder:
         self._expected = self._known.get(kind_of_pass, [])
         self._differs = kind_of_pass not in self._known
 
-    def note(self, collective: Collective) -> None:
+    def note(self, collective: ComparedCollective) -> None:
         """Record a collective; call this right before it starts.
 
         Raises:
@@ -142,7 +142,7 @@ class CollectiveOrder:
         self._expected = self._known.get(self._pass, [])
         self._differs = self._pass not in self._known
 
-    def _compare(self, local: Collective) -> None:
+    def _compare(self, local: ComparedCollective) -> None:
         """Compare the next collectives of the ranks.
 
         Raises:
@@ -161,7 +161,7 @@ class CollectiveOrder:
         self._monitor.meet(f"{comparison}/{text}", problem, patience)
         own.compares = ""
 
-    def _describe(self, collective: Collective) -> str:
+    def _describe(self, collective: ComparedCollective) -> str:
         if collective == END:
             return "end the pass"
         if collective == END_OF_FORWARD:

@@ -16,7 +16,7 @@ from distmp.distributed.collectives import (
     has_native_reduce_scatter,
     reduce_scatter,
 )
-from distmp.parallel.collective_order import Collective, CollectiveOrder
+from distmp.parallel.collective_order import CollectiveOrder, ComparedCollective
 
 
 class AllGather:
@@ -44,7 +44,7 @@ class AllGather:
     ) -> Any:
         """Gather the shards of the group into `output_tensor`; return the work with `async_op`."""
         if self._order is not None:
-            self._order.note(Collective("gather", self._unit, input_tensor.numel()))
+            self._order.note(ComparedCollective("gather", self._unit, input_tensor.numel()))
         work = all_gather(output_tensor, input_tensor, group)
         if async_op:
             return work
@@ -97,7 +97,7 @@ class ReduceScatter(AllGather):
     ) -> None:
         """Write this rank's part of the sum over the group to `output_tensor`."""
         if self._order is not None:
-            self._order.note(Collective("reduce", self._unit, input_tensor.numel()))
+            self._order.note(ComparedCollective("reduce", self._unit, input_tensor.numel()))
         if self._native:
             reduce_scatter(output_tensor, input_tensor, *self._groups).wait()
         else:

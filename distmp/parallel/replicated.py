@@ -189,5 +189,5 @@ def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> No
         raise ConfigError(
             "precision.policy.param",
             policy.param_dtype,
-            "a sharded optimizer steps FP32 weights; use param=fp32 or shard_optimizer=False",
+            "a sharded optimizer updates FP32 weights; use param=fp32 or shard_optimizer=False",
         )

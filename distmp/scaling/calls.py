@@ -182,19 +182,19 @@ class CallLog:
         self._updated.clear()
 
 
-# Sends a value to the other ranks, and returns the value of each rank in its JSON form.
-Exchange = Callable[[Any], Mapping[int, Any]]
+# Gathers a value from the ranks; returns the value of each rank in its JSON form.
+Gather = Callable[[Any], Mapping[int, Any]]
 
 
-def difference(decision: Decision, world_size: int, exchange: Exchange) -> str | None:
+def difference(decision: Decision, world_size: int, gather: Gather) -> str | None:
     """Return how ranks differ, or None if only parameters differ, as with pipeline stages.
 
     Args:
         decision: The decision of this rank.
         world_size: Number of ranks.
-        exchange: Sends a value to other ranks and returns their values.
+        gather: Gathers a value from the ranks.
     """
-    answers = exchange([decision, all_identities()])
+    answers = gather([decision, all_identities()])
     decisions = {rank: Decision(*values) for rank, (values, _) in answers.items()}
     if len({decision.digest for decision in decisions.values()}) > 1 or len(answers) < world_size:
         return _different_calls(decisions)

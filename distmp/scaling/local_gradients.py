@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from distmp.scaling.step_decision import chunk_norms
+from distmp.scaling.norms import chunk_norms
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
 

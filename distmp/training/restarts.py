@@ -65,7 +65,8 @@ class Restarts:
     @classmethod
     def of_this_job(cls, world_size: int, checkpoint_path: str | None = None) -> Restarts:
         """Return the attempts of the job that this process belongs to."""
-        count, max_restarts = rendezvous_store.attempt(), rendezvous_store.max_restarts()
+        count = rendezvous_store.attempt()
+        max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
         # Even without restarts after a failure, a machine that joins or leaves restarts all ranks.
         kept = rendezvous_store.is_hosted_by_agent()
         store = rendezvous_store.connect(REJOIN_SECONDS) if kept else None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distmp.checkpoint import lease as leases
-from distmp.checkpoint.lease import HeldError, Lease, Owner, SchedulerJob, last_owner
+from distmp.checkpoint.lease import HeldError, Lease, Owner, last_owner
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.orphans import is_orphan
@@ -43,7 +43,6 @@ class RunDirectoryInUseError(ConfigError):
     """
 
     def __init__(self, directory: RunDirectory, owner: Owner) -> None:
-        self.owner = owner
         super().__init__(
             "run_dir",
             str(directory.path),
@@ -92,9 +91,8 @@ def this_job(name: str) -> Owner:
     Args:
         name: Its identity, the same in all its attempts.
     """
-    scheduled = scheduled_job(os.environ)
-    scheduler = None if scheduled is None else SchedulerJob(*scheduled)
-    return Owner(name, socket.gethostname(), ProcessIdentity.of_this_process(), scheduler)
+    process, scheduler = ProcessIdentity.of_this_process(), scheduled_job(os.environ)
+    return Owner(name, socket.gethostname(), process, scheduler)
 
 
 class RunLease:
@@ -292,12 +290,7 @@ class DirectoryChoice:
         """Return the newest directory, but for a scheduler's job preferably the one it wrote to."""
         runs = existing_runs(self._config.run_dir, self._config.checkpoint.path)
         if (scheduler := self._job.scheduler) is not None:
-            owners = [(run, _last_owner(run)) for run in runs]
-            runs = [
-                run
-                for run, owner in owners
-                if owner and owner.scheduler and owner.scheduler.name == scheduler.name
-            ] or runs
+            runs = [run for run in runs if _scheduler_job(run) == scheduler.name] or runs
         return runs[-1] if runs else None
 
     def _create(self) -> RunDirectory:
@@ -329,5 +322,7 @@ class DirectoryChoice:
         self.lease = lease
 
 
-def _last_owner(run: RunDirectory) -> Owner | None:
-    return next(filter(None, map(last_owner, run.leased_paths())), None)
+def _scheduler_job(run: RunDirectory) -> str | None:
+    """Return the name of the scheduler's job that was the last to own a run, if it is known."""
+    owner = next(filter(None, map(last_owner, run.leased_paths())), None)
+    return owner.scheduler.name if owner and owner.scheduler else None

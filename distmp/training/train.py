@@ -15,7 +15,7 @@ from distmp.distributed.orphans import end_with_launcher
 from distmp.distributed.rank_environment import RankEnvironment, is_under_torchrun
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, ignore_stop_signals
 from distmp.errors import DistmpError
-from distmp.masking import mask_record, masked_text
+from distmp.masking import mask_record, print_message
 from distmp.telemetry.console import flush_standard_streams
 from distmp.telemetry.rank_log import RankLog
 
@@ -81,7 +81,7 @@ def run_as_rank(
 def _refuse(environment: RankEnvironment, error: Exception) -> int:
     """Report an error in the settings, and return the exit code of this rank."""
     if environment.world_size == 1 and isinstance(error, DistmpError) and not is_under_torchrun():
-        sys.stderr.write(f"distmp: {masked_text(str(error))}\n")
+        print_message(str(error))
         return error.exit_code
     from distmp.training import failures
 

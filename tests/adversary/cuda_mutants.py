@@ -376,7 +376,7 @@ MUTANTS = [
     ),
     Mutant(
         "a kernel is launched for every gradient",
-        "distmp/scaling/step_decision.py",
+        "distmp/scaling/norms.py",
         "torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))",
         "torch.stack([tensor.norm(dtype=torch.float64) for tensor in tensors])",
         LAUNCHES,

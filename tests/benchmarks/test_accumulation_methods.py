@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.accumulation_methods import DDP_BF16, METHODS, regression
 from benchmarks.accumulation_microbatches import SHAPES, Rank, Shape
 from distmp.distributed.world import World
-from distmp.scaling.step_decision import CHUNK
+from distmp.scaling.norms import CHUNK
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")

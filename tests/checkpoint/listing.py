@@ -32,5 +32,5 @@ def final_state(run: Path) -> dict[str, Tensor]:
     assert checkpoint is not None, f"{run} has no checkpoint"
     tensors = store.StoredCheckpoint(checkpoint).tensors.items()
     found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensors}
-    store.load(checkpoint, found)
+    store.StoredCheckpoint(checkpoint).load(found)
     return found

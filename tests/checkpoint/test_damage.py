@@ -248,7 +248,7 @@ def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tupl
 
     tensors = zeros(mesh)
     with pytest.raises(CheckpointError, match="cannot be used"):
-        store.load(directory / NEW, tensors)
+        store.StoredCheckpoint(directory / NEW).load(tensors)
     if not same_bits(tensors, whole(zeros())):
         return "is found out too late, after values were read", reports
     if save_again:  # over the damaged checkpoint

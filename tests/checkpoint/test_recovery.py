@@ -165,7 +165,7 @@ def test_damage_seen_by_one_rank_counts_for_all(
     assert found.damaged == [f"{second} cannot be used: OSError: [Errno 5] Input/output error"]
     tensors = {"step": torch.tensor(0)}
     with pytest.raises(CheckpointError, match="Input/output error"):
-        store.load(second, tensors)
+        store.StoredCheckpoint(second).load(tensors)
     assert tensors["step"] == 0
 
 

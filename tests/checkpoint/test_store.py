@@ -70,7 +70,7 @@ def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.Warnin
     assert path == listing.latest(tmp_path / "run") == tmp_path / "run" / "step-000007"
     found = zeros(plain_tensors())
     addresses = {name: tensor.data_ptr() for name, tensor in found.items()}
-    assert store.load(path, found) == []
+    assert store.StoredCheckpoint(path).load(found) == []
     assert_all_equal(found, plain_tensors())
     assert {name: tensor.data_ptr() for name, tensor in found.items()} == addresses
     assert store.StoredCheckpoint(path).numbers == NUMBERS
@@ -79,7 +79,7 @@ def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.Warnin
 
 def test_checkpoint_without_tensors_loads(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, {}, {}, keep=1)
-    assert store.load(path, {}) == []
+    assert store.StoredCheckpoint(path).load({}) == []
 
 
 def test_stored_tensors_list_shapes_and_dtypes(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_round_trip(world_size: int, tmp_path: Path) -> None:
     tensors = distributed(plain_tensors(), Shard(0))
     path = store.save(tmp_path, 1, tensors, numbers, keep=1)
     found = zeros(tensors)
-    store.load(path, found)
+    store.StoredCheckpoint(path).load(found)
     assert_all_equal(found, plain_tensors())
     assert store.StoredCheckpoint(path).numbers == {"rank": 0}
 
@@ -130,7 +130,7 @@ def _load_sharded(directory: Path, placement: Placement | None) -> None:
     tensors = zeros(plain_tensors())
     if placement is not None:
         tensors = distributed(tensors, placement)
-    store.load(directory / "step-000001", tensors)
+    store.StoredCheckpoint(directory / "step-000001").load(tensors)
     assert_all_equal(tensors, plain_tensors())
 
 
@@ -155,7 +155,7 @@ def test_plain_tensors_load_into_shards_of_other_dimension(tmp_path: Path) -> No
 def _load_columns(directory: Path) -> Tensor:
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.zeros(6, 5), mesh, [Shard(1)])
-    store.load(directory / "step-000001", {"weight": weight})
+    store.StoredCheckpoint(directory / "step-000001").load({"weight": weight})
     return weight.to_local()
 
 
@@ -178,7 +178,7 @@ def test_save_in_thread_during_collectives(tmp_path: Path) -> None:
         while not (rounds > 20 and agreed(saving.done())):
             rounds += 1
     found = zeros(tensors)
-    store.load(saving.result(), found)
+    store.StoredCheckpoint(saving.result()).load(found)
     assert_all_equal(found, plain_tensors())
 
 
@@ -196,7 +196,7 @@ def test_misfits_are_listed_in_one_error(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, {"a": torch.ones(2, 3), "b": torch.ones(1)}, {}, keep=1)
     tensors = {"a": torch.zeros(3, 2), "b": torch.zeros(1), "c": torch.zeros(1)}
     with pytest.raises(CheckpointError) as error:
-        store.load(path, tensors)
+        store.StoredCheckpoint(path).load(tensors)
     misfits = "'a' has shape [2, 3] in it, not [3, 2]; there is no 'c' in it"
     assert str(error.value) == f"cannot load {path}: it does not fit: {misfits}"
     assert torch.equal(tensors["b"], torch.zeros(1)), "nothing may be read"
@@ -205,26 +205,26 @@ def test_misfits_are_listed_in_one_error(tmp_path: Path) -> None:
 def test_at_most_five_misfits_are_listed(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
     with pytest.raises(CheckpointError, match=r"no '4' in it; and more$"):
-        store.load(path, {str(i): torch.zeros(1) for i in range(6)})
+        store.StoredCheckpoint(path).load({str(i): torch.zeros(1) for i in range(6)})
 
 
 def test_tensor_without_memory_is_refused(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
     with pytest.raises(CheckpointError, match="'a' is to be loaded but has no memory"):
-        store.load(path, {"a": torch.zeros(1, device="meta")})
+        store.StoredCheckpoint(path).load({"a": torch.zeros(1, device="meta")})
 
 
 def test_extra_names_are_returned(tmp_path: Path) -> None:
     tensors = {name: torch.ones(1) for name in ("c", "b", "a")}
     path = store.save(tmp_path, 1, tensors, {}, keep=1)
-    assert store.load(path, {"b": torch.zeros(1)}) == ["a", "c"]
+    assert store.StoredCheckpoint(path).load({"b": torch.zeros(1)}) == ["a", "c"]
 
 
 def test_conversion_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = store.save(tmp_path, 1, {"a": torch.tensor([1 / 3]), "b": torch.ones(1)}, {}, keep=1)
     found = {"a": torch.zeros(1, dtype=torch.bfloat16), "b": torch.zeros(1)}
     with caplog.at_level(logging.WARNING, logger="distmp"):
-        store.load(path, found)
+        store.StoredCheckpoint(path).load(found)
     assert torch.equal(found["a"], torch.tensor([1 / 3]).bfloat16())
     assert "converted from torch.float32 to torch.bfloat16" in caplog.text
 
@@ -258,7 +258,7 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
     found = {"mark": torch.tensor(0.0)}
     latest = listing.latest(directory)
     assert latest is not None
-    store.load(latest, found)
+    store.StoredCheckpoint(latest).load(found)
     return str(error.value), found["mark"].item()
 
 
@@ -319,4 +319,4 @@ def test_damage_seen_by_one_rank_fails_all(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
     tensors = {"layer.weight": torch.zeros(7, 5 + dist.get_rank())}
     with pytest.raises(CheckpointError, match=r"rank 1: it does not fit: 'layer\.weight'"):
-        store.load(path, tensors)
+        store.StoredCheckpoint(path).load(tensors)

@@ -88,7 +88,7 @@ def test_code_in_the_index_is_refused(path: Path, function: Callable[..., Any]) 
     deceive(path)
 
     tensors = {"torch.float32": torch.ones(2, 3)}
-    for read in (read_index, lambda path: store.load(path, tensors)):
+    for read in (read_index, lambda path: store.StoredCheckpoint(path).load(tensors)):
         with pytest.raises(CheckpointError, match="which no checkpoint needs"):
             read(path)
     assert not mark.exists()
@@ -104,7 +104,7 @@ def test_pickled_object_in_place_of_tensor_is_refused(path: Path) -> None:
     entry.offset, entry.length = 0, attack.stat().st_size
     rewrite(path, index)
     with pytest.raises(CheckpointError, match="cannot be used"):
-        store.load(path, {"torch.float32": torch.ones(2, 3)})
+        store.StoredCheckpoint(path).load({"torch.float32": torch.ones(2, 3)})
     assert not mark.exists()
 
 
@@ -122,7 +122,7 @@ def test_pickled_object_in_a_data_file_is_refused(path: Path) -> None:
     rewrite(path, index)
     read_index(path)
     with pytest.raises(CheckpointError, match="Weights only load failed"):
-        store.load(path, {"torch.float32": torch.ones(2, 3)})
+        store.StoredCheckpoint(path).load({"torch.float32": torch.ones(2, 3)})
     assert not mark.exists()
 
 

@@ -151,7 +151,7 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
             engine = make_engine(options)
             engine.prepare_to_load(store.StoredCheckpoint(path).tensors)
             state = engine.state_dict()
-            assert store.load(path, state) == []
+            assert store.StoredCheckpoint(path).load(state) == []
             engine.load_state_dict(state)
             assert_same(name, snapshot(engine), alone[step])
             assert store.StoredCheckpoint(path).numbers == {"step": step}
@@ -178,7 +178,7 @@ def test_gpu_state_is_copied_during_training(tmp_path: Path) -> None:
             saving.finish()
     for step, state in expected.items():
         found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        store.load(tmp_path / f"step-{step:06d}", found)
+        store.StoredCheckpoint(tmp_path / f"step-{step:06d}").load(found)
         assert_same("cuda", found, state)
 
 
@@ -214,7 +214,7 @@ def test_saves_run_one_after_another(tmp_path: Path) -> None:
     assert run_ranks(_save_often, 2, tmp_path) == [([1, 2, 3, 4], 1)] * 2
     for step in (1, 2, 3, 4):
         found = {"step": torch.tensor(0)}
-        store.load(tmp_path / f"step-{step:06d}", found)
+        store.StoredCheckpoint(tmp_path / f"step-{step:06d}").load(found)
         assert found["step"] == step
 
 
@@ -433,7 +433,7 @@ def test_kill_during_save_leaves_previous_checkpoint(tmp_path: Path) -> None:
         latest = listing.latest(tmp_path / point)
         assert latest == tmp_path / point / "step-000001"
         found = {"a": torch.zeros(4)}
-        store.load(latest, found)
+        store.StoredCheckpoint(latest).load(found)
         assert torch.equal(found["a"], torch.ones(4))
 
 

@@ -20,8 +20,9 @@ if __name__ == "__main__":
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.commands.explain.fake_ranks import FakeCollectives, fake_ranks
+from distmp.commands.explain.fake_ranks import communicate, fake_ranks
 from distmp.engine import Engine
 from tests.parallel.sharding import sharded
 from tests.recording import Collectives
@@ -123,6 +124,15 @@ def steady_step(engine: Engine, microbatches: int) -> Counts:
     # The fake device counts collectives of its own process group by other names.
     launches += {name: n for name, n in found.launches.items() if not name.startswith("c10d::")}
     return Counts(launches, found.waits, found.reads, found.pageable_copies)
+
+
+class FakeCollectives(TorchDispatchMode):
+    """Replaces other ranks by fake collectives of real tensors; only `allgather_` writes data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            return communicate(func, args)
+        return func(*args, **(kwargs or {}))
 
 
 def steady_steps(

@@ -114,7 +114,7 @@ def test_pure_weights_keep_no_rounded_gradients() -> None:
     ("text", "options", "message"),
     [
         ("bf16-pure,accumulate=bf16", {}, "all strategies sum microbatches in FP32; use fp32"),
-        ("bf16-pure", {"shard_optimizer": True}, "a sharded optimizer steps FP32 weights"),
+        ("bf16-pure", {"shard_optimizer": True}, "a sharded optimizer updates FP32 weights"),
         ("bf16,keep_fp32=hea", {}, "did you mean 'head'"),
     ],
 )

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp.commands.explain.fake_ranks import FakeCollectives
 from distmp.engine.settings import PrecisionPhase
 from tests.engine import launches
 from tests.engine.launches import CASES, LAYERS, STRATEGIES, Counts, steady_steps
@@ -163,7 +162,7 @@ def in_plain_torch(layers: int, policy: str) -> Counter[str]:
     model = launches.Model(layers).to("cuda", dtype)
     batch = torch.ones(2, launches.WIDTH, device="cuda", dtype=dtype)
     device.take_counters()
-    with FakeCollectives():  # in a dispatch mode, autograd adds out of place
+    with launches.FakeCollectives():  # in a dispatch mode, autograd adds out of place
         launches.loss(model, batch)[0].backward()
     return device.take_counters().launches
 

@@ -256,7 +256,7 @@ def test_export_needs_memory_of_one_tensor(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, tensors)
     program = (
         "import re, sys, torch, distmp.export.export as e, huggingface_hub\n"
-        "e.store.load(e.Path(sys.argv[1]), {'model/0': torch.empty(4, 2**18)})\n"
+        "e.store.StoredCheckpoint(e.Path(sys.argv[1])).load({'model/0': torch.empty(4, 2**18)})\n"
         # Not getrusage, which includes the peak of the parent process.
         "status = lambda: open('/proc/self/status').read()\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', status())[1]) / 1024\n"

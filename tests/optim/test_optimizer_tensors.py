@@ -54,11 +54,11 @@ def twice(parameters: Any) -> torch.optim.Optimizer:
     [
         (
             lambda p: SGD([*only_tensors(p), torch.zeros(3, requires_grad=True)], lr=0.1),
-            r"optimizer = 'SGD': steps 1 tensors that the engine does not train "
+            r"optimizer = 'SGD': updates 1 tensors that the engine does not train "
             r"\(one of shape \(3,\)\), .*not on model.parameters\(\)",
         ),
         (lambda p: SGD(p[:1], lr=0.1), r"optimizer = 'SGD': does not step bias; put every"),
-        (twice, r"optimizer = 'SGD': would step weight, bias more than once"),
+        (twice, r"optimizer = 'SGD': would update weight, bias more than once"),
         (
             SGD([torch.zeros(1, requires_grad=True)], lr=0.1),
             r"optimizer = 'SGD': cannot be called with .* pass a function that builds it: lambda",
@@ -74,9 +74,9 @@ def test_invalid_optimizer_factory_is_one_message(factory: Any, message: str) ->
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_optimizer_on_model_parameters_is_refused(policy: str) -> None:
-    """It would step the 16-bit copies, which the master weights overwrite."""
+    """It would update the 16-bit copies, which the master weights overwrite."""
     model = make_model()
-    with pytest.raises(ConfigError, match="steps 11 tensors that the engine does not train"):
+    with pytest.raises(ConfigError, match="updates 11 tensors that the engine does not train"):
         make_engine(model=model, policy=policy, optimizer=lambda _: SGD(model.parameters(), lr=0.1))
 
 

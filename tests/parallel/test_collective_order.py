@@ -14,7 +14,7 @@ from distmp.distributed import rank_monitor
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
 from distmp.parallel import collective_order
-from distmp.parallel.collective_order import Collective, CollectiveOrder
+from distmp.parallel.collective_order import CollectiveOrder, ComparedCollective
 from tests.ended import look_ended
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
@@ -30,11 +30,13 @@ from tests.reference import (
     train,
 )
 
-A, B, C = (Collective("gather", unit, 10) for unit in range(3))
+A, B, C = (ComparedCollective("gather", unit, 10) for unit in range(3))
 NAMES = ["", "blocks.0", "blocks.1"]
 
 
-def run_pass(order: CollectiveOrder, collectives: list[Collective], kind: Any = "train") -> None:
+def run_pass(
+    order: CollectiveOrder, collectives: list[ComparedCollective], kind: Any = "train"
+) -> None:
     order.begin(kind)
     for collective in collectives:
         order.note(collective)
@@ -51,7 +53,7 @@ class Counted(CollectiveOrder):
         super().__init__(*args, **options)
         self.compared = 0
 
-    def _compare(self, local: Collective) -> None:
+    def _compare(self, local: ComparedCollective) -> None:
         self.compared += 1
         super()._compare(local)
 

@@ -122,7 +122,7 @@ def load_and_train(steps: int, checkpoint: Path, options: dict[str, Any]) -> dic
     engine = make_engine(**options)
     engine.prepare_to_load(store.StoredCheckpoint(checkpoint).tensors)
     state = engine.state_dict()
-    store.load(checkpoint, state)
+    store.StoredCheckpoint(checkpoint).load(state)
     engine.load_state_dict(state)
     train(engine, steps, SIZES[world_size], first=steps)
     return snapshot(engine)

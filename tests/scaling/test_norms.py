@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distmp.scaling.step_decision import CHUNK, chunk_norms
+from distmp.scaling.norms import CHUNK, chunk_norms
 
 SIZES = (1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 

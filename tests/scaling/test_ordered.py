@@ -12,17 +12,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.exchange import Costs
-from distmp.scaling.step_decision import (
+from distmp.scaling.norms import (
     CHUNK,
     DEFAULT_ELEMENTS_PER_BLOCK,
     ELEMENTS_PER_BLOCK,
     SUBTREE,
-    GradientPart,
     chunk_squares,
-    local_stats,
-    ordered_total,
     pairwise_sums,
 )
+from distmp.scaling.step_decision import GradientPart, local_stats, ordered_total
 from distmp.utils.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 

@@ -111,7 +111,7 @@ def test_settings_exclude_strategies(
         ),
         (
             {"shard_optimizer": True, "precision": policy("bf16-pure")},
-            "a sharded optimizer steps FP32 weights",
+            "a sharded optimizer updates FP32 weights",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def saved_steps(run_directory: Path) -> list[int]:
     steps = []
     for path in sorted((run_directory / "checkpoints").glob("step-*")):
         found = {"engine/counts": torch.zeros(3, dtype=torch.int64)}
-        store.load(path, found)
+        store.StoredCheckpoint(path).load(found)
         steps.append(store.StoredCheckpoint(path).numbers["step"])
         assert found["engine/counts"][0] == steps[-1]
     return steps

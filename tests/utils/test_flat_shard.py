@@ -81,7 +81,7 @@ def load(path: Path, *, as_slices: bool) -> None:
         name: part_of(name, torch.zeros(shape)) if as_slices else torch.zeros(shape)
         for name, shape in SHAPES.items()
     }
-    store.load(path, found)
+    store.StoredCheckpoint(path).load(found)
     for name, tensor in found.items():
         expected = part_of(name, whole(name)) if as_slices else whole(name)
         assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(expected))
@@ -125,7 +125,7 @@ def test_slice_of_other_shape_is_refused(tmp_path: Path) -> None:
     assert checkpoint is not None
     wrong = FlatShard.of(torch.zeros(35), torch.Size([5, 7]), 0)
     with pytest.raises(CheckpointError, match=r"'matrix' has shape \[7, 5\] in it, not \[5, 7\]"):
-        store.load(checkpoint, {"matrix": wrong})
+        store.StoredCheckpoint(checkpoint).load({"matrix": wrong})
 
 
 @ranks(2)

@@ -96,20 +96,12 @@ class FakeRanks(FakeTensors):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            return _communicate(func, args)
+            return communicate(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class FakeCollectives(TorchDispatchMode):
-    """Replaces other ranks by fake collectives of real tensors; only `allgather_` writes data."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            return _communicate(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-def _communicate(func: Any, args: Any) -> Any:
+def communicate(func: Any, args: Any) -> Any:
+    """Return the result of a collective; only `allgather_` writes data, that of this rank."""
     if func is torch.ops.c10d.allgather_.default:
         # Ranks compare these values: pretend that all ranks have the same ones.
         for outputs, value in zip(args[0], args[1], strict=True):
@@ -177,7 +169,7 @@ def fake_ranks(
 ) -> Iterator[None]:
     """Make this process rank 0 of `world_size` ranks, which are not compared with each other.
 
-    The arguments are those of `simulate_ranks`. Collectives need `FakeRanks` or `FakeCollectives`.
+    The arguments are those of `simulate_ranks`. Collectives need `FakeRanks`.
     """
     local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks_per_machine or world_size)}
     if group:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distmp.errors import ConfigError
-from distmp.utils.arguments import Parser
 from distmp.utils.files import replacing
+from distmp.utils.settings.command_line import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="output file (default: RUN_DIR/report.html)")
     arguments = parser.parse_args(argv)
     from distmp.commands.report.page import page
-    from distmp.commands.report.run import Run
+    from distmp.commands.report.run import RecordedRun
 
     directories = [arguments.run_dir, *([arguments.other] if arguments.other else [])]
-    runs = [Run.read(directory) for directory in directories]
+    runs = [RecordedRun.read(directory) for directory in directories]
     target = arguments.to or arguments.run_dir / "report.html"
     try:
         with replacing(target) as file:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from distmp import __version__
-from distmp.commands.report.run import Run, as_text
+from distmp.commands.report.run import RecordedRun, as_text
 from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord
 from distmp.utils.units import scale_text
@@ -49,14 +49,14 @@ class Curve(NamedTuple):
     style: str = "-"
 
 
-def image(runs: Sequence[Run]) -> bytes:
+def image(runs: Sequence[RecordedRun]) -> bytes:
     """Return the charts of one run or of two as a PNG image."""
     buffer = io.BytesIO()
     draw(runs).savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
 
 
-def draw(runs: Sequence[Run]) -> Figure:
+def draw(runs: Sequence[RecordedRun]) -> Figure:
     """Draw the charts of one run or of two."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -82,7 +82,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def curves(run: Run) -> Iterator[Curve]:
+def curves(run: RecordedRun) -> Iterator[Curve]:
     """Yield the curves of a run, in the order of the charts."""
     of_steps = partial(_curve, records=run.records, label="each step")
     yield from of_steps("Loss", value=lambda r: r.loss)
@@ -132,7 +132,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [float(x) for x in np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)]
 
 
-def _metrics(run: Run) -> Iterator[Curve]:
+def _metrics(run: RecordedRun) -> Iterator[Curve]:
     """Yield each metric on held-out data; that of the average is in the same chart."""
     for name in dict.fromkeys(n for r in run.records for n in r.validation_metrics or {}):
         measured = [r for r in run.records if name in (r.validation_metrics or {})]
@@ -144,7 +144,7 @@ def _metric(record: StepRecord, name: str) -> float | None:
     return (record.validation_metrics or {}).get(name)
 
 
-def _rank_times(run: Run) -> Iterator[Curve]:
+def _rank_times(run: RecordedRun) -> Iterator[Curve]:
     """Yield the compute time of every rank, if ranks were compared."""
     compared = [record for record in run.records if record.rank_seconds]
     ranks = min((len(record.rank_seconds or ()) for record in compared), default=0)
@@ -161,7 +161,7 @@ def _compute_seconds(record: StepRecord, rank: int) -> float | None:
 MAX_SKIPPED = 200
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RecordedRun]) -> str:
     """Return the HTML of a report on one run, or on two side by side.
 
     All text from the runs is escaped, so that the report shows it and never executes it.
@@ -184,7 +184,7 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def _of_run(run: Run, runs: Sequence[Run]) -> Iterator[str]:
+def _of_run(run: RecordedRun, runs: Sequence[RecordedRun]) -> Iterator[str]:
     of = "" if len(runs) == 1 else f" of {run.name}"
     yield _section(f"Low-precision matmuls{of}", _paragraphs(run.low_precision_matmuls))
     yield _section(f"Skipped steps{of}", _skipped(run) or "<p>None.</p>")
@@ -217,14 +217,14 @@ def _folded(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     return f"<details><summary>{title}</summary>{table}</details>" if rows else ""
 
 
-def _summary(runs: Sequence[Run]) -> str:
+def _summary(runs: Sequence[RecordedRun]) -> str:
     columns = [run.summary() for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
     return _table(["", *(run.name for run in runs)], rows)
 
 
-def _skipped(run: Run) -> str:
+def _skipped(run: RecordedRun) -> str:
     skipped = [record for record in run.records if record.skipped]
     rows = [
         (f"{record.step:,}", scale_text(record.loss_scale), *_causes(record))
@@ -241,7 +241,7 @@ def _causes(record: StepRecord) -> Iterator[str]:
     yield str(overflow.get("advice", ""))
 
 
-def _divergence(run: Run) -> str:
+def _divergence(run: RecordedRun) -> str:
     events = [record for record in run.records if record.divergence]
     rows = [(f"{record.step:,}", *_event(record)) for record in events[:MAX_SKIPPED]]
     return _table(["step", "problem", "action"], rows)
@@ -258,7 +258,7 @@ def _event(record: StepRecord) -> Iterator[str]:
         yield f"back to step {rollback.get('to_step')}"
 
 
-def _configuration(runs: Sequence[Run]) -> str:
+def _configuration(runs: Sequence[RecordedRun]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.config)
     rows = [(name, *(as_text(run.config.get(name)) for run in runs)) for name in names]
     head = ["", *(run.name for run in runs)]

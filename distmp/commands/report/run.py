@@ -23,7 +23,7 @@ LAST_STEPS = 50
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The content of a run's directory.
 
     Attributes:
@@ -41,7 +41,7 @@ class Run:
     low_precision_matmuls: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: Path) -> Run:
+    def read(cls, path: Path) -> RecordedRun:
         """Read the directory of a run, finished or not.
 
         Raises:

@@ -1,10 +1,13 @@
-"""Reads settings from a file and the command line."""
+"""Parses command lines, and reads settings from a file and a command line."""
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin
 
 from distmp.errors import ConfigError
 from distmp.utils.annotations import accepts, expected, members_of
@@ -21,6 +24,14 @@ if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 T = TypeVar("T")
+
+
+class Parser(ArgumentParser):
+    """Parser of a subcommand that raises a `ConfigError` instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a `ConfigError` with the arguments."""
+        raise ConfigError(self.prog, shlex.join(sys.argv[2:]), message)
 
 
 def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str) -> T:

@@ -13,7 +13,7 @@ import pytest
 
 from distmp.cli import main
 from distmp.commands.report.page import draw, smoothed
-from distmp.commands.report.run import Run
+from distmp.commands.report.run import RecordedRun
 from distmp.telemetry.records import RecordWriter, StepRecord
 from tests.telemetry.samples import record
 
@@ -62,7 +62,7 @@ class Page(HTMLParser):
 
 def charts(*directories: Path) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
     """Return the drawn points by the titles of charts and the labels of curves."""
-    figure = draw([Run.read(directory) for directory in directories])
+    figure = draw([RecordedRun.read(directory) for directory in directories])
     return {
         axes.get_title("left"): {
             line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
