@@ -20,7 +20,7 @@ from distmp.optim import OptimizerFactory
 from distmp.optim.optimizer_tensors import build_on
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.collective_order import CollectiveOrder
-from distmp.parallel.module_tree import ModuleTree
+from distmp.parallel.module_buffers import ModuleTree
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization import LowPrecisionLayers
 from distmp.scaling import GradientPart

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distmp.parallel.module_tree import ModuleTree
+from distmp.parallel.module_buffers import ModuleTree
 
 
 def model() -> nn.Sequential:
