@@ -8,8 +8,9 @@ inputs and random numbers in float64, and compares them as `check_gradient` does
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,11 +26,21 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, rank_names, ranks_by_value
 from distmp.testing import classify
 from distmp.testing.check import WANTED, in_no_optimizer
-from distmp.testing.gradients import full_gradients, full_state, is_fsdp1, named_parameters
+from distmp.testing.gradients import (
+    full_gradients,
+    full_state,
+    held_parameters,
+    is_fsdp1,
+    named_parameters,
+    zero_optimizer,
+)
 from distmp.testing.measure import measured
 from distmp.testing.reference import DefaultLoss, LossSum, Reference, recorded_forwards
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import map_tensors
+
+# Reductions of more than 16 elements.
+_IN_16_BITS = re.compile(r".*reduce.*float16, (?!\d bytes|[12]\d bytes|3[0-2] bytes)")
 
 
 @dataclass(frozen=True)
@@ -88,13 +99,15 @@ class Audit:
 
     report: AuditReport
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
         self._optimizer = optimizer
         self._steps: list[_Step] = []
         self._current = _Step()
         self._skips = 0
-        self._unseen = _unseen(model)
+        self._rates_of_skip: list[float] | None = None
+        self._scheduled: list[classify.GradientMismatch] = []
+        self._unseen = _unseen(model, optimizer)
         self._collectives: Counter[str] = Counter()
 
     @contextmanager
@@ -116,17 +129,42 @@ class Audit:
                 self._skip()
             return result
 
-        handle = self._optimizer.register_step_pre_hook(self._before_step)
-        try:
-            with (
-                patch.object(nn.utils, "clip_grad_norm_", clipped),
-                patch.object(torch.amp.GradScaler, "step", step_or_skip),
-                recorded_forwards(self._model, self._forward) as self._record,
-                _Collectives(self._collectives),
-            ):
+        with (
+            patch.object(nn.utils, "clip_grad_norm_", clipped),
+            patch.object(torch.amp.GradScaler, "step", step_or_skip),
+            self._recorded_steps(),
+            recorded_forwards(self._model, self._forward) as self._record,
+            _Collectives(self._collectives),
+        ):
+            yield
+
+    @contextmanager
+    def _recorded_steps(self) -> Iterator[None]:
+        if isinstance(self._optimizer, torch.optim.Optimizer):
+            handle = self._optimizer.register_step_pre_hook(self._before_step)
+            try:
                 yield
-        finally:
-            handle.remove()
+            finally:
+                handle.remove()
+        else:
+            with patch.object(self._optimizer, "step", self._zero_step(self._optimizer.step)):
+                yield
+
+    def _zero_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Watch the step of a ZeRO optimizer, which calls the one in it once per group."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                gradients = full_gradients(self._model)
+            scale = getattr(self._optimizer, "loss_scale", None)
+            result = step(*args, **kwargs)
+            if self._optimizer.overflow:
+                self._skip()
+            else:
+                self._update(gradients, scale)
+            return result
+
+        return watched
 
     def _forward(self, args: Any, kwargs: Any) -> None:
         step = self._current
@@ -151,18 +189,37 @@ class Audit:
         return (optimizer,), {**kwargs, "closure": watched}
 
     def _skip(self) -> None:
+        self._compare_rates()
         self._skips += 1
+        self._rates_of_skip = self._rates()
         self._current = _Step()
+
+    def _rates(self) -> list[float]:
+        return [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
+
+    def _compare_rates(self) -> None:
+        """Report learning rates that have changed since a skipped step without an update."""
+        before, now, self._rates_of_skip = self._rates_of_skip, self._rates(), None
+        if before not in (None, now) and not self._scheduled:
+            text = f"{classify.CLASSES['scheduler']}: {before} at it, then {now}"
+            mismatch = classify.GradientMismatch("scheduler", ("learning rate",), text)
+            self._scheduled.append(mismatch)
 
     def _before_update(self) -> None:
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None and found_inf:  # a fused optimizer skips the step itself
             self._skip()
             return
-        scale = getattr(self._optimizer, "grad_scale", None)
+        if hasattr(self._model, "clip_fp32_gradients"):  # DeepSpeed's engine without ZeRO
+            self._current.max_norm = self._model.gradient_clipping() or None
+        gradients = {name: p.grad for name, p in named_parameters(self._model).items()}
+        self._update(gradients, getattr(self._optimizer, "grad_scale", None))
+
+    def _update(self, gradients: Mapping[str, Tensor | None], scale: Any) -> None:
+        self._compare_rates()
         self._current.gradients = {
-            name: None if p.grad is None else p.grad.detach() / (1.0 if scale is None else scale)
-            for name, p in named_parameters(self._model).items()
+            name: None if each is None else each.detach() / (1.0 if scale is None else scale)
+            for name, each in gradients.items()
         }
         self._steps.append(self._current)
         self._current = _Step()
@@ -170,7 +227,10 @@ class Audit:
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
         counts = Ranks(None).gather((len(self._steps), self._skips))
-        found, undecided = [*in_no_optimizer(self._model, self._optimizer)], []
+        found, undecided = [], []
+        if self._unseen is None:
+            self._compare_rates()
+            found = [*self._scheduled, *in_no_optimizer(self._model, self._optimizer)]
         if len(set(counts)) > 1:
             text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
             found.append(classify.GradientMismatch("skipped", ("optimizer",), text))
@@ -180,6 +240,7 @@ class Audit:
             try:
                 found += classify.diagnose([*self._replayed(loss_sum)], wanted)
                 found += self._same_inputs()
+                found += self._reduced_in_16_bits(found)
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 undecided.append(f"gradients could not be computed again: {error}")
         of_ranks = Ranks(None).gather((found, undecided))
@@ -203,6 +264,14 @@ class Audit:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
                 yield classify.GradientMismatch("same_data", ("inputs",), text)
 
+    def _reduced_in_16_bits(self, found: Any) -> Iterator[classify.GradientMismatch]:
+        """Report reductions in 16 bits whose results were summed in FP32, which hides them."""
+        calls = [*filter(_IN_16_BITS.match, self._collectives)]
+        if calls and not any("in_16_bits" in each.kind for each in found):
+            kind = "reduced_in_16_bits"
+            text = f"{classify.CLASSES[kind]}: {calls[0]}"
+            yield classify.GradientMismatch(kind, ("gradients",), text)
+
     def _replayed(self, loss_sum: LossSum) -> Iterator[classify.SplitResult]:
         reference = Reference(self._model, loss_sum)
         reference.set_modes(self._model)
@@ -222,12 +291,18 @@ def _fingerprint(tensor: Tensor) -> float:
     return float(flat @ torch.arange(1.0, len(flat) + 1).to(flat))
 
 
-def _unseen(model: nn.Module) -> str | None:
+def _unseen(model: nn.Module, optimizer: Any) -> str | None:
     """Return why the gradients of a model cannot be recorded."""
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         return "the model is compiled; audit it without torch.compile"
-    if is_fsdp1(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
-        return "shards of FSDP1 and DeepSpeed cannot be read here; use check_gradient"
+    if is_fsdp1(model):
+        return "shards of FSDP1 cannot be read here; use check_gradient"
+    held = held_parameters(model, optimizer)
+    for p in model.parameters():
+        if hasattr(p, "_in_backward_optimizers") or (
+            p not in held and p._post_accumulate_grad_hooks
+        ):
+            return "optimizers run inside of backward; audit the model with one optimizer"
     return None
 
 
@@ -292,7 +367,7 @@ def audit(
         raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
     while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = wrapped  # in one of accelerate or Lightning
-    running = Audit(model, optimizer)
+    running = Audit(model, zero_optimizer(model) or optimizer)
     with running.recorded():
         yield running
     running.finish(loss_sum or DefaultLoss(), WANTED[weights])

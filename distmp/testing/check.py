@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError
 from distmp.testing import classify
-from distmp.testing.gradients import full_gradients, named_parameters
+from distmp.testing.gradients import (
+    full_gradients,
+    held_parameters,
+    named_parameters,
+    remove_gradients,
+)
 from distmp.testing.measure import measured
 from distmp.testing.reference import DefaultLoss, Gradients, LossSum, Reference, recorded_forwards
 from distmp.testing.splits import Split, collated, make_splits
@@ -106,9 +111,9 @@ def in_no_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[classify.GradientMismatch]:
     """Yield the trained parameters that an optimizer does not have, if there are any."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_parameters(model, optimizer)
     trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-    if absent := tuple(name for name, p in trained.items() if id(p) not in held):
+    if absent := tuple(name for name, p in trained.items() if p not in held):
         kind = "in_no_optimizer"
         yield classify.GradientMismatch(kind, absent, classify.CLASSES[kind])
 
@@ -129,8 +134,7 @@ class _Check:
         batches = [[collated(part, self.collate) for part in rank] for rank in split.samples]
         rank = dist.get_rank() if len(batches) > 1 else 0
         self.reference.load(self.model)
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        remove_gradients(self.model)
         with recorded_forwards(self.model) as record, torch.random.fork_rng():
             returned = self.train_step(self.model, batches[rank])
         names = named_parameters(self.model).keys()

@@ -48,6 +48,7 @@ CLASSES = {
     "missing": "no gradient, or zero",
     "in_no_optimizer": "in no parameter group of the optimizer",
     "skipped": "the optimizer was not called equally often on all ranks",
+    "scheduler": "the learning rate changed after a skipped step",
     "loss_scale": "multiplied by a loss scale, or divided by it twice",
     "miscounted": "divided by another number",
     "clipped": "clipped before it was read",
@@ -307,22 +308,18 @@ def _mismatch(
     predictions: Sequence[_Predictions], label: _Label, names: list[str], wanted: str
 ) -> GradientMismatch:
     worst = max(predictions, key=lambda each: _size([each], names))
-    kind, words, value = worst.factors[label.factor]
-    mean, shape = CLASSES[wanted].removeprefix("agrees with "), _shape(worst.split)
+    values = np.array([[value for *_, value in each.factors] for each in predictions])
+    # Factors that are equal in every split.
+    same = np.flatnonzero((values == values[:, [label.factor]]).all(0))
+    kinds, words, (value, *_) = zip(*(worst.factors[column] for column in same), strict=True)
+    kind, mean, shape = kinds[0], CLASSES[wanted].removeprefix("agrees with "), _shape(worst.split)
     if label.row == 0:
-        text = f"gradient is {value:.3g} of {mean} at {shape}: {_causes(predictions, label)}"
+        causes = ", or ".join(CLASSES[each] for each in dict.fromkeys(kinds))
+        text = f"gradient is {value:.3g} of {mean} at {shape}: {causes}"
     else:
-        kind, times = worst.kinds[label.row], f", times {words}" if words else ""
+        kind, times = worst.kinds[label.row], f", times {' or '.join(words)}" if words[0] else ""
         text = f"{CLASSES[kind]}{times}, not with {mean}, at {shape}"
     return GradientMismatch(kind, tuple(names), text, _size(predictions, names))
-
-
-def _causes(predictions: Sequence[_Predictions], label: _Label) -> str:
-    """Return the classes of all factors with the same value in every split."""
-    values = np.array([[value for *_, value in each.factors] for each in predictions])
-    same = np.flatnonzero((values == values[:, [label.factor]]).all(0))
-    kinds = dict.fromkeys(predictions[0].factors[column][0] for column in same)
-    return ", or ".join(CLASSES[kind] for kind in kinds)
 
 
 def _shape(split: SplitResult) -> str:

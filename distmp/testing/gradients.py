@@ -37,6 +37,30 @@ def plain_name(name: str) -> str:
     return parameter_name(name).replace("_checkpoint_wrapped_module.", "")
 
 
+def zero_optimizer(model: nn.Module) -> Any:
+    """Return the optimizer of a DeepSpeed engine that shards or casts; None for other models."""
+    optimizer = getattr(model, "optimizer", None)
+    is_engine = type(model).__name__ == "DeepSpeedEngine"
+    return None if not is_engine or isinstance(optimizer, torch.optim.Optimizer) else optimizer
+
+
+def held_parameters(model: nn.Module, optimizer: Any) -> set[nn.Parameter]:
+    """Return the parameters that an optimizer updates."""
+    zero = zero_optimizer(model)
+    groups = [group["params"] for group in optimizer.param_groups]
+    for name in ("bit16_groups", "fp16_groups", "bf16_groups"):  # its own groups are flat
+        groups = getattr(zero, name, None) or groups
+    return {parameter for group in groups for parameter in group}
+
+
+def remove_gradients(model: nn.Module) -> None:
+    """Remove all gradients, also those that DeepSpeed keeps elsewhere."""
+    if (zero := zero_optimizer(model)) is not None:
+        zero.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
 def is_fsdp1(model: nn.Module) -> bool:
     """Return whether FSDP1 shards a part of the model."""
     return any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
@@ -77,19 +101,20 @@ def full_gradients(
         Gradients by name; None for a parameter without a gradient on this rank.
     """
     with _gathered(model, gradients=True):
-        return {
-            name: _full_gradient(p, p.grad if gradients is None else gradients.get(name))
-            for name, p in named_parameters(model).items()
-            if p.requires_grad
-        }
+        trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+        found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
+        return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
 
 
-def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+def _held(parameter: nn.Parameter) -> Tensor | None:
     if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
         from deepspeed.utils import safe_get_full_grad
 
-        found = safe_get_full_grad(parameter)
-        return None if found is None else found.detach().double()
+        return safe_get_full_grad(parameter)
+    return parameter.grad
+
+
+def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
     if is_dtensor(parameter):
         # Ranks without a gradient take part in the all-gather.
         full = _full(torch.zeros_like(parameter) if gradient is None else gradient)
@@ -98,23 +123,28 @@ def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor |
 
 
 def _full(tensor: Tensor) -> Tensor:
+    if hasattr(tensor, "ds_id"):  # ZeRO-3
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([tensor]):
+            return tensor.detach().clone()
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model without wrappers and with full parameters.
 
-    Every rank has to call it. Hooks of modules that FSDP2 shards are not copied.
+    Every rank has to call it. Hooks of modules that FSDP2 and ZeRO-3 shard are not copied.
 
     Raises:
         ConfigError: If the model cannot be copied.
     """
     model = unwrapped(model)
-    if is_fsdp1(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
+    if is_fsdp1(model):
         problem = "cannot be copied while it is sharded; pass a plain model as reference=..."
         raise ConfigError("model", type(model).__name__, problem)
     try:
-        sharded = any(isinstance(part, FSDPModule) for part in model.modules())
+        sharded = any(map(_is_sharded, model.modules()))
         copied = _unsharded(model, {}) if sharded else copy.deepcopy(model)
     except Exception as error:  # noqa: BLE001  (whatever a class raises in its own copy)
         problem = f"cannot be copied ({error}); pass another one as reference=..."
@@ -125,8 +155,12 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule) or hasattr(module, "ds_id")  # ZeRO-3
+
+
 def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
-    """Copy modules one by one: FSDP2 refuses a deep copy of its own."""
+    """Copy modules one by one: FSDP2 and ZeRO-3 refuse a deep copy of theirs."""
     if id(module) in done:
         return done[id(module)]
     kind = type(module)
@@ -136,7 +170,7 @@ def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
     new = kind.__new__(kind)
     done[id(module)] = new
     for name, value in vars(module).items():
-        if isinstance(module, FSDPModule) and name.endswith("_hooks"):
+        if _is_sharded(module) and name.endswith("_hooks"):
             value = type(value)()
         if "composable_api" not in name:  # FSDP2's state
             vars(new)[name] = value
