@@ -61,21 +61,13 @@ def nll_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, in
     return nn.functional.nll_loss(model(*batch), targets, reduction="sum"), len(targets)
 
 
-def fused_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the loss sum of TRL, whose models return no logits beside a fused loss."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    labels = batch["labels"][:, 1:].flatten()
-    total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
-    return total, int((labels != -100).sum())
-
-
-def trainer_callback(loss_sum: Any = None, updates: int = 2) -> Any:
+def trainer_callback(updates: int = 2) -> Any:
     """Return a callback of transformers that audits the first updates."""
     from transformers import TrainerCallback
 
     class AuditCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.auditing = Auditing(kwargs["model"], kwargs["optimizer"], loss_sum)
+            self.auditing = Auditing(kwargs["model"], kwargs["optimizer"])
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == updates:
@@ -174,8 +166,8 @@ HUNKS = {
     "trl": (
         Hunk(
             "    # Train the model\n",
-            "    from benchmarks.audits import fused_loss, trainer_callback\n"
-            "    trainer.add_callback(trainer_callback(fused_loss))\n",
+            "    from benchmarks.audits import trainer_callback\n"
+            "    trainer.add_callback(trainer_callback())\n",
         ),
     ),
 }

@@ -150,8 +150,9 @@ def plain_copy(model: nn.Module) -> nn.Module:
         problem = f"cannot be copied ({error}); pass another one as reference=..."
         raise ConfigError("model", type(model).__name__, problem) from None
     for part in copied.modules():
-        if "_original_forward" in vars(part):  # accelerate replaces `forward`
-            vars(part).pop("forward", None)
+        # accelerate and TRL replace `forward` by functions that call the original model's.
+        if hasattr(vars(part).get("forward"), "__wrapped__"):
+            del part.forward
     return copied
 
 

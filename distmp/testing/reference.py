@@ -225,6 +225,9 @@ class Reference:
                     gradient = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
                     stacked[name].append(gradient.double().flatten() * weights[-1])
         model.zero_grad()
+        if any(weights) and not any(each.any() for found in stacked.values() for each in found):
+            problem = "does not depend on the parameters of the model it is called with"
+            raise ConfigError("loss_sum", type(self._loss_sum).__name__, problem)
         return Gradients(weights, {name: torch.stack(each) for name, each in stacked.items()})
 
     def _backward(self, model: nn.Module, batch: Any) -> float:
