@@ -12,13 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -34,10 +33,10 @@ from distmp.testing.gradients import (
     named_parameters,
     zero_optimizer,
 )
-from distmp.testing.measure import measured
-from distmp.testing.reference import DefaultLoss, LossSum, Reference, recorded_forwards
+from distmp.testing.reference import Reference, measured, recorded_forwards
+from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import map_tensors
+from distmp.utils.tensor_trees import checksum, map_tensors
 
 # Reductions of more than 16 elements.
 _IN_16_BITS = re.compile(r".*reduce.*float16, (?!\d bytes|[12]\d bytes|3[0-2] bytes)")
@@ -256,11 +255,10 @@ class Audit:
 
     def _same_inputs(self) -> Iterator[classify.GradientMismatch]:
         """Report ranks with the same inputs in every step, as without a distributed sampler."""
-        found: list[float] = []
-        map_tensors(lambda each: found.append(_fingerprint(each)), [s.inputs for s in self._steps])
-        by_inputs = ranks_by_value(dict(enumerate(map(tuple, Ranks(None).gather(found)))))
-        for inputs, ranks in by_inputs.items():
-            if inputs and len(ranks) > 1:
+        every = Ranks(None).gather(checksum([step.inputs for step in self._steps]))
+        by_inputs = ranks_by_value(dict(enumerate(every)))
+        for ranks in by_inputs.values():
+            if len(ranks) > 1:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
                 yield classify.GradientMismatch("same_data", ("inputs",), text)
 
@@ -273,22 +271,16 @@ class Audit:
             yield classify.GradientMismatch(kind, ("gradients",), text)
 
     def _replayed(self, loss_sum: LossSum) -> Iterator[classify.SplitResult]:
-        reference = Reference(self._model, loss_sum)
+        reference, ranks = Reference(self._model, loss_sum), Ranks(None)
         reference.set_modes(self._model)
         for number, step in enumerate(self._steps):
-            by_rank = Ranks(None).gather((step.inputs, step.generators))
             reference.state = step.state
-            own, exact = reference.replay(by_rank, self._record)
-            weights = np.array(own.weights).reshape(len(by_rank), -1)
-            rank = dist.get_rank() if len(by_rank) > 1 else 0
-            split = classify.SplitResult(f"step {number}", rank, weights, step.max_norm)
+            record = replace(self._record, generators=step.generators)
+            own = reference.replay(step.inputs, record, exact=not number or self._record.in_16_bits)
+            weights = np.array(own.weights).reshape(ranks.world_size, -1)
+            split = classify.SplitResult(f"step {number}", ranks.rank, weights, step.max_norm)
             gradients = full_gradients(self._model, step.gradients)
-            yield measured(split, gradients, own, exact, {})
-
-
-def _fingerprint(tensor: Tensor) -> float:
-    flat = tensor.double().flatten()
-    return float(flat @ torch.arange(1.0, len(flat) + 1).to(flat))
+            yield measured(split, gradients, own, {})
 
 
 def _unseen(model: nn.Module, optimizer: Any) -> str | None:

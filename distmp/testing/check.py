@@ -20,9 +20,8 @@ from distmp.testing.gradients import (
     named_parameters,
     remove_gradients,
 )
-from distmp.testing.measure import measured
-from distmp.testing.reference import DefaultLoss, Gradients, LossSum, Reference, recorded_forwards
-from distmp.testing.splits import Split, collated, make_splits
+from distmp.testing.reference import Gradients, Reference, measured, recorded_forwards
+from distmp.testing.samples import DefaultLoss, LossSum, Split, collated, make_splits
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
 
@@ -70,6 +69,7 @@ def check_gradient(
     Raises:
         GradientError: On every rank, with what is wrong with which parameters.
         ConfigError: For samples or a model that cannot be checked.
+        SetupError: On every rank, if the loss of a microbatch cannot be computed.
 
     Example:
         >>> import torch
@@ -141,15 +141,14 @@ class _Check:
         given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
         gradients = full_gradients(self.model, given)
         self.reference.set_modes(self.model)
-        by_rank = [*zip(batches, Ranks(None).gather(record.generators), strict=True)]
-        own, exact = self.reference.replay(by_rank, record)
+        own = self.reference.replay(batches[rank], record)
         means = self._sample_means(split, own) if sample_means else {}
         weights = own.weights
         if callable(self.weights):
             weights = [float(sum(map(self.weights, part))) for part in split.flat]
         of_ranks = np.array(weights, dtype=np.float64).reshape(len(batches), -1)
         empty = classify.SplitResult(split.name, rank, of_ranks, self.max_norm)
-        return measured(empty, gradients, own, exact, means)
+        return measured(empty, gradients, own, means)
 
     def _sample_means(self, split: Split, own: Gradients) -> dict[str, Tensor]:
         """Return the part of each microbatch in the mean over samples.

@@ -134,7 +134,7 @@ def _full(tensor: Tensor) -> Tensor:
 def plain_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model without wrappers and with full parameters.
 
-    Every rank has to call it. Hooks of modules that FSDP2 and ZeRO-3 shard are not copied.
+    Every rank has to call it. Hooks of modules that FSDP2 or ZeRO-3 shards are not copied.
 
     Raises:
         ConfigError: If the model cannot be copied.
@@ -144,8 +144,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
         problem = "cannot be copied while it is sharded; pass a plain model as reference=..."
         raise ConfigError("model", type(model).__name__, problem)
     try:
-        sharded = any(map(_is_sharded, model.modules()))
-        copied = _unsharded(model, {}) if sharded else copy.deepcopy(model)
+        copied = _deep_copy(model)
     except Exception as error:  # noqa: BLE001  (whatever a class raises in its own copy)
         problem = f"cannot be copied ({error}); pass another one as reference=..."
         raise ConfigError("model", type(model).__name__, problem) from None
@@ -156,38 +155,27 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule) or hasattr(module, "ds_id")  # ZeRO-3
-
-
-def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
-    """Copy modules one by one: FSDP2 and ZeRO-3 refuse a deep copy of theirs."""
-    if id(module) in done:
-        return done[id(module)]
-    kind = type(module)
-    if isinstance(module, FSDPModule):
-        module.reshard()
-        kind = kind.__mro__[2]  # FSDP2's class derives from FSDPModule and the module's class
-    new = kind.__new__(kind)
-    done[id(module)] = new
-    for name, value in vars(module).items():
-        if _is_sharded(module) and name.endswith("_hooks"):
-            value = type(value)()
-        if "composable_api" not in name:  # FSDP2's state
-            vars(new)[name] = value
-    parts = {
-        name: None if part is None else _unsharded(part, done)
-        for name, part in module._modules.items()
-    }
-    held = {name: _copied(p, done) for name, p in module._parameters.items()}
-    buffers = {name: _copied(b, done) for name, b in module._buffers.items()}
-    vars(new).update(_modules=parts, _parameters=held, _buffers=buffers)
-    return new
-
-
-def _copied(tensor: Tensor | None, done: dict[int, Any]) -> Tensor | None:
-    if tensor is not None and id(tensor) not in done:
-        full = _full(tensor).clone()
-        parameter = nn.Parameter(full, tensor.requires_grad)
-        done[id(tensor)] = parameter if isinstance(tensor, nn.Parameter) else full
-    return None if tensor is None else done[id(tensor)]
+def _deep_copy(model: nn.Module) -> nn.Module:
+    """Copy a model with full parameters, without hooks and states of FSDP2 and ZeRO-3."""
+    copies: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        full, trained = _full(tensor).clone(), tensor.requires_grad
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(full, trained) if is_parameter else full
+    classes = {part: type(part) for part in model.modules()}
+    try:
+        for part, kind in classes.items():
+            if issubclass(kind, FSDPModule):
+                part.reshard()
+                part.__class__ = kind.__mro__[2]  # after FSDPModule; its own class refuses copies
+            if issubclass(kind, FSDPModule) or hasattr(part, "ds_id"):
+                held = {name: copies.get(id(p)) for name, p in part._parameters.items()}
+                copies[id(part._parameters)] = held
+                hooks = [each for name, each in vars(part).items() if name.endswith("_hooks")]
+                copies |= {id(each): type(each)() for each in hooks}
+                states = [each for name, each in vars(part).items() if "composable_api" in name]
+                copies |= {id(each): None for each in states}
+        return copy.deepcopy(model, copies)
+    finally:
+        for part, kind in classes.items():
+            part.__class__ = kind
