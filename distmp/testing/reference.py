@@ -24,8 +24,8 @@ from distmp.testing.gradients import full_state, named_parameters, plain_copy, p
 from distmp.testing.samples import LossSum
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
-# Elements that several microbatches must have before rounding shows anything.
-_FEWEST = 16
+# Elements that several microbatches must have before rounding shows anything, and how many show it.
+_FEWEST, _MOST = 16, 4096
 # Significant bits of bfloat16 and float16.
 _BITS = (8, 11)
 
@@ -103,8 +103,8 @@ class Gradients:
     Attributes:
         weights: Weight of each microbatch.
         stacked: By parameter, float64, of shape (microbatches, elements).
-        ideal: Their sums, computed in float64.
-        noise: Norms of the errors of their sums, relative to those.
+        ideal: Sums of those that were computed in float64, in that dtype.
+        noise: Norms of the errors of the same sums, relative to those.
     """
 
     weights: list[float]
@@ -151,7 +151,7 @@ class Reference:
                 part.training = training.get(plain_name(name), part.training)
 
     def replay(
-        self, batches: Sequence[Any], record: ForwardRecord, *, exact: bool = True
+        self, batches: Sequence[Any], record: ForwardRecord, *, exact: int | None = None
     ) -> Gradients:
         """Return the gradients of the microbatches of all ranks, those of rank 0 first.
 
@@ -160,7 +160,8 @@ class Reference:
         Args:
             batches: Microbatches of this rank.
             record: What their forwards used. Gradients are computed in the same dtypes.
-            exact: Whether they are computed in float64, too, instead of with the last microbatches.
+            exact: How many of each rank are computed in float64, too; None: all. With 0, the errors
+                of the last call count.
         """
         self._record, ranks = record, Ranks(None)
         # With another number of forwards, it is unknown which belongs to which microbatch.
@@ -171,13 +172,14 @@ class Reference:
         mine = ranks.all_or_none(lambda: self.own(*inputs), catch=Exception)
         every = ranks.gather((mine.weights, mine.stacked))
         stacked = {name: torch.cat([each[name] for _, each in every]) for name in mine.stacked}
-        if exact:
-            found = ranks.all_or_none(lambda: self._in_float64(*inputs), catch=Exception)
+        if exact != 0:
+            first = [each[:exact] for each in inputs]
+            found = ranks.all_or_none(lambda: self._in_float64(*first), catch=Exception)
             sums = ranks.gather({name: each.sum(0) for name, each in found.stacked.items()})
-            self._ideal = {
-                name: torch.stack([each[name] for each in sums]).sum(0) for name in stacked
-            }
-            self._noise = {n: _error(stacked[n].sum(0), each) for n, each in self._ideal.items()}
+            self._ideal = {n: torch.stack([each[n] for each in sums]).sum(0) for n in stacked}
+            shape = ranks.world_size, len(inputs[0]), -1
+            same = {n: each.view(shape)[:, :exact].sum((0, 1)) for n, each in stacked.items()}
+            self._noise = {n: _error(same[n], each) for n, each in self._ideal.items()}
         weights = [weight for each, _ in every for weight in each]
         return Gradients(weights, stacked, self._ideal, self._noise)
 
@@ -281,8 +283,8 @@ def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, split: SplitResu
 
     The sum may have been multiplied by a number of ranks, microbatches or tokens afterwards.
     """
-    several = (terms != 0).sum(0) > 1
-    if int(several.sum()) < _FEWEST:
+    several = ((terms != 0).sum(0) > 1).nonzero()[:_MOST, 0]
+    if len(several) < _FEWEST:
         return False
     ranks, count = split.weights.shape
     scales = {1.0, ranks, count, ranks * count, split.weights.sum(), split.weights.sum() / ranks}
@@ -306,6 +308,8 @@ def _share(values: Tensor, bits: int) -> float:
 
 def _shard_factors(gradient: Tensor, wanted: Tensor, ranks: int) -> tuple[float, ...]:
     """Return the factors between parts of a gradient and the wanted one, if there are several."""
+    step = 1 + len(wanted) // _MOST
+    gradient, wanted = gradient[::step], wanted[::step]
     shown = wanted.abs() > 0.05 * wanted.abs().max()
     ratios = (gradient[shown] / wanted[shown]).sort().values
     apart = ratios.diff() > 5e-4 * ratios.abs().max()
