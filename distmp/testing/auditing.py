@@ -25,14 +25,7 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, rank_names, ranks_by_value
 from distmp.testing import classify
 from distmp.testing.check import WANTED, in_no_optimizer
-from distmp.testing.gradients import (
-    full_gradients,
-    full_state,
-    held_parameters,
-    is_fsdp1,
-    named_parameters,
-    zero_optimizer,
-)
+from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
 from distmp.testing.reference import Reference, measured, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
@@ -106,7 +99,7 @@ class Audit:
         self._skips = 0
         self._rates_of_skip: list[float] | None = None
         self._scheduled: list[classify.GradientMismatch] = []
-        self._unseen = _unseen(model, optimizer)
+        self._unseen = unseen(model, optimizer)
         self._collectives: Counter[str] = Counter()
 
     @contextmanager
@@ -188,29 +181,28 @@ class Audit:
         return (optimizer,), {**kwargs, "closure": watched}
 
     def _skip(self) -> None:
-        self._compare_rates()
         self._skips += 1
-        self._rates_of_skip = self._rates()
+        self._rates_of_skip = self._compare_rates()
         self._current = _Step()
 
-    def _rates(self) -> list[float]:
-        return [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
-
-    def _compare_rates(self) -> None:
-        """Report learning rates that have changed since a skipped step without an update."""
-        before, now, self._rates_of_skip = self._rates_of_skip, self._rates(), None
+    def _compare_rates(self) -> list[float]:
+        """Return learning rates; report those that a skipped step did not leave as they were."""
+        now = [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
+        before, self._rates_of_skip = self._rates_of_skip, None
         if before not in (None, now) and not self._scheduled:
             text = f"{classify.CLASSES['scheduler']}: {before} at it, then {now}"
             mismatch = classify.GradientMismatch("scheduler", ("learning rate",), text)
             self._scheduled.append(mismatch)
+        return now
 
     def _before_update(self) -> None:
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None and found_inf:  # a fused optimizer skips the step itself
             self._skip()
             return
-        if hasattr(self._model, "clip_fp32_gradients"):  # DeepSpeed's engine without ZeRO
-            self._current.max_norm = self._model.gradient_clipping() or None
+        engine: Any = self._model
+        if hasattr(engine, "clip_fp32_gradients"):  # DeepSpeed's without ZeRO
+            self._current.max_norm = engine.gradient_clipping() or None
         gradients = {name: p.grad for name, p in named_parameters(self._model).items()}
         self._update(gradients, getattr(self._optimizer, "grad_scale", None))
 
@@ -285,21 +277,6 @@ class Audit:
             yield measured(split, gradients, own, {})
 
 
-def _unseen(model: nn.Module, optimizer: Any) -> str | None:
-    """Return why the gradients of a model cannot be recorded."""
-    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
-        return "the model is compiled; audit it without torch.compile"
-    if is_fsdp1(model):
-        return "shards of FSDP1 cannot be read here; use check_gradient"
-    held = held_parameters(model, optimizer)
-    for p in model.parameters():
-        if hasattr(p, "_in_backward_optimizers") or (
-            p not in held and p._post_accumulate_grad_hooks
-        ):
-            return "optimizers run inside of backward; audit the model with one optimizer"
-    return None
-
-
 class _Collectives(TorchDispatchMode):
     """Counts collectives, those of DDP and FSDP included."""
 
@@ -359,9 +336,7 @@ def audit(
     """
     if weights not in ("tokens", "sum"):
         raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
-    while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = wrapped  # in one of accelerate or Lightning
-    running = Audit(model, zero_optimizer(model) or optimizer)
+    running = Audit(model, innermost(model, optimizer))
     with running.recorded():
         yield running
     running.finish(loss_sum or DefaultLoss(), WANTED[weights])

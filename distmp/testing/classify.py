@@ -212,7 +212,8 @@ class _Predictions:
         right = named.get(wanted, named["token_mean"])
         self.kinds = ["right", *(kind for kind, _ in found)]
         self._rows = np.stack([right, *(row for _, row in found)])
-        self.factors = _factors(*split.weights.shape, most)
+        ranks, count = split.weights.shape
+        self.factors = _factors(ranks, count, most)
         self._square = sum(each.square for each in split.parameters.values())
         # Whatever the gradient is, it has been clipped by its own norm.
         scales = np.tile([value for *_, value in self.factors], (len(self._rows), 1))

@@ -44,6 +44,28 @@ def zero_optimizer(model: nn.Module) -> Any:
     return None if not is_engine or isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
+def innermost(model: nn.Module, optimizer: Any) -> Any:
+    """Return the optimizer of an engine, or that inside of one of accelerate or Lightning."""
+    while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = wrapped
+    return zero_optimizer(model) or optimizer
+
+
+def unseen(model: nn.Module, optimizer: Any) -> str | None:
+    """Return why an audit cannot see the gradients of a model; None if it can."""
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+        return "the model is compiled; audit it without torch.compile"
+    if is_fsdp1(model):
+        return "shards of FSDP1 cannot be read here; use check_gradient"
+    held = held_parameters(model, optimizer)
+    for p in model.parameters():
+        if hasattr(p, "_in_backward_optimizers") or (
+            p not in held and p._post_accumulate_grad_hooks
+        ):
+            return "optimizers run inside of backward; audit the model with one optimizer"
+    return None
+
+
 def held_parameters(model: nn.Module, optimizer: Any) -> set[nn.Parameter]:
     """Return the parameters that an optimizer updates."""
     zero = zero_optimizer(model)
@@ -162,7 +184,7 @@ def _deep_copy(model: nn.Module) -> nn.Module:
         full, trained = _full(tensor).clone(), tensor.requires_grad
         is_parameter = isinstance(tensor, nn.Parameter)
         copies[id(tensor)] = nn.Parameter(full, trained) if is_parameter else full
-    classes = {part: type(part) for part in model.modules()}
+    classes: dict[Any, type] = {part: type(part) for part in model.modules()}
     try:
         for part, kind in classes.items():
             if issubclass(kind, FSDPModule):
