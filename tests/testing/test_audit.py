@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -320,3 +321,24 @@ def test_a_step_that_one_rank_skips() -> None:
             scaler.update()
     assert "skipped" in kinds(audit.report)
     assert "[(2, 0), (1, 1)]" in str(audit.report)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_replaced_forward_that_calls_the_original_model(wrapped: bool) -> None:
+    model = Labelled()
+    original = model.forward
+
+    def forward(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return original(input_ids, labels)
+
+    model.forward = functools.wraps(type(model).forward)(forward) if wrapped else forward
+    report = audited(model, token_mean)
+    assert report.exit_code == (0 if wrapped else 2), str(report)
+    assert wrapped or "does not depend on the parameters" in report.undecided[0]
+
+
+def test_accelerate_in_bf16_is_audited() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(Labelled())
+    assert audited(model, token_mean).exit_code == 0
+    assert kinds(audited(model, mean_of_means)) == ["microbatch_means"]
