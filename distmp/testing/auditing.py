@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -121,26 +121,17 @@ class Audit:
                 self._skip()
             return result
 
-        with (
-            patch.object(nn.utils, "clip_grad_norm_", clipped),
-            patch.object(torch.amp.GradScaler, "step", step_or_skip),
-            self._recorded_steps(),
-            recorded_forwards(self._model, self._forward) as self._record,
-            _Collectives(self._collectives),
-        ):
+        with ExitStack() as stack:
+            if isinstance(self._optimizer, torch.optim.Optimizer):
+                stack.callback(self._optimizer.register_step_pre_hook(self._before_step).remove)
+            else:
+                watched = self._zero_step(self._optimizer.step)
+                stack.enter_context(patch.object(self._optimizer, "step", watched))
+            stack.enter_context(patch.object(nn.utils, "clip_grad_norm_", clipped))
+            stack.enter_context(patch.object(torch.amp.GradScaler, "step", step_or_skip))
+            self._record = stack.enter_context(recorded_forwards(self._model, self._forward))
+            stack.enter_context(_Collectives(self._collectives))
             yield
-
-    @contextmanager
-    def _recorded_steps(self) -> Iterator[None]:
-        if isinstance(self._optimizer, torch.optim.Optimizer):
-            handle = self._optimizer.register_step_pre_hook(self._before_step)
-            try:
-                yield
-            finally:
-                handle.remove()
-        else:
-            with patch.object(self._optimizer, "step", self._zero_step(self._optimizer.step)):
-                yield
 
     def _zero_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Watch the step of a ZeRO optimizer, which calls the one in it once per group."""
