@@ -112,20 +112,36 @@ def losses(script: Script, repository: Path, ranks: int, form: str) -> list[floa
         ranks: Number of processes.
         form: "original", "distmp", or "distmp, float16".
     """
-    ours, for_cpus = hunks(PAGE.read_text(), script.title)
-    changes = [*script.shown, *for_cpus, *([] if form == "original" else ours)]
-    text = replaced((repository / script.path).read_text(), changes)
+    ours = [] if form == "original" else hunks(PAGE.read_text(), script.title)[0]
+    further = script.float16 if form == "distmp, float16" else ()
+    shown = output(script, repository, ranks, [*script.shown, *ours], further)
+    return [float(loss) for loss in re.findall(script.loss, shown, re.MULTILINE)]
+
+
+def output(
+    script: Script, repository: Path, ranks: int, changes: list[Hunk], further: tuple[str, ...] = ()
+) -> str:
+    """Train with a script and return its output.
+
+    Args:
+        script: The script.
+        repository: The directory of its repository.
+        ranks: Number of processes.
+        changes: Replacements, besides those for CPUs.
+        further: Further arguments.
+    """
+    for_cpus = hunks(PAGE.read_text(), script.title)[1]
+    text = replaced((repository / script.path).read_text(), [*for_cpus, *changes])
     with tempfile.TemporaryDirectory(prefix="script-") as name:
         directory = Path(name)
         (directory / "script.py").write_text(text)
         torch.manual_seed(0)
         script.prepare(directory, repository)
-        further = script.float16 if form == "distmp, float16" else ()
-        output = _run(ranks, directory, (*script.arguments, *further))
-    return [float(loss) for loss in re.findall(script.loss, output, re.MULTILINE)]
+        return run(ranks, directory, (*script.arguments, *further))
 
 
-def _run(ranks: int, directory: Path, arguments: tuple[str, ...]) -> str:
+def run(ranks: int, directory: Path, arguments: tuple[str, ...] = ()) -> str:
+    """Return the output of `script.py` in a directory; an error of it is raised."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "huggingface")}
     command = [sys.executable, *(launcher if ranks > 1 else []), "script.py", *arguments]
@@ -134,13 +150,13 @@ def _run(ranks: int, directory: Path, arguments: tuple[str, ...]) -> str:
         command, cwd=directory, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+            shown, _ = process.communicate(timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.terminate()  # unlike a kill, torchrun ends its ranks
             raise
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return output
+    return shown
 
 
 def _prepare_nanogpt(directory: Path, repository: Path) -> None:

@@ -8,16 +8,16 @@ inputs and random numbers in float64, and compares them as `check_gradient` does
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -25,11 +25,14 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, rank_names, ranks_by_value
 from distmp.testing import classify
 from distmp.testing.check import WANTED, in_no_optimizer
-from distmp.testing.gradients import full_gradients, full_state, is_fsdp1, named_parameters
-from distmp.testing.measure import measured
-from distmp.testing.reference import DefaultLoss, LossSum, Reference, recorded_forwards
+from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
+from distmp.testing.reference import Reference, measured, recorded_forwards
+from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import map_tensors
+from distmp.utils.tensor_trees import checksum, map_tensors
+
+# Reductions of more than 16 elements.
+_IN_16_BITS = re.compile(r".*reduce.*float16, (?!\d bytes|[12]\d bytes|3[0-2] bytes)")
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,15 @@ class Audit:
 
     report: AuditReport
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
         self._optimizer = optimizer
         self._steps: list[_Step] = []
         self._current = _Step()
         self._skips = 0
-        self._unseen = _unseen(model)
+        self._rates_of_skip: list[float] | None = None
+        self._scheduled: list[classify.GradientMismatch] = []
+        self._unseen = unseen(model, optimizer)
         self._collectives: Counter[str] = Counter()
 
     @contextmanager
@@ -116,17 +121,33 @@ class Audit:
                 self._skip()
             return result
 
-        handle = self._optimizer.register_step_pre_hook(self._before_step)
-        try:
-            with (
-                patch.object(nn.utils, "clip_grad_norm_", clipped),
-                patch.object(torch.amp.GradScaler, "step", step_or_skip),
-                recorded_forwards(self._model, self._forward) as self._record,
-                _Collectives(self._collectives),
-            ):
-                yield
-        finally:
-            handle.remove()
+        with ExitStack() as stack:
+            if isinstance(self._optimizer, torch.optim.Optimizer):
+                stack.callback(self._optimizer.register_step_pre_hook(self._before_step).remove)
+            else:
+                watched = self._zero_step(self._optimizer.step)
+                stack.enter_context(patch.object(self._optimizer, "step", watched))
+            stack.enter_context(patch.object(nn.utils, "clip_grad_norm_", clipped))
+            stack.enter_context(patch.object(torch.amp.GradScaler, "step", step_or_skip))
+            self._record = stack.enter_context(recorded_forwards(self._model, self._forward))
+            stack.enter_context(_Collectives(self._collectives))
+            yield
+
+    def _zero_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Watch the step of a ZeRO optimizer, which calls the one in it once per group."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                gradients = full_gradients(self._model)
+            scale = getattr(self._optimizer, "loss_scale", None)
+            result = step(*args, **kwargs)
+            if self._optimizer.overflow:
+                self._skip()
+            else:
+                self._update(gradients, scale)
+            return result
+
+        return watched
 
     def _forward(self, args: Any, kwargs: Any) -> None:
         step = self._current
@@ -152,17 +173,35 @@ class Audit:
 
     def _skip(self) -> None:
         self._skips += 1
+        self._rates_of_skip = self._compare_rates()
         self._current = _Step()
+
+    def _compare_rates(self) -> list[float]:
+        """Return learning rates; report those that a skipped step did not leave as they were."""
+        now = [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
+        before, self._rates_of_skip = self._rates_of_skip, None
+        if before not in (None, now) and not self._scheduled:
+            text = f"{classify.CLASSES['scheduler']}: {before} at it, then {now}"
+            mismatch = classify.GradientMismatch("scheduler", ("learning rate",), text)
+            self._scheduled.append(mismatch)
+        return now
 
     def _before_update(self) -> None:
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None and found_inf:  # a fused optimizer skips the step itself
             self._skip()
             return
-        scale = getattr(self._optimizer, "grad_scale", None)
+        engine: Any = self._model
+        if hasattr(engine, "clip_fp32_gradients"):  # DeepSpeed's without ZeRO
+            self._current.max_norm = engine.gradient_clipping() or None
+        gradients = {name: p.grad for name, p in named_parameters(self._model).items()}
+        self._update(gradients, getattr(self._optimizer, "grad_scale", None))
+
+    def _update(self, gradients: Mapping[str, Tensor | None], scale: Any) -> None:
+        self._compare_rates()
         self._current.gradients = {
-            name: None if p.grad is None else p.grad.detach() / (1.0 if scale is None else scale)
-            for name, p in named_parameters(self._model).items()
+            name: None if each is None else each.detach() / (1.0 if scale is None else scale)
+            for name, each in gradients.items()
         }
         self._steps.append(self._current)
         self._current = _Step()
@@ -170,7 +209,10 @@ class Audit:
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
         counts = Ranks(None).gather((len(self._steps), self._skips))
-        found, undecided = [*in_no_optimizer(self._model, self._optimizer)], []
+        found, undecided = [], []
+        if self._unseen is None:
+            self._compare_rates()
+            found = [*self._scheduled, *in_no_optimizer(self._model, self._optimizer)]
         if len(set(counts)) > 1:
             text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
             found.append(classify.GradientMismatch("skipped", ("optimizer",), text))
@@ -180,6 +222,7 @@ class Audit:
             try:
                 found += classify.diagnose([*self._replayed(loss_sum)], wanted)
                 found += self._same_inputs()
+                found += self._reduced_in_16_bits(found)
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 undecided.append(f"gradients could not be computed again: {error}")
         of_ranks = Ranks(None).gather((found, undecided))
@@ -195,40 +238,34 @@ class Audit:
 
     def _same_inputs(self) -> Iterator[classify.GradientMismatch]:
         """Report ranks with the same inputs in every step, as without a distributed sampler."""
-        found: list[float] = []
-        map_tensors(lambda each: found.append(_fingerprint(each)), [s.inputs for s in self._steps])
-        by_inputs = ranks_by_value(dict(enumerate(map(tuple, Ranks(None).gather(found)))))
-        for inputs, ranks in by_inputs.items():
-            if inputs and len(ranks) > 1:
+        every = Ranks(None).gather(checksum([step.inputs for step in self._steps]))
+        by_inputs = ranks_by_value(dict(enumerate(every)))
+        for ranks in by_inputs.values():
+            if len(ranks) > 1:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
                 yield classify.GradientMismatch("same_data", ("inputs",), text)
 
+    def _reduced_in_16_bits(self, found: Any) -> Iterator[classify.GradientMismatch]:
+        """Report reductions in 16 bits whose results were summed in FP32, which hides them."""
+        calls = [*filter(_IN_16_BITS.match, self._collectives)]
+        if calls and not any("in_16_bits" in each.kind for each in found):
+            kind = "reduced_in_16_bits"
+            text = f"{classify.CLASSES[kind]}: {calls[0]}"
+            yield classify.GradientMismatch(kind, ("gradients",), text)
+
     def _replayed(self, loss_sum: LossSum) -> Iterator[classify.SplitResult]:
-        reference = Reference(self._model, loss_sum)
+        reference, ranks = Reference(self._model, loss_sum), Ranks(None)
         reference.set_modes(self._model)
         for number, step in enumerate(self._steps):
-            by_rank = Ranks(None).gather((step.inputs, step.generators))
             reference.state = step.state
-            own, exact = reference.replay(by_rank, self._record)
-            weights = np.array(own.weights).reshape(len(by_rank), -1)
-            rank = dist.get_rank() if len(by_rank) > 1 else 0
-            split = classify.SplitResult(f"step {number}", rank, weights, step.max_norm)
+            # In FP32, errors hardly differ from step to step.
+            exact = None if self._record.in_16_bits else int(not number)
+            record = replace(self._record, generators=step.generators)
+            own = reference.replay(step.inputs, record, exact=exact)
+            weights = np.array(own.weights).reshape(ranks.world_size, -1)
+            split = classify.SplitResult(f"step {number}", ranks.rank, weights, step.max_norm)
             gradients = full_gradients(self._model, step.gradients)
-            yield measured(split, gradients, own, exact, {})
-
-
-def _fingerprint(tensor: Tensor) -> float:
-    flat = tensor.double().flatten()
-    return float(flat @ torch.arange(1.0, len(flat) + 1).to(flat))
-
-
-def _unseen(model: nn.Module) -> str | None:
-    """Return why the gradients of a model cannot be recorded."""
-    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
-        return "the model is compiled; audit it without torch.compile"
-    if is_fsdp1(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
-        return "shards of FSDP1 and DeepSpeed cannot be read here; use check_gradient"
-    return None
+            yield measured(split, gradients, own, {})
 
 
 class _Collectives(TorchDispatchMode):
@@ -290,9 +327,7 @@ def audit(
     """
     if weights not in ("tokens", "sum"):
         raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
-    while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = wrapped  # in one of accelerate or Lightning
-    running = Audit(model, optimizer)
+    running = Audit(model, innermost(model, optimizer))
     with running.recorded():
         yield running
     running.finish(loss_sum or DefaultLoss(), WANTED[weights])

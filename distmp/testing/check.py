@@ -14,10 +14,14 @@ from torch import Tensor, nn
 from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError
 from distmp.testing import classify
-from distmp.testing.gradients import full_gradients, named_parameters
-from distmp.testing.measure import measured
-from distmp.testing.reference import DefaultLoss, Gradients, LossSum, Reference, recorded_forwards
-from distmp.testing.splits import Split, collated, make_splits
+from distmp.testing.gradients import (
+    full_gradients,
+    held_parameters,
+    named_parameters,
+    remove_gradients,
+)
+from distmp.testing.reference import Gradients, Reference, measured, recorded_forwards
+from distmp.testing.samples import DefaultLoss, LossSum, Split, collated, make_splits
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
 
@@ -65,6 +69,7 @@ def check_gradient(
     Raises:
         GradientError: On every rank, with what is wrong with which parameters.
         ConfigError: For samples or a model that cannot be checked.
+        SetupError: On every rank, if the loss of a microbatch cannot be computed.
 
     Example:
         >>> import torch
@@ -106,9 +111,9 @@ def in_no_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[classify.GradientMismatch]:
     """Yield the trained parameters that an optimizer does not have, if there are any."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_parameters(model, optimizer)
     trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-    if absent := tuple(name for name, p in trained.items() if id(p) not in held):
+    if absent := tuple(name for name, p in trained.items() if p not in held):
         kind = "in_no_optimizer"
         yield classify.GradientMismatch(kind, absent, classify.CLASSES[kind])
 
@@ -129,23 +134,21 @@ class _Check:
         batches = [[collated(part, self.collate) for part in rank] for rank in split.samples]
         rank = dist.get_rank() if len(batches) > 1 else 0
         self.reference.load(self.model)
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        remove_gradients(self.model)
         with recorded_forwards(self.model) as record, torch.random.fork_rng():
             returned = self.train_step(self.model, batches[rank])
         names = named_parameters(self.model).keys()
         given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
         gradients = full_gradients(self.model, given)
         self.reference.set_modes(self.model)
-        by_rank = [*zip(batches, Ranks(None).gather(record.generators), strict=True)]
-        own, exact = self.reference.replay(by_rank, record)
+        own = self.reference.replay(batches[rank], record)
         means = self._sample_means(split, own) if sample_means else {}
         weights = own.weights
         if callable(self.weights):
             weights = [float(sum(map(self.weights, part))) for part in split.flat]
         of_ranks = np.array(weights, dtype=np.float64).reshape(len(batches), -1)
         empty = classify.SplitResult(split.name, rank, of_ranks, self.max_norm)
-        return measured(empty, gradients, own, exact, means)
+        return measured(empty, gradients, own, means)
 
     def _sample_means(self, split: Split, own: Gradients) -> dict[str, Tensor]:
         """Return the part of each microbatch in the mean over samples.

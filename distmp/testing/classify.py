@@ -31,6 +31,7 @@ CLASSES = {
     "ranks_never": "multiplied by the number of ranks: summed over ranks, never divided",
     "microbatches_twice": "divided by the number of microbatches once too often",
     "microbatches_never": "multiplied by the number of microbatches: never divided by it",
+    "short_update": "divided by the microbatches of a full update, although it has fewer",
     "accumulated_twice": "accumulated twice",
     "halved": "half of what it should be",
     "token_mean": "agrees with the mean over tokens",
@@ -48,6 +49,7 @@ CLASSES = {
     "missing": "no gradient, or zero",
     "in_no_optimizer": "in no parameter group of the optimizer",
     "skipped": "the optimizer was not called equally often on all ranks",
+    "scheduler": "the learning rate changed after a skipped step",
     "loss_scale": "multiplied by a loss scale, or divided by it twice",
     "miscounted": "divided by another number",
     "clipped": "clipped before it was read",
@@ -145,7 +147,7 @@ class _Label(NamedTuple):
     factor: int = 0  # index of `_factors`
 
 
-def _factors(ranks: int, microbatches: int) -> list[tuple[str, str, float]]:
+def _factors(ranks: int, microbatches: int, most: int) -> list[tuple[str, str, float]]:
     """Return class, words and value of each factor; the simplest first."""
     r, m = ranks, microbatches
     return [
@@ -154,6 +156,7 @@ def _factors(ranks: int, microbatches: int) -> list[tuple[str, str, float]]:
         ("ranks_never", "ranks", r),
         ("microbatches_twice", "1 / microbatches", 1 / m),
         ("microbatches_never", "microbatches", m),
+        ("short_update", "microbatches / those of a full update", m / most),
         ("accumulated_twice", "2", 2.0),
         ("halved", "1 / 2", 0.5),
         ("ranks_twice", "1 / (ranks * microbatches)", 1 / (r * m)),
@@ -200,7 +203,7 @@ def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, 
 class _Predictions:
     """All predictions for one division of the samples."""
 
-    def __init__(self, split: SplitResult, wanted: str) -> None:
+    def __init__(self, split: SplitResult, wanted: str, most: int) -> None:
         self.split = split
         terms = max((len(each.inner) for each in split.parameters.values()), default=0)
         found = _coefficients(split, sample_means=terms > split.weights.size)
@@ -209,7 +212,8 @@ class _Predictions:
         right = named.get(wanted, named["token_mean"])
         self.kinds = ["right", *(kind for kind, _ in found)]
         self._rows = np.stack([right, *(row for _, row in found)])
-        self.factors = _factors(*split.weights.shape)
+        ranks, count = split.weights.shape
+        self.factors = _factors(ranks, count, most)
         self._square = sum(each.square for each in split.parameters.values())
         # Whatever the gradient is, it has been clipped by its own norm.
         scales = np.tile([value for *_, value in self.factors], (len(self._rows), 1))
@@ -265,7 +269,8 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
         splits: What this rank has measured with each division of the samples.
         wanted: The class that is right: `token_mean`, `sample_mean` or `sum`.
     """
-    predictions = [_Predictions(split, wanted) for split in splits]
+    most = max((split.weights.shape[1] for split in splits), default=1)
+    predictions = [_Predictions(split, wanted, most) for split in splits]
     broken = sorted({name for split in splits for name in split.not_finite})
     found = [*_absent("not_finite", splits, broken), *_compared(predictions, wanted)]
     found += _rounded(predictions)
@@ -307,22 +312,18 @@ def _mismatch(
     predictions: Sequence[_Predictions], label: _Label, names: list[str], wanted: str
 ) -> GradientMismatch:
     worst = max(predictions, key=lambda each: _size([each], names))
-    kind, words, value = worst.factors[label.factor]
-    mean, shape = CLASSES[wanted].removeprefix("agrees with "), _shape(worst.split)
+    values = np.array([[value for *_, value in each.factors] for each in predictions])
+    # Factors that are equal in every split.
+    same = np.flatnonzero((values == values[:, [label.factor]]).all(0))
+    kinds, words, (value, *_) = zip(*(worst.factors[column] for column in same), strict=True)
+    kind, mean, shape = kinds[0], CLASSES[wanted].removeprefix("agrees with "), _shape(worst.split)
     if label.row == 0:
-        text = f"gradient is {value:.3g} of {mean} at {shape}: {_causes(predictions, label)}"
+        causes = ", or ".join(CLASSES[each] for each in dict.fromkeys(kinds))
+        text = f"gradient is {value:.3g} of {mean} at {shape}: {causes}"
     else:
-        kind, times = worst.kinds[label.row], f", times {words}" if words else ""
+        kind, times = worst.kinds[label.row], f", times {' or '.join(words)}" if words[0] else ""
         text = f"{CLASSES[kind]}{times}, not with {mean}, at {shape}"
     return GradientMismatch(kind, tuple(names), text, _size(predictions, names))
-
-
-def _causes(predictions: Sequence[_Predictions], label: _Label) -> str:
-    """Return the classes of all factors with the same value in every split."""
-    values = np.array([[value for *_, value in each.factors] for each in predictions])
-    same = np.flatnonzero((values == values[:, [label.factor]]).all(0))
-    kinds = dict.fromkeys(predictions[0].factors[column][0] for column in same)
-    return ", or ".join(CLASSES[kind] for kind in kinds)
 
 
 def _shape(split: SplitResult) -> str:

@@ -37,6 +37,52 @@ def plain_name(name: str) -> str:
     return parameter_name(name).replace("_checkpoint_wrapped_module.", "")
 
 
+def zero_optimizer(model: nn.Module) -> Any:
+    """Return the optimizer of a DeepSpeed engine that shards or casts; None for other models."""
+    optimizer = getattr(model, "optimizer", None)
+    is_engine = type(model).__name__ == "DeepSpeedEngine"
+    return None if not is_engine or isinstance(optimizer, torch.optim.Optimizer) else optimizer
+
+
+def innermost(model: nn.Module, optimizer: Any) -> Any:
+    """Return the optimizer of an engine, or that inside of one of accelerate or Lightning."""
+    while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = wrapped
+    return zero_optimizer(model) or optimizer
+
+
+def unseen(model: nn.Module, optimizer: Any) -> str | None:
+    """Return why an audit cannot see the gradients of a model; None if it can."""
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+        return "the model is compiled; audit it without torch.compile"
+    if is_fsdp1(model):
+        return "shards of FSDP1 cannot be read here; use check_gradient"
+    held = held_parameters(model, optimizer)
+    for p in model.parameters():
+        if hasattr(p, "_in_backward_optimizers") or (
+            p not in held and p._post_accumulate_grad_hooks
+        ):
+            return "optimizers run inside of backward; audit the model with one optimizer"
+    return None
+
+
+def held_parameters(model: nn.Module, optimizer: Any) -> set[nn.Parameter]:
+    """Return the parameters that an optimizer updates."""
+    zero = zero_optimizer(model)
+    groups = [group["params"] for group in optimizer.param_groups]
+    for name in ("bit16_groups", "fp16_groups", "bf16_groups"):  # its own groups are flat
+        groups = getattr(zero, name, None) or groups
+    return {parameter for group in groups for parameter in group}
+
+
+def remove_gradients(model: nn.Module) -> None:
+    """Remove all gradients, also those that DeepSpeed keeps elsewhere."""
+    if (zero := zero_optimizer(model)) is not None:
+        zero.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
 def is_fsdp1(model: nn.Module) -> bool:
     """Return whether FSDP1 shards a part of the model."""
     return any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
@@ -77,19 +123,20 @@ def full_gradients(
         Gradients by name; None for a parameter without a gradient on this rank.
     """
     with _gathered(model, gradients=True):
-        return {
-            name: _full_gradient(p, p.grad if gradients is None else gradients.get(name))
-            for name, p in named_parameters(model).items()
-            if p.requires_grad
-        }
+        trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+        found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
+        return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
 
 
-def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+def _held(parameter: nn.Parameter) -> Tensor | None:
     if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
         from deepspeed.utils import safe_get_full_grad
 
-        found = safe_get_full_grad(parameter)
-        return None if found is None else found.detach().double()
+        return safe_get_full_grad(parameter)
+    return parameter.grad
+
+
+def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
     if is_dtensor(parameter):
         # Ranks without a gradient take part in the all-gather.
         full = _full(torch.zeros_like(parameter) if gradient is None else gradient)
@@ -98,61 +145,59 @@ def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor |
 
 
 def _full(tensor: Tensor) -> Tensor:
+    if hasattr(tensor, "ds_id"):  # ZeRO-3
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([tensor]):
+            return tensor.detach().clone()
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model without wrappers and with full parameters.
 
-    Every rank has to call it. Hooks of modules that FSDP2 shards are not copied.
+    Every rank has to call it. Hooks of modules that FSDP2 or ZeRO-3 shards are not copied.
 
     Raises:
         ConfigError: If the model cannot be copied.
     """
     model = unwrapped(model)
-    if is_fsdp1(model) or any(hasattr(p, "ds_id") for p in model.parameters()):
+    if is_fsdp1(model):
         problem = "cannot be copied while it is sharded; pass a plain model as reference=..."
         raise ConfigError("model", type(model).__name__, problem)
     try:
-        sharded = any(isinstance(part, FSDPModule) for part in model.modules())
-        copied = _unsharded(model, {}) if sharded else copy.deepcopy(model)
+        copied = _deep_copy(model)
     except Exception as error:  # noqa: BLE001  (whatever a class raises in its own copy)
         problem = f"cannot be copied ({error}); pass another one as reference=..."
         raise ConfigError("model", type(model).__name__, problem) from None
     for part in copied.modules():
-        if "_original_forward" in vars(part):  # accelerate replaces `forward`
-            vars(part).pop("forward", None)
+        # accelerate and TRL replace `forward` by functions that call the original model's.
+        if hasattr(vars(part).get("forward"), "__wrapped__"):
+            del part.forward
     return copied
 
 
-def _unsharded(module: nn.Module, done: dict[int, Any]) -> nn.Module:
-    """Copy modules one by one: FSDP2 refuses a deep copy of its own."""
-    if id(module) in done:
-        return done[id(module)]
-    kind = type(module)
-    if isinstance(module, FSDPModule):
-        module.reshard()
-        kind = kind.__mro__[2]  # FSDP2's class derives from FSDPModule and the module's class
-    new = kind.__new__(kind)
-    done[id(module)] = new
-    for name, value in vars(module).items():
-        if isinstance(module, FSDPModule) and name.endswith("_hooks"):
-            value = type(value)()
-        if "composable_api" not in name:  # FSDP2's state
-            vars(new)[name] = value
-    parts = {
-        name: None if part is None else _unsharded(part, done)
-        for name, part in module._modules.items()
-    }
-    held = {name: _copied(p, done) for name, p in module._parameters.items()}
-    buffers = {name: _copied(b, done) for name, b in module._buffers.items()}
-    vars(new).update(_modules=parts, _parameters=held, _buffers=buffers)
-    return new
-
-
-def _copied(tensor: Tensor | None, done: dict[int, Any]) -> Tensor | None:
-    if tensor is not None and id(tensor) not in done:
-        full = _full(tensor).clone()
-        parameter = nn.Parameter(full, tensor.requires_grad)
-        done[id(tensor)] = parameter if isinstance(tensor, nn.Parameter) else full
-    return None if tensor is None else done[id(tensor)]
+def _deep_copy(model: nn.Module) -> nn.Module:
+    """Copy a model with full parameters, without hooks and states of FSDP2 and ZeRO-3."""
+    copies: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        full, trained = _full(tensor).clone(), tensor.requires_grad
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(full, trained) if is_parameter else full
+    classes: dict[Any, type] = {part: type(part) for part in model.modules()}
+    try:
+        for part, kind in classes.items():
+            if issubclass(kind, FSDPModule):
+                part.reshard()
+                part.__class__ = kind.__mro__[2]  # after FSDPModule; its own class refuses copies
+            if issubclass(kind, FSDPModule) or hasattr(part, "ds_id"):
+                held = {name: copies.get(id(p)) for name, p in part._parameters.items()}
+                copies[id(part._parameters)] = held
+                hooks = [each for name, each in vars(part).items() if name.endswith("_hooks")]
+                copies |= {id(each): type(each)() for each in hooks}
+                states = [each for name, each in vars(part).items() if "composable_api" in name]
+                copies |= {id(each): None for each in states}
+        return copy.deepcopy(model, copies)
+    finally:
+        for part, kind in classes.items():
+            part.__class__ = kind

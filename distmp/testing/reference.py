@@ -15,66 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError
+from distmp.testing.classify import Projection, SplitResult
 from distmp.testing.gradients import full_state, named_parameters, plain_copy, plain_name, unwrapped
+from distmp.testing.samples import LossSum
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
-# Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
-LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
-IGNORED = -100
-_PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
-
-
-class DefaultLoss:
-    """The sum of the cross entropy over labels other than -100, and their number.
-
-    A microbatch is a mapping with `labels`, which the model takes as keywords, or a pair of inputs
-    and integer labels. Whether a model shifts its labels, as causal language models do, is found
-    from the loss that it returns.
-    """
-
-    def __init__(self) -> None:
-        self._form: int | None = None
-
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        """Return loss sum and weight of a microbatch."""
-        if isinstance(batch, Mapping) and "labels" in batch:
-            # With it, models of transformers divide by the tokens of a step.
-            inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
-            return self._of_output(model(**inputs), batch["labels"])
-        labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
-        if isinstance(labels, Tensor) and not labels.is_floating_point():
-            return _cross_entropy(model(batch[0]), labels)
-        problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}"
-        raise ConfigError("samples", type(batch).__name__, problem)
-
-    def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
-        found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-        if "logits" not in found:
-            problem = f"has no logits; {_PASS}"
-            raise ConfigError("the output of the model", type(output).__name__, problem)
-        logits, mean = found["logits"], found.get("loss")
-        forms = [_cross_entropy(logits, labels)]
-        if logits.dim() == 3:
-            forms.append(_cross_entropy(logits[:, :-1], labels[:, 1:]))
-        if self._form is None and mean is not None and all(weight for _, weight in forms):
-            errors = [abs(float((total / weight - mean).detach())) for total, weight in forms]
-            self._form = errors.index(min(errors))
-            if not min(errors) <= 0.02 * abs(float(mean.detach())):
-                problem = f"is not the mean of the cross entropy over labels; {_PASS}"
-                raise ConfigError("the loss that the model returns", mean.item(), problem)
-        return forms[self._form or 0]
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    if logits.dim() == labels.dim() + 1 and labels.dim() > 1:
-        logits, labels = logits.flatten(0, -2), labels.flatten()
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    return total, int((labels != IGNORED).sum())
+# Elements that several microbatches must have before rounding shows anything, and how many show it.
+_FEWEST, _MOST = 16, 4096
+# Significant bits of bfloat16 and float16.
+_BITS = (8, 11)
 
 
 @dataclass
@@ -87,9 +40,14 @@ class ForwardRecord:
         compute: Dtype of the first parameter that a module used.
     """
 
-    generators: list[dict[str, Tensor]] = field(default_factory=list)
+    generators: list[list[Tensor]] = field(default_factory=list)
     autocast: torch.dtype | None = None
     compute: torch.dtype | None = None
+
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether forwards computed in 16 bits, with errors that differ from step to step."""
+        return bool({self.autocast, self.compute} & {torch.bfloat16, torch.float16})
 
 
 @contextlib.contextmanager
@@ -127,17 +85,36 @@ def recorded_forwards(
             handle.remove()
 
 
-def _generators() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state().cpu()
-    return states
+def _generators() -> list[Tensor]:
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
 
 
-def _restore(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+def _restore(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of the loss sums of microbatches.
+
+    Attributes:
+        weights: Weight of each microbatch.
+        stacked: By parameter, float64, of shape (microbatches, elements).
+        ideal: Sums of those that were computed in float64, in that dtype.
+        noise: Norms of the errors of the same sums, relative to those.
+    """
+
+    weights: list[float]
+    stacked: dict[str, Tensor]
+    ideal: dict[str, Tensor] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+
+    def summed(self, factors: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+        """Return sums of gradients with factors of shape (sums, microbatches)."""
+        return {name: torch.from_numpy(factors).to(g) @ g for name, g in self.stacked.items()}
 
 
 class Reference:
@@ -174,24 +151,41 @@ class Reference:
                 part.training = training.get(plain_name(name), part.training)
 
     def replay(
-        self, by_rank: Sequence[tuple[Sequence[Any], Sequence[Any]]], record: ForwardRecord
-    ) -> tuple[Gradients, Gradients]:
-        """Return gradients in the dtypes of the recorded forwards, and in float64.
+        self, batches: Sequence[Any], record: ForwardRecord, *, exact: int | None = None
+    ) -> Gradients:
+        """Return the gradients of the microbatches of all ranks, those of rank 0 first.
+
+        Every rank has to call it. There are as many microbatches per rank as on the one with most.
 
         Args:
-            by_rank: Microbatches of each rank, and the states of generators of its forwards.
-            record: What the forwards used.
+            batches: Microbatches of this rank.
+            record: What their forwards used. Gradients are computed in the same dtypes.
+            exact: How many of each rank are computed in float64, too; None: all. With 0, the errors
+                of the last call count.
         """
-        count = max(len(batches) for batches, _ in by_rank)
-        batches = [each for found, _ in by_rank for each in _padded(found, count)]
+        self._record, ranks = record, Ranks(None)
         # With another number of forwards, it is unknown which belongs to which microbatch.
-        used = [states if len(states) == len(found) else () for found, states in by_rank]
-        generators = [each for states in used for each in _padded(states, count)]
-        self._record = record
-        own = self.own(batches, generators)
+        known = len(record.generators) == len(batches)
+        states = record.generators if known else [None] * len(batches)
+        padding = [None] * (max(ranks.gather(len(batches))) - len(batches))
+        inputs = [*batches, *padding], [*states, *padding]
+        mine = ranks.all_or_none(lambda: self.own(*inputs), catch=Exception)
+        every = ranks.gather((mine.weights, mine.stacked))
+        stacked = {name: torch.cat([each[name] for _, each in every]) for name in mine.stacked}
+        if exact != 0:
+            first = [each[:exact] for each in inputs]
+            found = ranks.all_or_none(lambda: self._in_float64(*first), catch=Exception)
+            sums = ranks.gather({name: each.sum(0) for name, each in found.stacked.items()})
+            self._ideal = {n: torch.stack([each[n] for each in sums]).sum(0) for n in stacked}
+            shape = ranks.world_size, len(inputs[0]), -1
+            same = {n: each.view(shape)[:, :exact].sum((0, 1)) for n, each in stacked.items()}
+            self._noise = {n: _error(same[n], each) for n, each in self._ideal.items()}
+        weights = [weight for each, _ in every for weight in each]
+        return Gradients(weights, stacked, self._ideal, self._noise)
+
+    def _in_float64(self, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
         self._fill(self._exact)
-        doubles = [_cast(each, torch.float64) for each in batches]
-        return own, self._of(self._exact, doubles, generators)
+        return self._of(self._exact, [_cast(each, torch.float64) for each in batches], generators)
 
     def own(self, batches: Sequence[Any], generators: Sequence[Any]) -> Gradients:
         """Return the gradients in the dtypes of the last record, as float64 tensors."""
@@ -223,8 +217,11 @@ class Reference:
                 weights.append(self._backward(model, map_tensors(lambda t: t.to(device), batch)))
                 for name, p in parameters.items():
                     gradient = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-                    stacked[name].append(gradient.double().flatten() * weights[-1])
+                    stacked[name].append(gradient.double().flatten().cpu() * weights[-1])
         model.zero_grad()
+        if any(weights) and not any(each.any() for found in stacked.values() for each in found):
+            problem = "does not depend on the parameters of the model it is called with"
+            raise ConfigError("loss_sum", type(self._loss_sum).__name__, problem)
         return Gradients(weights, {name: torch.stack(each) for name, each in stacked.items()})
 
     def _backward(self, model: nn.Module, batch: Any) -> float:
@@ -239,26 +236,82 @@ class Reference:
         return weight
 
 
-def _padded(values: Sequence[Any], count: int) -> list[Any]:
-    return [*values, *[None] * (count - len(values))]
+def _error(value: Tensor, exact: Tensor) -> float:
+    norm = float(value.norm())
+    return float((value - exact).norm()) / norm if norm else 0.0
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
     return map_tensors(floating_point_cast(dtype), batch)
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of the loss sums of microbatches.
+def measured(
+    split: SplitResult,
+    gradients: Mapping[str, Tensor | None],
+    own: Gradients,
+    sample_means: Mapping[str, Tensor],
+) -> SplitResult:
+    """Add what was measured to the result of a division.
 
-    Attributes:
-        weights: Weight of each microbatch.
-        stacked: By parameter, float64, of shape (microbatches, elements).
+    Args:
+        split: The result, without measurements.
+        gradients: The measured gradients of trained parameters, float64.
+        own: Gradients of microbatches.
+        sample_means: Sums of the mean gradients of each microbatch's samples; may be empty.
     """
+    total = split.weights.sum() or 1.0
+    for name, gradient in gradients.items():
+        parts, ideal = own.stacked[name], own.ideal[name] / total
+        wanted = parts.sum(0) / total
+        if gradient is not None and not gradient.isfinite().all():
+            split.not_finite.add(name)
+        else:
+            flat = torch.zeros_like(wanted) if gradient is None else gradient.flatten().to(wanted)
+            split.missing.update([name] if wanted.any() and not flat.any() else [])
+            terms = torch.cat([parts, sample_means.get(name, parts[:0])])
+            inner, gram = (terms @ flat).numpy(), (terms @ terms.T).numpy()
+            rounded = _is_rounded(flat, parts, ideal, split)
+            square = float(flat @ flat)
+            split.parameters[name] = Projection(square, inner, gram, own.noise[name], rounded)
+            shards = _shard_factors(flat, wanted, len(split.weights)) if wanted.any() else ()
+            split.shard_factors = split.shard_factors or shards
+    return split
 
-    weights: list[float]
-    stacked: dict[str, Tensor]
 
-    def summed(self, factors: np.ndarray[Any, Any]) -> dict[str, Tensor]:
-        """Return sums of gradients with factors of shape (sums, microbatches)."""
-        return {name: torch.from_numpy(factors).to(g) @ g for name, g in self.stacked.items()}
+def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, split: SplitResult) -> bool:
+    """Return whether a sum of several microbatches has the few significant bits of a 16-bit dtype.
+
+    The sum may have been multiplied by a number of ranks, microbatches or tokens afterwards.
+    """
+    several = ((terms != 0).sum(0) > 1).nonzero()[:_MOST, 0]
+    if len(several) < _FEWEST:
+        return False
+    ranks, count = split.weights.shape
+    scales = {1.0, ranks, count, ranks * count, split.weights.sum(), split.weights.sum() / ranks}
+    single = max(_share(terms[:, several].flatten(), bits) for bits in _BITS)
+    return any(
+        _share(gradient[several] * scale, bits) > 0.99
+        for bits in _BITS
+        for scale in scales
+        # What is short already has a short sum.
+        if bits == _BITS[0] or single < 0.5
+    ) and all(_share(ideal[several] * scale, _BITS[1]) < 0.5 for scale in scales)
+
+
+def _share(values: Tensor, bits: int) -> float:
+    """Return the share of nonzero values with at most so many significant bits, up to FP32's."""
+    values = values[values != 0]
+    mantissa = torch.frexp(values).mantissa * 2.0**bits
+    short = (mantissa - mantissa.round()).abs() <= 2.0 ** (bits - 22)
+    return float(short.double().mean()) if len(values) else 0.0
+
+
+def _shard_factors(gradient: Tensor, wanted: Tensor, ranks: int) -> tuple[float, ...]:
+    """Return the factors between parts of a gradient and the wanted one, if there are several."""
+    step = 1 + len(wanted) // _MOST
+    gradient, wanted = gradient[::step], wanted[::step]
+    shown = wanted.abs() > 0.05 * wanted.abs().max()
+    ratios = (gradient[shown] / wanted[shown]).sort().values
+    apart = ratios.diff() > 5e-4 * ratios.abs().max()
+    factors = [*ratios[:1].tolist(), *ratios[1:][apart].tolist()]
+    return tuple(factors) if 1 < len(factors) <= ranks and factors[-1] < 1 + 1e-3 else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import distmp
 from distmp.errors import ConfigError
-from distmp.testing import AuditReport
+from distmp.testing import AuditReport, check_gradient
 from distmp.testing.__main__ import main
 from tests.ranks import ranks
 from tests.testing import scripts
@@ -223,6 +225,84 @@ def test_a_compiled_model_is_not_decided() -> None:
         optimizer.step()
     assert (audit.report.exit_code, audit.report.steps) == (2, 0)
     assert "compiled" in audit.report.undecided[0]
+    with distmp.audit(torch.compile(Labelled(), backend="eager"), optimizer) as audit:
+        pass
+    assert "compiled" in str(audit.report)
+
+
+def test_optimizers_inside_of_backward_are_not_decided() -> None:
+    """One optimizer per parameter, as in torch's tutorial; the script passes one of them."""
+    model = Labelled()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    with distmp.audit(model, next(iter(optimizers.values()))) as audit:
+        mean_of_means(model, microbatches(0))
+    assert (audit.report.exit_code, audit.report.mismatches) == (2, ())
+    assert "inside of backward" in audit.report.undecided[0]
+    # Here the hooks only look at gradients.
+    seen: list[Tensor] = []
+    model = Labelled()
+    model.model.head.weight.register_post_accumulate_grad_hook(seen.append)
+    assert audited(model, token_mean).exit_code == 0
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_scheduler_that_moves_on_after_a_skipped_step(right: bool) -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with distmp.audit(model, optimizer) as audit:
+        for step in range(3):
+            optimizer.zero_grad()
+            token_mean(model, microbatches(step))
+            for parameter in model.parameters():
+                parameter.grad *= scaler.get_scale() * (torch.inf if step == 1 else 1)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+            if step != 1 or not right:
+                scheduler.step()
+    if right:
+        assert (audit.report.exit_code, audit.report.steps) == (0, 2), str(audit.report)
+    else:
+        ((kind, text),) = audit.report.mismatches
+        assert kind == "scheduler"
+        assert text == (
+            "learning rate: the learning rate changed after a skipped step: "
+            "[0.05625] at it, then [0.0625]"
+        )
+
+
+@ranks(4)
+def test_a_mesh_of_replicas_and_shards_has_no_finding() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = Labelled(tied=True)
+    fully_shard(model.model.linear, mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    report = audited(model, token_mean)
+    assert (report.exit_code, report.ranks, report.steps) == (0, 4, 2), str(report)
+    assert kinds(audited(model, mean_of_means)) == ["microbatch_means"]
+    model = scripts.make_model()
+    fully_shard(model.linear, mesh=mesh)
+    check_gradient(scripts.fsdp2, fully_shard(model, mesh=mesh), scripts.samples())
+
+
+@ranks(2)
+def test_microbatches_reduced_in_16_bits_and_summed_in_fp32() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    report = audited(fully_shard(Labelled(), mp_policy=policy), token_mean)
+    assert kinds(report) == ["reduced_in_16_bits"]
+    assert "reduce_scatter" in report.mismatches[0][1]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    report = audited(fully_shard(Labelled(), mp_policy=policy), token_mean)
+    assert report.exit_code == 0, str(report)
 
 
 @ranks(2)
@@ -241,3 +321,24 @@ def test_a_step_that_one_rank_skips() -> None:
             scaler.update()
     assert "skipped" in kinds(audit.report)
     assert "[(2, 0), (1, 1)]" in str(audit.report)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_replaced_forward_that_calls_the_original_model(wrapped: bool) -> None:
+    model = Labelled()
+    original = model.forward
+
+    def forward(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return original(input_ids, labels)
+
+    model.forward = functools.wraps(type(model).forward)(forward) if wrapped else forward
+    report = audited(model, token_mean)
+    assert report.exit_code == (0 if wrapped else 2), str(report)
+    assert wrapped or "does not depend on the parameters" in report.undecided[0]
+
+
+def test_accelerate_in_bf16_is_audited() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(Labelled())
+    assert audited(model, token_mean).exit_code == 0
+    assert kinds(audited(model, mean_of_means)) == ["microbatch_means"]

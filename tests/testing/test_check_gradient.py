@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, SetupError
 from distmp.testing import GradientError, check_gradient
 from tests.ranks import ranks
 from tests.testing import scripts
@@ -91,7 +91,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_gradient(scripts.token_mean, model, samples(), "words")
     with pytest.raises(ConfigError, match="number of samples = 2: pass at least 3"):
         check_gradient(scripts.token_mean, model, samples(2))
-    with pytest.raises(ConfigError, match="pass loss_sum"):
+    with pytest.raises(SetupError, match="pass loss_sum"):
         check_gradient(lambda model, microbatches: None, model, [torch.zeros(3)] * 3)
     ragged: Any = [(torch.zeros(n), torch.zeros(n)) for n in (3, 4, 5)]
     with pytest.raises(ConfigError, match="pass collate"):

@@ -84,6 +84,7 @@ PREDICTED: dict[str, list[Counts]] = {
     ],
     "microbatches_twice": [lambda w: 1 / w.sum() / w.shape[1]],
     "microbatches_never": [lambda w: w.shape[1] / w.sum()],
+    "short_update": [lambda w: w.shape[1] / 4 / w.sum()],
     "accumulated_twice": [lambda w: 2 / w.sum()],
     "halved": [lambda w: 0.5 / w.sum()],
     "sum": [lambda w: np.ones(()), lambda w: np.ones(()) / len(w)],

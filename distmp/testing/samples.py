@@ -1,4 +1,4 @@
-"""Divides samples over ranks and microbatches in several ways."""
+"""Losses of microbatches, and divisions of samples over ranks and microbatches in several ways."""
 
 from __future__ import annotations
 
@@ -8,11 +8,66 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from distmp.errors import ConfigError
-from distmp.testing.reference import IGNORED
+
+# Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
+LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
+IGNORED = -100
+_PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
+
+
+class DefaultLoss:
+    """The sum of the cross entropy over labels other than -100, and their number.
+
+    A microbatch is a mapping with `labels`, which the model takes as keywords, or a pair of inputs
+    and integer labels. Whether a model shifts its labels, as causal language models do, is found
+    from the loss that it returns.
+    """
+
+    def __init__(self) -> None:
+        self._form: int | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        """Return loss sum and weight of a microbatch."""
+        if isinstance(batch, Mapping) and "labels" in batch:
+            # With it, models of transformers divide by the tokens of a step.
+            inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
+            return self._of_output(model(**inputs), batch["labels"])
+        labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            return _cross_entropy(model(batch[0]), labels)
+        problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}"
+        raise ConfigError("samples", type(batch).__name__, problem)
+
+    def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
+        found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        if "logits" not in found:
+            problem = f"has no logits; {_PASS}"
+            raise ConfigError("the output of the model", type(output).__name__, problem)
+        logits, mean = found["logits"], found.get("loss")
+        forms = [_cross_entropy(logits, labels)]
+        if logits.dim() == 3:
+            forms.append(_cross_entropy(logits[:, :-1], labels[:, 1:]))
+        if self._form is None and mean is not None and all(weight for _, weight in forms):
+            errors = [abs(float((total / weight - mean).detach())) for total, weight in forms]
+            self._form = errors.index(min(errors))
+            if not min(errors) <= 0.02 * abs(float(mean.detach())):
+                problem = f"is not the mean of the cross entropy over labels; {_PASS}"
+                raise ConfigError("the loss that the model returns", mean.item(), problem)
+        return forms[self._form or 0]
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    if logits.dim() == labels.dim() + 1 and labels.dim() > 1:
+        logits, labels = logits.flatten(0, -2), labels.flatten()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return total, int((labels != IGNORED).sum())
+
 
 # Relative numbers of samples of consecutive microbatches.
 _PATTERN = (1, 3, 2, 5, 1, 4)
