@@ -104,7 +104,7 @@ class Gradients:
         weights: Weight of each microbatch.
         stacked: By parameter, float64, of shape (microbatches, elements).
         ideal: Sums of those that were computed in float64, in that dtype.
-        noise: Norms of the errors of the same sums, relative to those.
+        noise: Norms of the errors that the same sums may have, relative to those.
     """
 
     weights: list[float]
@@ -177,9 +177,13 @@ class Reference:
             found = ranks.all_or_none(lambda: self._in_float64(*first), catch=Exception)
             sums = ranks.gather({name: each.sum(0) for name, each in found.stacked.items()})
             self._ideal = {n: torch.stack([each[n] for each in sums]).sum(0) for n in stacked}
-            shape = ranks.world_size, len(inputs[0]), -1
-            same = {n: each.view(shape)[:, :exact].sum((0, 1)) for n, each in stacked.items()}
-            self._noise = {n: _error(same[n], each) for n, each in self._ideal.items()}
+            errors = {n: mine.stacked[n][: len(e)] - e for n, e in found.stacked.items()}
+            squares = ranks.gather({n: float(each.square().sum()) for n, each in errors.items()})
+            values = {n: each.numel() * ranks.world_size for n, each in errors.items()}
+            self._noise = {
+                n: _noise(sum(each[n] for each in squares), values[n], float(ideal.norm()))
+                for n, ideal in self._ideal.items()
+            }
         weights = [weight for each, _ in every for weight in each]
         return Gradients(weights, stacked, self._ideal, self._noise)
 
@@ -236,9 +240,15 @@ class Reference:
         return weight
 
 
-def _error(value: Tensor, exact: Tensor) -> float:
-    norm = float(value.norm())
-    return float((value - exact).norm()) / norm if norm else 0.0
+def _noise(square: float, values: int, norm: float) -> float:
+    """Return the relative error that another run of the same arithmetic may have.
+
+    Args:
+        square: Sum of the squared errors of single microbatches, which are independent.
+        values: Number of the errors. A few of them, as of a bias, show their size only roughly.
+        norm: Norm of the sum of the gradients.
+    """
+    return square**0.5 * (1 + 8 / values**0.5) / norm if norm else 0.0
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
@@ -288,7 +298,9 @@ def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, split: SplitResu
         return False
     ranks, count = split.weights.shape
     scales = {1.0, ranks, count, ranks * count, split.weights.sum(), split.weights.sum() / ranks}
-    single = max(_share(terms[:, several].flatten(), bits) for bits in _BITS)
+    # As they are added: of the means of microbatches.
+    means = terms[:, several] / torch.tensor(split.weights.ravel()).clamp(min=1e-30)[:, None]
+    single = max(_share(means.flatten(), bits) for bits in _BITS)
     return any(
         _share(gradient[several] * scale, bits) > 0.99
         for bits in _BITS
