@@ -19,10 +19,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from distmp.distributed.ranks import Ranks
-from distmp.errors import ConfigError, rank_names, ranks_by_value
+from distmp.errors import ConfigError, listed, rank_names, ranks_by_value
 from distmp.testing import classify
 from distmp.testing.check import WANTED, in_no_optimizer
 from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
@@ -101,6 +102,8 @@ class Audit:
         self._scheduled: list[classify.GradientMismatch] = []
         self._unseen = unseen(model, optimizer)
         self._collectives: Counter[str] = Counter()
+        # Parameters without a gradient in any step, neither here nor when computed again.
+        self._without_gradient: set[str] = set()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -108,11 +111,12 @@ class Audit:
         if self._unseen is not None:
             yield
             return
-        clip, scaled_step = nn.utils.clip_grad_norm_, torch.amp.GradScaler.step
+        # What all names of `clip_grad_norm_` call.
+        clip, scaled_step = clip_grad._clip_grads_with_norm_, torch.amp.GradScaler.step
 
-        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
             self._current.max_norm = float(max_norm)
-            return clip(parameters, max_norm, *args, **kwargs)
+            clip(parameters, max_norm, *args, **kwargs)
 
         def step_or_skip(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             before = len(self._steps), self._skips
@@ -127,7 +131,7 @@ class Audit:
             else:
                 watched = self._zero_step(self._optimizer.step)
                 stack.enter_context(patch.object(self._optimizer, "step", watched))
-            stack.enter_context(patch.object(nn.utils, "clip_grad_norm_", clipped))
+            stack.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipped))
             stack.enter_context(patch.object(torch.amp.GradScaler, "step", step_or_skip))
             self._record = stack.enter_context(recorded_forwards(self._model, self._forward))
             stack.enter_context(_Collectives(self._collectives))
@@ -222,7 +226,11 @@ class Audit:
             try:
                 found += classify.diagnose([*self._replayed(loss_sum)], wanted)
                 found += self._same_inputs()
+                found += self._different_weights()
                 found += self._reduced_in_16_bits(found)
+                if self._without_gradient:
+                    names = listed(sorted(self._without_gradient))
+                    undecided.append(f"{names}: no gradient: unused, or cut off from the loss")
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 undecided.append(f"gradients could not be computed again: {error}")
         of_ranks = Ranks(None).gather((found, undecided))
@@ -245,6 +253,16 @@ class Audit:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
                 yield classify.GradientMismatch("same_data", ("inputs",), text)
 
+    def _different_weights(self) -> Iterator[classify.GradientMismatch]:
+        """Report parameters that were not those of rank 0 before a step."""
+        trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
+        sums = [{n: checksum(t) for n, t in s.state.items() if n in trained} for s in self._steps]
+        pairs = zip(Ranks(None).gather(sums)[0], sums, strict=True)
+        differ = {name: None for one, other in pairs for name in one if one[name] != other[name]}
+        if differ:
+            kind = "different_weights"
+            yield classify.GradientMismatch(kind, tuple(differ), classify.CLASSES[kind])
+
     def _reduced_in_16_bits(self, found: Any) -> Iterator[classify.GradientMismatch]:
         """Report reductions in 16 bits whose results were summed in FP32, which hides them."""
         calls = [*filter(_IN_16_BITS.match, self._collectives)]
@@ -265,6 +283,8 @@ class Audit:
             weights = np.array(own.weights).reshape(ranks.world_size, -1)
             split = classify.SplitResult(f"step {number}", ranks.rank, weights, step.max_norm)
             gradients = full_gradients(self._model, step.gradients)
+            nowhere = {n for n, g in gradients.items() if g is None and not own.ideal[n].any()}
+            self._without_gradient = nowhere & (self._without_gradient if number else nowhere)
             yield measured(split, gradients, own, {})
 
 
@@ -311,7 +331,7 @@ def audit(
         An object whose `report` is set when the context ends.
 
     Raises:
-        ConfigError: For weights of another kind.
+        ConfigError: For weights of another kind, or something else than an optimizer.
 
     Example:
         >>> import torch, distmp
@@ -327,6 +347,9 @@ def audit(
     """
     if weights not in ("tokens", "sum"):
         raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
+    if not hasattr(optimizer, "param_groups"):
+        problem = "pass one optimizer of torch; audit each of several in a context of its own"
+        raise ConfigError("optimizer", type(optimizer).__name__, problem)
     running = Audit(model, innermost(model, optimizer))
     with running.recorded():
         yield running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,8 +111,11 @@ def check_gradient(
 def in_no_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[classify.GradientMismatch]:
-    """Yield the trained parameters that an optimizer does not have, if there are any."""
+    """Yield the trained parameters that no optimizer of this process has, if there are any."""
     held = held_parameters(model, optimizer)
+    for other in gc.get_objects():
+        if issubclass(type(other), torch.optim.Optimizer):
+            held |= {p for group in other.param_groups for p in group["params"]}
     trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if absent := tuple(name for name, p in trained.items() if p not in held):
         kind = "in_no_optimizer"

@@ -46,6 +46,7 @@ CLASSES = {
     "summed_in_16_bits": "microbatches summed in 16 bits",
     "reduced_in_16_bits": "ranks reduced in 16 bits",
     "same_data": "only the microbatches of another rank count: ranks train on the same data",
+    "different_weights": "the weights differ between ranks",
     "missing": "no gradient, or zero",
     "in_no_optimizer": "in no parameter group of the optimizer",
     "skipped": "the optimizer was not called equally often on all ranks",
@@ -386,6 +387,9 @@ def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tup
         return "loss_scale", f"{CLASSES['loss_scale']}: 2 ** {exponent[0]:.0f}"
     reduced = [norm for norm, factor in zip(norms, factors, strict=True) if factor < 1 - 1e-3]
     if reduced and max(factors) <= 1 + 1e-3 and max(reduced) <= 1.001 * min(reduced):
+        power = np.log2((predictions[0].split.max_norm or 0.0) / reduced[0] or 1.0)
+        if round(power) >= 3 and abs(power - round(power)) < 1e-3:
+            return "loss_scale", f"clipped before it was unscaled: to max_norm / 2 ** {power:.0f}"
         return "clipped", f"{CLASSES['clipped']}, to the norm {reduced[0]:.4g}"
     return "miscounted", f"{CLASSES['miscounted']}: gradient is {values} of the one wanted"
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad, clip_grad_norm_
 
 import distmp
 from distmp.errors import ConfigError
@@ -104,7 +105,7 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
 
     def installed() -> list[Any]:
         hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
-        patched = [vars(nn.utils), vars(torch.amp.GradScaler), vars(dist)]
+        patched = [vars(clip_grad), vars(torch.amp.GradScaler), vars(dist)]
         return [hooks, dict(optimizer._optimizer_step_pre_hooks), *map(dict, patched)]
 
     before = installed()
@@ -125,7 +126,7 @@ def test_nothing_stays_installed() -> None:
 
 def test_clipping_is_part_of_the_step() -> None:
     def clip(model: nn.Module) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        clip_grad_norm_(model.parameters(), 0.1)  # imported before
 
     def clip_unseen(model: nn.Module) -> None:
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
@@ -136,6 +137,51 @@ def test_clipping_is_part_of_the_step() -> None:
     report = audited(Labelled(), token_mean, clip_unseen)
     assert report.exit_code == 2
     assert "clipped" in report.undecided[0]
+
+
+def test_clipping_of_scaled_gradients() -> None:
+    def scaled(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        token_mean(model, batches)
+        scripts.divide(model, 2.0**-12)
+
+    def clip_too_early(model: nn.Module) -> None:
+        clip_grad_norm_(model.parameters(), 100.0)  # above the norm of the unscaled gradient
+        scripts.divide(model, 2.0**12)
+
+    report = audited(Labelled(), scaled, clip_too_early)
+    assert kinds(report) == ["loss_scale"]
+    assert "clipped before it was unscaled: to max_norm / 2 ** 12" in report.mismatches[0][1]
+
+
+def test_parameters_without_gradient_are_not_decided() -> None:
+    model = Labelled()
+    model.unused = nn.Linear(2, 2)
+    report = audited(model, token_mean)
+    assert (kinds(report), report.exit_code) == ([], 2)
+    assert report.undecided == (
+        "unused.bias, unused.weight: no gradient: unused, or cut off from the loss",
+    )
+
+
+def test_parameters_of_several_optimizers() -> None:
+    model = Labelled()
+    first, second = (
+        torch.optim.SGD(parameters, lr=0.1)
+        for parameters in ([*model.parameters()][:2], [*model.parameters()][2:])
+    )
+    with distmp.audit(model, first) as audit:
+        token_mean(model, microbatches(0))
+        first.step()
+        second.step()
+    assert kinds(audit.report) == []
+    with (
+        pytest.raises(ConfigError, match="optimizer = 'list': pass one"),
+        distmp.audit(
+            model,
+            [first, second],  # type: ignore[arg-type]
+        ),
+    ):
+        pass
 
 
 def test_a_closure_is_part_of_the_step() -> None:
@@ -198,7 +244,7 @@ def test_steps_of_two_ranks() -> None:
     assert any(name.startswith("allreduce, float32") for name in report.collectives)
     report = audited(DistributedDataParallel(Labelled()), mean_of_means)
     assert kinds(report) == ["microbatch_means"]
-    assert kinds(audited(Labelled(), token_mean)) == ["own_rank"]
+    assert kinds(audited(Labelled(), token_mean)) == ["own_rank", "different_weights"]
     sharded = fully_shard(Labelled())
     assert audited(sharded, token_mean).exit_code == 0
     assert kinds(audited(sharded, mean_of_means)) == ["microbatch_means"]

@@ -152,3 +152,20 @@ def test_wrong_sharded_steps_are_named() -> None:
     wrapped = scripts.fsdp1()
     check_gradient(scripts.fsdp2, wrapped, samples(), reference=make_model())
     assert kinds(scripts.fsdp2_rank_means, wrapped, reference=make_model()) == ["rank_means"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_values_in_autocast_are_right(seed: int, dtype: torch.dtype) -> None:
+    def train_step(model: nn.Module, microbatches: list[Any]) -> None:
+        tokens = sum((labels != -100).sum() for _, labels in microbatches)
+        for inputs, labels in microbatches:
+            with torch.autocast("cpu", dtype):
+                total = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+            (total / tokens).backward()
+
+    torch.manual_seed(seed)
+    layers = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4)
+    for model, count in ((nn.Linear(8, 4), 12), (nn.Sequential(*layers), 96)):
+        samples = [(torch.randn(8), torch.tensor(index % 4)) for index in range(count)]
+        check_gradient(train_step, model, samples)
