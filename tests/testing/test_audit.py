@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -28,6 +29,14 @@ from tests.testing import scripts
 from tests.testing.scripts import make_model
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """Let the test create an Accelerator with other settings than tests before and after it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Labelled(nn.Module):
@@ -153,6 +162,32 @@ def test_clipping_of_scaled_gradients() -> None:
     assert "clipped before it was unscaled: to max_norm / 2 ** 12" in report.mismatches[0][1]
 
 
+def test_parts_that_are_clipped_separately_are_not_decided() -> None:
+    def clip_some(model: nn.Module) -> None:
+        clip_grad_norm_([*model.parameters()][:2], 0.01)
+
+    def clip_each(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            clip_grad_norm_(parameter, 0.01)
+
+    for clip in (clip_some, clip_each):
+        report = audited(Labelled(), token_mean, clip)
+        assert report.exit_code == 2
+        assert report.undecided[0].endswith("parts of the gradient are clipped separately")
+
+
+def test_a_gradient_of_the_step_before() -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        for step in range(2):
+            token_mean(model, microbatches(step))
+            optimizer.step()
+    ((kind, text),) = audit.report.mismatches
+    assert kind == "accumulated_twice"
+    assert text.endswith("the gradient of the step before was not removed")
+
+
 def test_parameters_without_gradient_are_not_decided() -> None:
     model = Labelled()
     model.unused = nn.Linear(2, 2)
@@ -195,6 +230,7 @@ def test_a_closure_is_part_of_the_step() -> None:
     assert kinds(audit.report) == ["weighted"]
 
 
+@pytest.mark.usefixtures("fresh_accelerator")
 def test_accelerate_divides_by_the_accumulation_steps() -> None:
     """The example of accelerate for gradient accumulation, with labels of different lengths."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -383,6 +419,7 @@ def test_a_replaced_forward_that_calls_the_original_model(wrapped: bool) -> None
     assert wrapped or "does not depend on the parameters" in report.undecided[0]
 
 
+@pytest.mark.usefixtures("fresh_accelerator")
 def test_accelerate_in_bf16_is_audited() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(Labelled())
