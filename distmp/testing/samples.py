@@ -26,9 +26,14 @@ class DefaultLoss:
     A microbatch is a mapping with `labels`, which the model takes as keywords, or a pair of inputs
     and integer labels. Whether a model shifts its labels, as causal language models do, is found
     from the loss that it returns.
+
+    Attributes:
+        is_guess: Whether training may use another loss: the model has returned none, or one that
+            differs from the cross entropy by more than rounding.
     """
 
     def __init__(self) -> None:
+        self.is_guess = True
         self._form: int | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
@@ -55,6 +60,8 @@ class DefaultLoss:
         if self._form is None and mean is not None and all(weight for _, weight in forms):
             errors = [abs(float((total / weight - mean).detach())) for total, weight in forms]
             self._form = errors.index(min(errors))
+            rounding = 100 * torch.finfo(mean.dtype).eps
+            self.is_guess = not min(errors) <= rounding * abs(float(mean.detach()))
             if not min(errors) <= 0.02 * abs(float(mean.detach())):
                 problem = f"is not the mean of the cross entropy over labels; {_PASS}"
                 raise ConfigError("the loss that the model returns", mean.item(), problem)
