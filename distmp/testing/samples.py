@@ -19,6 +19,37 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 IGNORED = -100
 _PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
 
+_ENTERS = "In an audit, it gets only what enters forward: let labels enter, or use check_gradient"
+
+
+def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    """Return the loss sum of a microbatch, and its weight.
+
+    Raises:
+        ConfigError: If they are not a scalar with a gradient and a number.
+    """
+    found: Any = loss_sum(model, batch)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise ConfigError("what loss_sum returns", type(found).__name__, f"{_PASS}, as a pair")
+    total, weight = found[0], _number(found[1])
+    if not 0 <= weight < np.inf:
+        problem = "return the number of tokens or samples"
+        raise ConfigError("the weight that loss_sum returns", found[1], problem)
+    if not isinstance(total, Tensor) or total.numel() != 1 or (weight and not total.requires_grad):
+        problem = "return a tensor with one element, computed from trained parameters of the model"
+        raise ConfigError("the loss that loss_sum returns", total, problem)
+    if not weight and abs(float(total.detach())) > 0:
+        problem = "is not 0; return the number of tokens or samples as its weight, not 0"
+        raise ConfigError("the loss that loss_sum returns", float(total.detach()), problem)
+    return total, weight
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return np.nan
+
 
 class DefaultLoss:
     """The sum of the cross entropy over labels other than -100, and their number.
@@ -45,8 +76,8 @@ class DefaultLoss:
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if isinstance(labels, Tensor) and not labels.is_floating_point():
             return _cross_entropy(model(batch[0]), labels)
-        problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}"
-        raise ConfigError("samples", type(batch).__name__, problem)
+        problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}. {_ENTERS}"
+        raise ConfigError("microbatch", type(batch).__name__, problem)
 
     def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
         found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})

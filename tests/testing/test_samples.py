@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from distmp.testing.samples import DefaultLoss
+from distmp.errors import ConfigError
+from distmp.testing.samples import DefaultLoss, loss_and_weight
 
 INPUTS, LABELS = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 2, -100])
 
@@ -35,3 +38,33 @@ def test_loss_is_a_guess_unless_the_model_returns_it(
     loss = DefaultLoss()
     loss(WithLoss(smoothing), {"inputs": INPUTS, "labels": LABELS})
     assert loss.is_guess == is_guess
+
+
+def test_microbatch_without_labels_is_refused() -> None:
+    with pytest.raises(ConfigError, match="only what enters forward: let labels enter, or use che"):
+        DefaultLoss()(nn.Linear(2, 3), INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda loss: loss, "what loss_sum returns = 'Tensor': .* as a pair"),
+        (lambda loss: (1.0, 2), "= 1.0: return a tensor with one element"),
+        (lambda loss: (loss.detach(), 2), "computed from trained parameters of the model"),
+        (lambda loss: (loss.expand(2), 2), "return a tensor with one element"),
+        (lambda loss: (loss, None), "= None: return the number of tokens or samples"),
+        (lambda loss: (loss, -1), "= -1: return the number"),
+        (lambda loss: (loss, 0), "is not 0; return the number of tokens or samples as its weight"),
+    ],
+)
+def test_wrong_returns_of_loss_sum_are_refused(returned: Any, message: str) -> None:
+    def loss_sum(model: nn.Module, batch: Tensor) -> Any:
+        return returned(model(batch).square().sum())
+
+    with pytest.raises(ConfigError, match=message):
+        loss_and_weight(loss_sum, nn.Linear(2, 3), INPUTS)
+
+
+def test_loss_without_labels_may_have_no_gradient() -> None:
+    total, weight = loss_and_weight(lambda *_: (torch.zeros(()), torch.tensor(0)), nn.ReLU(), 0)
+    assert (float(total), weight) == (0, 0)
