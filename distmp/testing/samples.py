@@ -138,14 +138,19 @@ def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator
         tokens: Whether there are divisions in which microbatches or a rank have no labels.
 
     Raises:
-        ConfigError: If there are too few samples for three microbatches on each rank.
+        ConfigError: If there are too few samples for three microbatches on each rank, or if all
+            labels are ignored.
     """
     if len(samples) < 3 * ranks:
         problem = f"pass at least {3 * ranks} samples, for three microbatches on each rank"
         raise ConfigError("number of samples", len(samples), problem)
+    unlabelled = [_without_labels(sample) for sample in samples]
+    pairs = zip(samples, unlabelled, strict=True)
+    if all(empty is not None and _labels(each).equal(_labels(empty)) for each, empty in pairs):
+        problem = "all are ignored, so that there is nothing to compare; pass some others"
+        raise ConfigError("labels of samples", IGNORED, problem)
     for count in (1, 2, 3):
         yield _divided(samples, ranks, count)
-    unlabelled = [_without_labels(sample) for sample in samples]
     if not tokens or any(sample is None for sample in unlabelled):
         return
     first, *others = range(2 * ranks)
@@ -182,12 +187,18 @@ def _masked(
 
 def _without_labels(sample: Any) -> Any:
     """Return the sample with all labels ignored; None if it has no integer labels."""
-    is_pair = type(sample) in (tuple, list) and len(sample) == 2
-    labels = sample[1] if is_pair else sample.get("labels") if isinstance(sample, Mapping) else None
+    labels = _labels(sample)
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     ignored = torch.full_like(labels, IGNORED)
-    return (sample[0], ignored) if is_pair else {**sample, "labels": ignored}
+    is_mapping = isinstance(sample, Mapping)
+    return {**sample, "labels": ignored} if is_mapping else (sample[0], ignored)
+
+
+def _labels(sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return sample.get("labels")
+    return sample[1] if type(sample) in (tuple, list) and len(sample) == 2 else None
 
 
 def collated(samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None) -> Any:

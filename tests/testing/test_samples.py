@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distmp.errors import ConfigError
-from distmp.testing.samples import DefaultLoss, loss_and_weight
+from distmp.testing.samples import DefaultLoss, loss_and_weight, make_splits
 
 INPUTS, LABELS = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 2, -100])
 
@@ -68,3 +68,11 @@ def test_wrong_returns_of_loss_sum_are_refused(returned: Any, message: str) -> N
 def test_loss_without_labels_may_have_no_gradient() -> None:
     total, weight = loss_and_weight(lambda *_: (torch.zeros(()), torch.tensor(0)), nn.ReLU(), 0)
     assert (float(total), weight) == (0, 0)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_samples_whose_labels_are_all_ignored_are_refused(tokens: bool) -> None:
+    samples = [(row, torch.tensor(-100)) for row in INPUTS]
+    with pytest.raises(ConfigError, match="labels of samples = -100: all are ignored"):
+        list(make_splits(samples, 1, tokens=tokens))
+    assert list(make_splits([*samples, (INPUTS[0], torch.tensor(1))], 1, tokens=tokens))
