@@ -35,22 +35,48 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n ranks over gloo")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Refuse a wrong marker when tests are collected."""
+    _options(metafunc.definition)
+
+
+def _options(item: pytest.Item) -> tuple[int, float] | None:
+    """Return the number of ranks and the time limit of a marked test."""
+    marker = item.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    try:
+        n, timeout = _bound(*marker.args, **marker.kwargs)
+    except TypeError:
+        n = timeout = None
+    if type(n) is not int or n < 1 or type(timeout) not in (int, float) or not timeout > 0:
+        named = [f"{name}={value!r}" for name, value in marker.kwargs.items()]
+        shown = ", ".join([*map(repr, marker.args), *named])
+        usage = "write ranks(n, timeout=60), with n = 1 or more ranks and seconds above 0"
+        pytest.fail(f"{item.name}: ranks({shown}): {usage}", pytrace=False)
+    return n, timeout
+
+
+def _bound(n: Any, timeout: Any = _TIMEOUT) -> tuple[Any, Any]:
+    return n, timeout
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test on its ranks, instead of in this process."""
-    marker = pyfuncitem.get_closest_marker("ranks")
-    if marker is None:
+    options = _options(pyfuncitem)
+    if options is None:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     function = pyfuncitem.module.__name__, pyfuncitem.function.__qualname__, arguments
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        problem = _run(function, *marker.args, directory=directory, **marker.kwargs)
+        problem = _run(function, *options, directory)
     if problem:
         pytest.fail(problem, pytrace=False)
     return True
 
 
-def _run(function: Any, n: int, timeout: float = _TIMEOUT, *, directory: str) -> str | None:
+def _run(function: Any, n: int, timeout: float, directory: str) -> str | None:
     """Run a function on all ranks; return what is wrong on the first one that failed."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
@@ -59,7 +85,10 @@ def _run(function: Any, n: int, timeout: float = _TIMEOUT, *, directory: str) ->
     rank, problem, deadline = 0, f"no end in {timeout:g} s", time.monotonic() + timeout + _TIMEOUT
     try:
         while time.monotonic() < deadline:
-            if ranks.join(timeout=0.1):
+            ended, skipped = ranks.join(timeout=0.1), Path(directory, "skipped")
+            if skipped.exists():
+                pytest.skip(skipped.read_text())
+            if ended:
                 return None
             if deadline - time.monotonic() > timeout and all(each.exists() for each in outputs):
                 deadline = time.monotonic() + timeout
@@ -94,7 +123,12 @@ def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> Non
     module, name, arguments = function
     *classes, method = name.split(".")
     owner: Any = reduce(getattr, classes, importlib.import_module(module))
-    getattr(owner() if classes else owner, method)(**arguments)
+    try:
+        getattr(owner() if classes else owner, method)(**arguments)
+    except pytest.skip.Exception as skip:
+        reason = Path(directory, f"skipped-{rank}")
+        reason.write_text(str(skip))
+        reason.rename(f"{directory}/skipped")  # the test's process ends the other ranks, too
     # Ending now would break the connections that the other ranks still use.
     store.add("done", 1)
     while store.add("done", 0) < world_size:

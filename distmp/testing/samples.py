@@ -19,6 +19,37 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 IGNORED = -100
 _PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
 
+_ENTERS = "In an audit, it gets only what enters forward: let labels enter, or use check_gradient"
+
+
+def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    """Return the loss sum of a microbatch, and its weight.
+
+    Raises:
+        ConfigError: If they are not a scalar with a gradient and a number.
+    """
+    found: Any = loss_sum(model, batch)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise ConfigError("what loss_sum returns", type(found).__name__, f"{_PASS}, as a pair")
+    total, weight = found[0], _number(found[1])
+    if not 0 <= weight < np.inf:
+        problem = "return the number of tokens or samples"
+        raise ConfigError("the weight that loss_sum returns", found[1], problem)
+    if not isinstance(total, Tensor) or total.numel() != 1 or (weight and not total.requires_grad):
+        problem = "return a tensor with one element, computed from trained parameters of the model"
+        raise ConfigError("the loss that loss_sum returns", total, problem)
+    if not weight and abs(float(total.detach())) > 0:
+        problem = "is not 0; return the number of tokens or samples as its weight, not 0"
+        raise ConfigError("the loss that loss_sum returns", float(total.detach()), problem)
+    return total, weight
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return np.nan
+
 
 class DefaultLoss:
     """The sum of the cross entropy over labels other than -100, and their number.
@@ -26,9 +57,14 @@ class DefaultLoss:
     A microbatch is a mapping with `labels`, which the model takes as keywords, or a pair of inputs
     and integer labels. Whether a model shifts its labels, as causal language models do, is found
     from the loss that it returns.
+
+    Attributes:
+        is_guess: Whether training may use another loss: the model has returned none, or one that
+            differs from the cross entropy by more than rounding.
     """
 
     def __init__(self) -> None:
+        self.is_guess = True
         self._form: int | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
@@ -40,8 +76,8 @@ class DefaultLoss:
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if isinstance(labels, Tensor) and not labels.is_floating_point():
             return _cross_entropy(model(batch[0]), labels)
-        problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}"
-        raise ConfigError("samples", type(batch).__name__, problem)
+        problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}. {_ENTERS}"
+        raise ConfigError("microbatch", type(batch).__name__, problem)
 
     def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
         found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
@@ -55,6 +91,8 @@ class DefaultLoss:
         if self._form is None and mean is not None and all(weight for _, weight in forms):
             errors = [abs(float((total / weight - mean).detach())) for total, weight in forms]
             self._form = errors.index(min(errors))
+            rounding = 100 * torch.finfo(mean.dtype).eps
+            self.is_guess = not min(errors) <= rounding * abs(float(mean.detach()))
             if not min(errors) <= 0.02 * abs(float(mean.detach())):
                 problem = f"is not the mean of the cross entropy over labels; {_PASS}"
                 raise ConfigError("the loss that the model returns", mean.item(), problem)
@@ -100,14 +138,19 @@ def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator
         tokens: Whether there are divisions in which microbatches or a rank have no labels.
 
     Raises:
-        ConfigError: If there are too few samples for three microbatches on each rank.
+        ConfigError: If there are too few samples for three microbatches on each rank, or if all
+            labels are ignored.
     """
     if len(samples) < 3 * ranks:
         problem = f"pass at least {3 * ranks} samples, for three microbatches on each rank"
         raise ConfigError("number of samples", len(samples), problem)
+    unlabelled = [_without_labels(sample) for sample in samples]
+    pairs = zip(samples, unlabelled, strict=True)
+    if all(empty is not None and _labels(each).equal(_labels(empty)) for each, empty in pairs):
+        problem = "all are ignored, so that there is nothing to compare; pass some others"
+        raise ConfigError("labels of samples", IGNORED, problem)
     for count in (1, 2, 3):
         yield _divided(samples, ranks, count)
-    unlabelled = [_without_labels(sample) for sample in samples]
     if not tokens or any(sample is None for sample in unlabelled):
         return
     first, *others = range(2 * ranks)
@@ -144,12 +187,18 @@ def _masked(
 
 def _without_labels(sample: Any) -> Any:
     """Return the sample with all labels ignored; None if it has no integer labels."""
-    is_pair = type(sample) in (tuple, list) and len(sample) == 2
-    labels = sample[1] if is_pair else sample.get("labels") if isinstance(sample, Mapping) else None
+    labels = _labels(sample)
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     ignored = torch.full_like(labels, IGNORED)
-    return (sample[0], ignored) if is_pair else {**sample, "labels": ignored}
+    is_mapping = isinstance(sample, Mapping)
+    return {**sample, "labels": ignored} if is_mapping else (sample[0], ignored)
+
+
+def _labels(sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return sample.get("labels")
+    return sample[1] if type(sample) in (tuple, list) and len(sample) == 2 else None
 
 
 def collated(samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None) -> Any:

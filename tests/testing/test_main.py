@@ -1,0 +1,61 @@
+"""`python -m distmp.testing`, which prints reports of audits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distmp.testing.__main__ import main
+
+RIGHT = {"ranks": 2, "steps": 2, "mismatches": [], "undecided": [], "collectives": {"sum": 1}}
+WRONG = {**RIGHT, "mismatches": [["halved", "weight: halved"]]}
+UNDECIDED = {**RIGHT, "undecided": ["compiled"]}
+
+
+def test_exit_code_is_that_of_the_worst_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(tmp_path / name) for name in ("wrong", "none", "undecided", "right")]
+    for file, report in zip(files, (WRONG, None, UNDECIDED, RIGHT), strict=True):
+        if report is not None:
+            Path(file).write_text(json.dumps(report))
+    assert [main(files[first:]) for first in range(4)] == [1, 3, 2, 0]
+    captured = capsys.readouterr()
+    assert captured.out.count("gradient wrong") == 1
+    assert captured.out.count("gradient right") == 4
+    assert captured.err.count("\n") == captured.err.count("none is not the report of an audit") == 2
+
+
+def test_help_and_no_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (main([]), capsys.readouterr().err.count("\n")) == (2, 1)
+    assert main(["--help"]) == 0
+    assert "3 if a file has no report" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "recursion"),
+        ("[1]", "it has a list instead of fields"),
+        ({"ranks": 2}, "missing or unknown: collectives, mismatches, steps, undecided"),
+        ({**RIGHT, "loss": 1}, "missing or unknown: loss"),
+        ({**RIGHT, "collectives": [1]}, "collectives = [1] has another type"),
+        ({**RIGHT, "mismatches": [["x"]]}, 'mismatches = [["x"]] has another type'),
+        ({**RIGHT, "mismatches": "abc"}, 'mismatches = "abc" has another type'),
+        ({**RIGHT, "undecided": None}, "undecided = null has another type"),
+        ({**RIGHT, "steps": "many"}, 'steps = "many" has another type'),
+    ],
+)
+def test_what_is_not_a_report_is_one_line_and_exit_code_3(
+    content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert main([str(file)]) == 3
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert (captured.out, captured.err.count("\n")) == ("", 1)

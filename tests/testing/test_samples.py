@@ -1,0 +1,78 @@
+"""Losses of microbatches that the user has not given, or given wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from distmp.errors import ConfigError
+from distmp.testing.samples import DefaultLoss, loss_and_weight, make_splits
+
+INPUTS, LABELS = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 2, -100])
+
+
+class WithLoss(nn.Module):
+    """Returns logits, and the cross entropy with label smoothing; None: no loss."""
+
+    def __init__(self, smoothing: float | None) -> None:
+        super().__init__()
+        self.head, self.smoothing = nn.Linear(2, 3), smoothing
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(inputs)
+        if self.smoothing is None:
+            return {"logits": logits}
+        loss = cross_entropy(logits, labels, label_smoothing=self.smoothing)
+        return {"logits": logits, "loss": loss}
+
+
+@pytest.mark.parametrize(("smoothing", "is_guess"), [(None, True), (0.005, True), (0.0, False)])
+def test_loss_is_a_guess_unless_the_model_returns_it(
+    smoothing: float | None, is_guess: bool
+) -> None:
+    torch.manual_seed(0)
+    loss = DefaultLoss()
+    loss(WithLoss(smoothing), {"inputs": INPUTS, "labels": LABELS})
+    assert loss.is_guess == is_guess
+
+
+def test_microbatch_without_labels_is_refused() -> None:
+    with pytest.raises(ConfigError, match="only what enters forward: let labels enter, or use che"):
+        DefaultLoss()(nn.Linear(2, 3), INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda loss: loss, "what loss_sum returns = 'Tensor': .* as a pair"),
+        (lambda loss: (1.0, 2), "= 1.0: return a tensor with one element"),
+        (lambda loss: (loss.detach(), 2), "computed from trained parameters of the model"),
+        (lambda loss: (loss.expand(2), 2), "return a tensor with one element"),
+        (lambda loss: (loss, None), "= None: return the number of tokens or samples"),
+        (lambda loss: (loss, -1), "= -1: return the number"),
+        (lambda loss: (loss, 0), "is not 0; return the number of tokens or samples as its weight"),
+    ],
+)
+def test_wrong_returns_of_loss_sum_are_refused(returned: Any, message: str) -> None:
+    def loss_sum(model: nn.Module, batch: Tensor) -> Any:
+        return returned(model(batch).square().sum())
+
+    with pytest.raises(ConfigError, match=message):
+        loss_and_weight(loss_sum, nn.Linear(2, 3), INPUTS)
+
+
+def test_loss_without_labels_may_have_no_gradient() -> None:
+    total, weight = loss_and_weight(lambda *_: (torch.zeros(()), torch.tensor(0)), nn.ReLU(), 0)
+    assert (float(total), weight) == (0, 0)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_samples_whose_labels_are_all_ignored_are_refused(tokens: bool) -> None:
+    samples = [(row, torch.tensor(-100)) for row in INPUTS]
+    with pytest.raises(ConfigError, match="labels of samples = -100: all are ignored"):
+        list(make_splits(samples, 1, tokens=tokens))
+    assert list(make_splits([*samples, (INPUTS[0], torch.tensor(1))], 1, tokens=tokens))
