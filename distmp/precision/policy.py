@@ -10,6 +10,7 @@ import torch
 
 from distmp.errors import ConfigError
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.limits import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *SIXTEEN_BIT)
@@ -22,9 +23,6 @@ DTYPE_WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 LOW_PRECISION_FORMATS = ("e4m3", "e5m2", "e2m1")
 # Which values of an operand share a scale: all, those of a row, or blocks of 32 or 16 values.
 SCALINGS = ("tensor", "row", "block32", "block16")
-
-# Between these a scale and its reciprocal are normal FP32 numbers, so neither becomes 0 or inf.
-SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 2.0**-126, 2.0**126
 
 # The separators in the text of a policy cannot be part of a pattern or a name.
 _PATTERN = re.compile(r"[^\s,|=]+")

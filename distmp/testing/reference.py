@@ -21,7 +21,7 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError
 from distmp.testing.classify import Projection, SplitResult
 from distmp.testing.gradients import full_state, named_parameters, plain_copy, plain_name, unwrapped
-from distmp.testing.samples import LossSum
+from distmp.testing.samples import LossSum, loss_and_weight
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 # Elements that several microbatches must have before rounding shows anything, and how many show it.
@@ -232,8 +232,7 @@ class Reference:
         model.zero_grad()
         if batch is None:  # a rank with fewer microbatches than another
             return 0.0
-        total, weight = self._loss_sum(model, batch)
-        weight = float(weight)
+        total, weight = loss_and_weight(self._loss_sum, model, batch)
         if weight:
             # Of the mean, as most training code: 16-bit backward rounds it in the same way.
             (total / weight).backward()
