@@ -125,15 +125,14 @@ def test_compiled_blocks_compile_loss(tied: bool) -> None:
 
     prepare_blocks(model, ParallelConfig(compile="blocks"), backend=backend)  # type: ignore[arg-type]
     losses = [next_token_loss(part, tokens())[0] for part in (model, expected)]
-    assert torch.equal(*losses)
+    # Compiled, heads are rotated by other operators.
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     for loss in losses:
         loss.backward()
     for found, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert found.grad is not None
-        assert other.grad is not None
-        assert torch.equal(found.grad, other.grad)
+        torch.testing.assert_close(found.grad, other.grad, rtol=1e-4, atol=1e-5)
     # The softmax, the loss and the gradient of the logits are one graph, the blocks another one.
-    assert sum({"logsumexp", "scatter_add_"} <= targets for targets in graphs) == 1
+    assert sum({"exp_", "scatter_add_"} <= targets for targets in graphs) == 1
     assert len(graphs) <= 3
 
 
@@ -221,4 +220,4 @@ def test_negative_target_raises_out_of_bounds() -> None:
     """Where targets are not checked: on a GPU, and below torch.compile."""
     hidden, weight, targets = torch.randn(4, 8), torch.randn(50, 8), torch.tensor([3, -7, 4, 5])
     with pytest.raises(RuntimeError, match="-7 is out of bounds"):
-        _compute_chunk(hidden, weight, targets, None)
+        _compute_chunk(hidden, weight, 50, targets, None)
