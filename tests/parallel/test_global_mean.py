@@ -485,7 +485,8 @@ def test_on_a_gpu_the_host_does_not_wait() -> None:
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Linear(1, 1, device="cuda"))
     total = torch.full((), 1.0 + rank, device="cuda", requires_grad=True)
-    for weight in (1 + 2 * rank, torch.tensor(1 + 2 * rank), torch.tensor(1.0 + 2 * rank).cuda()):
+    tokens = 1 + 2 * rank
+    for weight in (tokens, torch.tensor(tokens).pin_memory(), torch.tensor(float(tokens)).cuda()):
         with no_waiting():
             loss = distmp.global_mean(total, weight, model)
             loss.backward()
