@@ -27,9 +27,9 @@ from distmp.telemetry.measurements import begin_peak, peak_since
 
 LOOPS: dict[str, Callable[[Work], Loop]] = {
     "torch DDP": lambda work: TorchDDP(work, _dtype(work)),
-    "distmp, ddp": lambda work: Distmp(work, _policy(work), "ddp"),
+    "distmp, ddp": lambda work: _distmp(work, "ddp"),
     "FSDP2 by hand": lambda work: Fsdp2(work, _dtype(work)),
-    "distmp, fsdp": lambda work: Distmp(work, _policy(work), "fsdp"),
+    "distmp, fsdp": lambda work: _distmp(work, "fsdp"),
 }
 SIZES = {"cpu": "1m", "cuda": "350m"}
 # Samples per microbatch and tokens per sample.
@@ -72,19 +72,17 @@ def _dtype(work: Work) -> torch.dtype | None:
     return None if work.device.type == "cpu" else BF16
 
 
-def _policy(work: Work) -> str:
-    return "fp32" if _dtype(work) is None else "bf16"
+def _distmp(work: Work, strategy: str) -> Loop:
+    return Distmp(work, "fp32" if _dtype(work) is None else "bf16", strategy)
 
 
 def _join(kind: str) -> tuple[int, int]:
     """Join the ranks of torchrun, or be the only one; return rank and number of ranks."""
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    else:
+    alone: dict[str, Any] = {}
+    if "RANK" not in os.environ:
         os.environ["LOCAL_RANK"] = "0"
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", **alone)
     return dist.get_rank(), dist.get_world_size()
 
 

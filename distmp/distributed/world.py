@@ -361,7 +361,7 @@ def leave_after_error() -> None:
     Destroying a group of NCCL waits for kernels, which wait for the other ranks. It ends with the
     process.
     """
-    if not (dist.is_initialized() and "nccl" in backends(World.current("cpu").group).values()):
+    if not (dist.is_initialized() and "nccl" in backends(dist.group.WORLD).values()):
         leave()
 
 

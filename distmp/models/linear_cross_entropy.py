@@ -204,8 +204,9 @@ class _Product:
         self._dtype = dtype
         self.weight = weight.detach().to(dtype or weight.dtype)
         self._on_tensor_cores = hidden.is_cuda and self.weight.dtype.itemsize == 2
-        if self._on_tensor_cores:
-            self.weight = F.pad(self.weight, (0, 0, 0, -len(weight) % _ALIGNMENT))
+        padding = -len(weight) % _ALIGNMENT
+        if self._on_tensor_cores and padding:  # `pad` would copy the weight in any case
+            self.weight = F.pad(self.weight, (0, 0, 0, padding))
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._of_weight = torch.zeros_like(self.weight, dtype=torch.float32) if needed[1] else None
 

@@ -91,6 +91,7 @@ class Replicated(Strategy):
         else:
             self._parameters = FlatParameters(self._buckets, fp32)
         self._known = KnownParameters(module)
+        self._buffer_batches = BufferBatches(module)
         if self._settings.reproducible and world.world_size > 1:
             self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
 
@@ -121,7 +122,7 @@ class Replicated(Strategy):
 
     def begin_microbatch(self, *, last: bool) -> None:
         if self._drops:
-            self._buffers = BufferValues(BufferBatches(self.model))
+            self._buffers = BufferValues(self._buffer_batches)
         self._buckets.begin_microbatch(last=last)
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:

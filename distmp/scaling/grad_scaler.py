@@ -36,6 +36,7 @@ from distmp.scaling.local_gradients import (
     unscale,
 )
 from distmp.scaling.loss_scale import LossScale
+from distmp.scaling.norms import summed
 from distmp.scaling.rank_group import RankGroup
 from distmp.scaling.reduced_flags import (
     CheckedOptimizer,
@@ -421,14 +422,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 checked = CheckedOptimizer(member, flag, GradientVersions(member, gradients))
                 self._inspected[id(member)] = checked
         waiting = [i for i in self._inspected.values() if i.found_inf is None]
-        none = torch.zeros((), dtype=torch.float64, device=scale.device)
-        square = functools.reduce(operator.add, squares) if squares else none
-        total = self._reduce(method, optimizers, waiting, square, scale, max_norm)
+        square = summed(squares, scale.device)
+        reduced = self._reduce(method, optimizers, waiting, square, scale, max_norm)
         if max_norm is not None:
-            total = total.skipping(divisor_overflows(total.square_sum.sqrt() / max_norm))
+            reduced = reduced.skipping(divisor_overflows(reduced.square_sum.sqrt() / max_norm))
         if waiting:
-            self._apply_decision(waiting, total)
-        return total
+            self._apply_decision(waiting, reduced)
+        return reduced
 
     def _reduce(
         self,

@@ -6,15 +6,13 @@ reduces its flag over the mesh of the first gradient only, and it refuses a mix 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from distmp.scaling.norms import chunk_norms
+from distmp.scaling.norms import chunk_norms, summed
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
 
@@ -149,8 +147,7 @@ def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torc
             share = shards / world_size
             squares = to_device(squares, device)
             parts.append(squares if share == 1 else squares * share)
-    none = torch.zeros((), dtype=torch.float64, device=device)
-    return reduce(operator.add, parts) if parts else none
+    return summed(parts, device)
 
 
 def _by_device_and_dtype(

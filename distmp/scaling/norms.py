@@ -7,7 +7,9 @@ Sums of `chunk_norms` have bits that depend on the number of ranks. `chunk_squar
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -20,6 +22,16 @@ CHUNK = 2**14
 _BLOCK = 64 * CHUNK
 # Smallest norm for which an FP32 sum of squares is precise, although small squares underflow.
 _PRECISE_FROM = 2.0**-40
+
+
+def summed(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of 0-dim tensors, 0-dim; FP64 zero if there are none.
+
+    Starting from zero would launch two more kernels.
+    """
+    if not numbers:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return reduce(operator.add, numbers)
 
 
 def chunk_norms(tensors: list[Tensor]) -> Tensor:

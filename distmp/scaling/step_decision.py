@@ -9,16 +9,14 @@ Together they are one division by `grad_scale = u / c`, which fused optimizers d
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.scaling.norms import CHUNK, chunk_norms, chunk_squares, pairwise_sums
+from distmp.scaling.norms import CHUNK, chunk_norms, chunk_squares, pairwise_sums, summed
 from distmp.utils.host_copy import cpu_number
 
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
@@ -106,13 +104,8 @@ def local_stats(
             norms = chunk_norms(part.tensors)
             squares.append(norms.square().sum() / part.replicas)
             non_finite.append(not_finite(norms).sum())
-    sums = (_total(squares), _total(non_finite), loss_sum, weight)
+    sums = (summed(squares, device), summed(non_finite, device), loss_sum, weight)
     return pack(*sums, float(stop), dropped, device=device)
-
-
-def _total(numbers: list[Tensor]) -> Tensor | float:
-    """Return the sum; starting from 0 would launch another kernel."""
-    return reduce(operator.add, numbers) if numbers else 0.0
 
 
 def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:

@@ -7,13 +7,13 @@ inputs and random numbers in float64, and compares them as `check_gradient` does
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -283,12 +283,13 @@ class Audit:
             yield classify.GradientMismatch(kind, ("gradients",), text)
 
     def _compared(self, loss_sum: LossSum, wanted: str) -> list[classify.GradientMismatch]:
-        found = [*self._replayed(loss_sum)]
+        found = [*self._replayed(loss_sum, wanted)]
         mismatches = classify.diagnose([split for split, _ in found], wanted)
         without_former = [split for _, split in found if split is not None]
+        unclipped = sum(step.max_norm is None for step in self._steps[1:])
         unclear = {"weighted", "unexplained", "miscounted"}
         if (
-            without_former
+            len(without_former) == unclipped > 0
             and mismatches
             and unclear.issuperset(each.kind for each in mismatches)
             and not classify.diagnose(without_former, wanted)
@@ -299,9 +300,13 @@ class Audit:
         return mismatches
 
     def _replayed(
-        self, loss_sum: LossSum
+        self, loss_sum: LossSum, wanted: str
     ) -> Iterator[tuple[classify.SplitResult, classify.SplitResult | None]]:
-        """Yield what was measured of each step, and without the gradient of the step before."""
+        """Yield what was measured of each step.
+
+        If it is wrong and was not clipped, what is left of it without the gradient of the step
+        before follows.
+        """
         reference, ranks = Reference(self._model, loss_sum), Ranks(None)
         former: Mapping[str, Tensor | None] = {}
         reference.set_modes(self._model)
@@ -312,17 +317,18 @@ class Audit:
             record = replace(self._record, generators=step.generators)
             own = reference.replay(step.inputs, record, exact=exact)
             weights = np.array(own.weights).reshape(ranks.world_size, -1)
-            empty = classify.SplitResult(f"step {number}", ranks.rank, weights, step.max_norm)
+            empty = partial(
+                classify.SplitResult, f"step {number}", ranks.rank, weights, step.max_norm
+            )
             gradients = full_gradients(self._model, step.gradients)
             nowhere = {n for n, g in gradients.items() if g is None and not own.ideal[n].any()}
             self._without_gradient = nowhere & (self._without_gradient if number else nowhere)
-            differences = {n: _difference(g, former.get(n)) for n, g in gradients.items()}
-            rest = copy.deepcopy(empty) if former and step.max_norm is None else None
+            split, rest = measured(empty(), gradients, own, {}), None
+            if former and step.max_norm is None and classify.diagnose([split], wanted):
+                differences = {n: _difference(g, former.get(n)) for n, g in gradients.items()}
+                rest = measured(empty(), differences, own, {})
             former = gradients
-            yield (
-                measured(empty, gradients, own, {}),
-                rest and measured(rest, differences, own, {}),
-            )
+            yield split, rest
 
 
 def _difference(gradient: Tensor | None, former: Tensor | None) -> Tensor | None:
