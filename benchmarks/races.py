@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from benchmarks.report import Spread, table
+from benchmarks.report import Spread, median_interval, ratios, table
 
 # Largest accepted relative difference of a loss from FP32: an eighth of the last bit of the 16-bit
 # dtypes, because it is a mean over many tokens; some bits of FP32, because a loss is a long sum.
@@ -50,7 +50,7 @@ def rendered(name: str, race: Result) -> str:
     rows: list[dict[str, object]] = []
     for loop, result in race["loops"].items():
         counts = same_dtype(race, result)
-        time_ratio = f"{relative_time(result, peers[fastest]):.2f}"
+        time_ratio = relative_time(result, peers[fastest]) if loop != fastest else "1"
         memory_ratio = result["memory"] / peers[smallest]["memory"]
         rows.append(
             {
@@ -70,13 +70,16 @@ def rendered(name: str, race: Result) -> str:
 def best_peers(race: Result) -> tuple[str, str]:
     """Return the fastest peer with the same compute dtype, and the one with the least memory."""
     peers = _peers(race)
-    fastest = min(peers, key=lambda loop: min(peers[loop]["seconds"]))
+    first = next(iter(peers.values()))["seconds"]
+    fastest = min(peers, key=lambda loop: ratios(peers[loop]["seconds"], first).median)
     return fastest, min(peers, key=lambda loop: peers[loop]["memory"])
 
 
-def relative_time(ours: Result, theirs: Result) -> float:
-    """Return the ratio of the shortest turns, because other processes only lengthen a turn."""
-    return float(min(ours["seconds"]) / min(theirs["seconds"]))
+def relative_time(ours: Result, theirs: Result) -> str:
+    """Return the ratio of two loops' times per round: its median, and the interval of that."""
+    found = [one / other for one, other in zip(ours["seconds"], theirs["seconds"], strict=True)]
+    median, low, high = median_interval(found)
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _peers(race: Result) -> dict[str, Result]:
