@@ -22,7 +22,7 @@ class LinksHook(MetadataHookInterface):
     """Sets the `readme` and the `urls` of the project."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set the README, with links that work outside of the repository, and the project's URLs."""
+        """Set the URLs, and the README with links that work outside of the repository."""
         text = (Path(self.root) / "README.md").read_text()
         source = os.environ.get("DISTMP_SOURCE_URL", "").rstrip("/")
         files = f"{source}/blob/v{metadata['version']}" if source else None
