@@ -36,6 +36,17 @@ class Evaluation(NamedTuple):
     Attributes:
         loss: Mean loss over the global weight; NaN if that is 0, or a weight is negative.
         metrics: Mean of each metric over its global weight, by name; NaN as for the loss.
+
+    Example:
+        >>> import torch, distmp
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(8, 4),
+        ...     lambda module, batch: (module(batch).square().sum() * 0 + 6, len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, fused=True),
+        ...     policy="fp32",
+        ... )
+        >>> engine.evaluate([torch.ones(3, 8)])
+        Evaluation(loss=2.0, metrics={})
     """
 
     loss: float
