@@ -176,7 +176,7 @@ class FlatParameters(OptimizerParameters):
         >>> from distmp.buckets import FlatParameters
         >>> model = torch.nn.Linear(4, 1, bias=False)
         >>> values = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        >>> buckets = distmp.Fp32GradBuckets(model.bfloat16().named_parameters())
+        >>> buckets = distmp.Fp32GradBuckets(model.bfloat16().named_parameters(), group=None)
         >>> flat = FlatParameters(buckets, values)
         >>> model.weight.dtype, flat.named["weight"].dtype
         (torch.bfloat16, torch.float32)
@@ -276,7 +276,7 @@ class PureParameters(OptimizerParameters):
         >>> import torch, distmp
         >>> from distmp.buckets import PureParameters
         >>> model = torch.nn.Linear(4, 1, bias=False).bfloat16()
-        >>> pure = PureParameters(distmp.Fp32GradBuckets(model.named_parameters()))
+        >>> pure = PureParameters(distmp.Fp32GradBuckets(model.named_parameters(), group=None))
         >>> pure.named["weight"].dtype
         torch.bfloat16
     """

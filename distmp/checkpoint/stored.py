@@ -140,7 +140,7 @@ class StoredCheckpoint:
         >>> from distmp.checkpoint import store
         >>> path = store.save(Path("saved"), 7, {"average": torch.ones(3)}, {"epoch": 1}, keep=2)
         >>> tensors = {"average": torch.zeros(3)}
-        >>> store.StoredCheckpoint(path).load(tensors)
+        >>> others = store.StoredCheckpoint(path).load(tensors)
         >>> tensors["average"]
         tensor([1., 1., 1.])
     """

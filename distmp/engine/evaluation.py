@@ -41,12 +41,14 @@ class Evaluation(NamedTuple):
         >>> import torch, distmp
         >>> engine = distmp.Engine(
         ...     torch.nn.Linear(8, 4),
-        ...     lambda module, batch: (module(batch).square().sum() * 0 + 6, len(batch)),
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
         ...     lambda named: torch.optim.AdamW(named, fused=True),
         ...     policy="fp32",
         ... )
-        >>> engine.evaluate([torch.ones(3, 8)])
-        Evaluation(loss=2.0, metrics={})
+        >>> rows = {"rows_of_ones": lambda outputs, batch: (batch.mean(1).eq(1).sum(), len(batch))}
+        >>> batch = torch.tensor([[1.0] * 8, [0.0] * 8])
+        >>> engine.evaluate_metrics([batch], rows).metrics
+        {'rows_of_ones': 0.5}
     """
 
     loss: float

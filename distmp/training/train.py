@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
 
     Example:
         >>> from distmp.train import main
-        >>> options = "--run-dir runs/one-step --strategy single --steps 1 --data.path distmp"
-        >>> options += " --data.sequence-length 16 --batch.global-batch-size 1 --log.console off"
+        >>> options = "--run-dir runs/one-step --steps 1 --strategy single --log.console off"
+        >>> options += " --data.path distmp --data.sequence-length 16 --sample.length 0"
+        >>> options += " --batch.global-batch-size 2 --batch.microbatch-size 2"
         >>> main(options.split())
         0
     """

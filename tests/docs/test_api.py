@@ -62,6 +62,8 @@ def test_documented_object_has_example_that_runs(
             return
     (tmp_path / "distmp").symlink_to(ROOT / "distmp")  # data of the example that trains
     monkeypatch.chdir(tmp_path)
+    # Lightning sets it when it is imported.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = examples(path)
     assert found.examples
     output = io.StringIO()

@@ -205,8 +205,9 @@ class Callback:
         ...         kept = range(rollback.to_step + 1)
         ...         self.losses = {step: loss for step, loss in self.losses.items() if step in kept}
         >>> from distmp.train import main
-        >>> options = "--run-dir runs/losses --strategy single --steps 2 --data.path distmp"
-        >>> options += " --data.sequence-length 16 --batch.global-batch-size 2 --log.console off"
+        >>> options = "--run-dir runs/losses --steps 2 --strategy single --log.console off"
+        >>> options += " --data.path distmp --data.sequence-length 16 --sample.length 0"
+        >>> options += " --batch.global-batch-size 2 --batch.microbatch-size 2"
         >>> losses = Losses()
         >>> main(options.split(), callbacks=[losses])
         0
