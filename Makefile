@@ -9,7 +9,8 @@
 # make lint    formatting, lint, types and layers
 # make size    code lines, modules, configuration keys, import cycles and words of the documentation
 # make behaviour  what a change of structure must not change: API, help, messages, weights of short runs
-# make dist    build sdist and wheel into dist/, check and test them
+# make dist    build sdist and wheel into dist/, check and test them (SOURCE_URL=https://... is the
+#              repository for the links that a package index shows)
 # make docs    build the documentation into build/docs, with warnings as errors
 # make bench   compare with other training loops, side by side, and name recorded results that are
 #              older than the code (RECORD=1 replaces recorded results and tables)
@@ -97,7 +98,7 @@ docs: $(DOCS_INSTALLED)
 
 dist: $(INSTALLED)
 	rm -rf dist
-	$(VENV)/bin/python -m build --no-isolation --outdir dist .
+	DISTMP_SOURCE_URL=$(SOURCE_URL) $(VENV)/bin/python -m build --no-isolation --outdir dist .
 	$(VENV)/bin/python -m twine check --strict dist/*
 	$(VENV)/bin/python -m pytest tests/test_package.py
 

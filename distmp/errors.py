@@ -100,6 +100,11 @@ class SetupError(DistmpError):
     Args:
         messages: The message of each rank that failed, by rank.
         exit_code: Exit code of the process.
+
+    Example:
+        >>> from distmp.errors import SetupError
+        >>> str(SetupError({1: "no file data.bin", 3: "no file data.bin"}, exit_code=2))
+        'no file data.bin'
     """
 
     def __init__(self, messages: dict[int, str], exit_code: int) -> None:
@@ -146,7 +151,13 @@ class TrainingError(DistmpError, RuntimeError):
 
 
 class LostPeerError(TrainingError):
-    """Another rank has ended, so this rank cannot continue; the other rank reports the cause."""
+    """Another rank has ended, so this rank cannot continue; the other rank reports the cause.
+
+    Example:
+        >>> from distmp.errors import LostPeerError, TrainingError
+        >>> issubclass(LostPeerError, TrainingError)
+        True
+    """
 
     exit_code = LOST_PEER_EXIT_CODE
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
 import importlib
-import inspect
-import io
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 import distmp
 from distmp.cli import _SUBCOMMANDS
-from distmp.distributed.world import leave
 from tests.torchrun import environment, python
 
 PACKAGES = ("distmp", *(f"distmp.{name}" for name in ("engine", "optim", "parallel", "scaling")))
@@ -114,20 +109,6 @@ def test_public_names_exist() -> None:
     )
     with pytest.raises(AttributeError, match="module 'distmp' has no attribute 'engines'"):
         _ = distmp.engines
-
-
-@pytest.mark.parametrize("name", distmp.__all__)
-def test_every_public_name_has_an_example_that_runs(name: str) -> None:
-    public = getattr(distmp, name)
-    module = inspect.getmodule(public)
-    assert module is not None
-    finder = doctest.DocTestFinder(recurse=False)
-    (examples,) = finder.find(public, name, module, extraglobs={"torch": torch})
-    assert examples.examples
-    output = io.StringIO()
-    failed, _ = doctest.DocTestRunner().run(examples, out=output.write)
-    leave()  # forgets the arguments of `distmp.init`
-    assert not failed, output.getvalue()
 
 
 def test_import_adds_no_heavy_modules_beyond_torch() -> None:

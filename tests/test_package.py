@@ -12,9 +12,10 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -96,11 +97,18 @@ def test_wheel_has_only_package_and_presets(built: Distributions) -> None:
     assert {"distmp/py.typed", "distmp/commands/report/report.css"} <= members
 
 
+def metadata_of(wheel: Path) -> Message:
+    return Parser().parsestr(wheel_text(wheel))
+
+
+def wheel_text(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(f"distmp-{__version__}.dist-info/METADATA").decode()
+
+
 def test_package_metadata_is_complete(built: Distributions) -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
-    with zipfile.ZipFile(built.wheel) as archive:
-        text = archive.read(f"distmp-{__version__}.dist-info/METADATA").decode()
-    metadata = Parser().parsestr(text)
+    metadata = metadata_of(built.wheel)
     assert metadata["Version"] == __version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"] == "distmp developers"
@@ -160,16 +168,36 @@ def test_docker_image_commands_install_wheel(built: Distributions, tmp_path: Pat
     assert "distmp" in printed
 
 
-@pytest.mark.parametrize("source", [None, "https://example.org/distmp/"])
-def test_package_index_readme_has_no_relative_links(source: str | None) -> None:
+FILES = "https://example.org/distmp/blob/v1"
+
+
+@pytest.mark.parametrize("files", [None, FILES])
+def test_package_index_readme_has_no_relative_links(files: str | None) -> None:
     hook = runpy.run_path(str(ROOT / "hatch_build.py"))
     readme = (ROOT / "README.md").read_text()
-    page = hook["for_index"](readme, source)
+    page = hook["for_index"](readme, files)
     relative = re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme)
     assert "docs/engine.md" in relative
     targets = set(re.findall(r"\]\(([^)]+)\)", page))
-    assert targets == set() if source is None else {f"{source}{path}" for path in relative}
-    assert ("The [engine](" if source else "The engine in a") in page
+    assert targets == set() if files is None else {f"{files}/{path}" for path in relative}
+    assert ("The [engine](" if files else "The engine in a") in page
+
+
+def test_package_urls_follow_the_repository(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("DISTMP_SOURCE_URL", "https://example.org/distmp/")
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path))
+    (wheel,) = tmp_path.iterdir()
+    metadata = metadata_of(wheel)
+    files = f"https://example.org/distmp/blob/v{__version__}"
+    assert dict(url.split(", ") for url in metadata.get_all("Project-URL", [])) == {
+        "Source": "https://example.org/distmp",
+        "Documentation": f"{files}/docs/index.md",
+        "Changelog": f"{files}/CHANGELOG.md",
+        "Issues": "https://example.org/distmp/issues",
+    }
+    assert f"]({files}/docs/engine.md)" in str(metadata.get_payload())
+    for path in re.findall(rf"{files}/([^\s)#,]+)", wheel_text(wheel)):
+        assert (ROOT / path).is_file(), path
 
 
 @pytest.mark.nightly

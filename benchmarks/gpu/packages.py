@@ -7,7 +7,7 @@ import sys
 from importlib import invalidate_caches, metadata
 from pathlib import Path
 
-# The dependencies of distmp, and what tests/conftest.py and pyproject.toml need.
+# The dependencies of distmp, and what its tests import.
 NEEDED = (
     "torch",
     "accelerate",

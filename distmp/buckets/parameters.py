@@ -170,6 +170,16 @@ class FlatParameters(OptimizerParameters):
             With sharded buckets they are 1-dim, and empty if other ranks hold the parameter.
         shard_ranges: With sharded buckets, by name, which elements of the flattened parameter this
             rank updates.
+
+    Example:
+        >>> import torch, distmp
+        >>> from distmp.buckets import FlatParameters
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> values = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        >>> buckets = distmp.Fp32GradBuckets(model.bfloat16().named_parameters(), group=None)
+        >>> flat = FlatParameters(buckets, values)
+        >>> model.weight.dtype, flat.named["weight"].dtype
+        (torch.bfloat16, torch.float32)
     """
 
     def __init__(self, buckets: Fp32GradBuckets, values: dict[str, Tensor]) -> None:
@@ -261,6 +271,14 @@ class PureParameters(OptimizerParameters):
         named: The tensors that the optimizer updates, by the parameter's name: FP32 parameters, and
             for 16-bit parameters a leaf tensor that shares their memory and has a 16-bit `.grad`.
         shard_ranges: Empty; nothing is sharded.
+
+    Example:
+        >>> import torch, distmp
+        >>> from distmp.buckets import PureParameters
+        >>> model = torch.nn.Linear(4, 1, bias=False).bfloat16()
+        >>> pure = PureParameters(distmp.Fp32GradBuckets(model.named_parameters(), group=None))
+        >>> pure.named["weight"].dtype
+        torch.bfloat16
     """
 
     def __init__(self, buckets: Fp32GradBuckets) -> None:

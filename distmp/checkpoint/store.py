@@ -88,6 +88,14 @@ def save(
     Raises:
         CheckpointError: The same on all ranks, if any of them failed. Earlier checkpoints are
             unchanged.
+
+    Example:
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from distmp.checkpoint import store
+        >>> path = store.save(Path("saved"), 7, {"average": torch.ones(3)}, {"epoch": 1}, keep=2)
+        >>> path.name
+        'step-000007'
     """
     retention = Retention(keep) if isinstance(keep, int) else keep
     ranks = Ranks(group)

@@ -133,6 +133,16 @@ class StoredCheckpoint:
 
     Attributes:
         path: Directory of the checkpoint.
+
+    Example:
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from distmp.checkpoint import store
+        >>> path = store.save(Path("saved"), 7, {"average": torch.ones(3)}, {"epoch": 1}, keep=2)
+        >>> tensors = {"average": torch.zeros(3)}
+        >>> others = store.StoredCheckpoint(path).load(tensors)
+        >>> tensors["average"]
+        tensor([1., 1., 1.])
     """
 
     def __init__(self, path: Path) -> None:

@@ -33,6 +33,22 @@ class WeightAverage:
 
     Raises:
         ConfigError: If `config` has no decay.
+
+    Example:
+        >>> import torch, distmp
+        >>> from distmp.engine.average import WeightAverage
+        >>> from distmp.engine.settings import EmaConfig
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(8, 4),
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, fused=True),
+        ...     policy="fp32",
+        ... )
+        >>> average = WeightAverage(engine, EmaConfig(decay=0.9))
+        >>> _ = engine.step([torch.ones(2, 8)])
+        >>> average.update()
+        >>> with average.as_weights():
+        ...     evaluation = engine.evaluate([torch.ones(2, 8)])
     """
 
     def __init__(self, engine: Engine, config: EmaConfig) -> None:

@@ -36,6 +36,19 @@ class Evaluation(NamedTuple):
     Attributes:
         loss: Mean loss over the global weight; NaN if that is 0, or a weight is negative.
         metrics: Mean of each metric over its global weight, by name; NaN as for the loss.
+
+    Example:
+        >>> import torch, distmp
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(8, 4),
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, fused=True),
+        ...     policy="fp32",
+        ... )
+        >>> rows = {"rows_of_ones": lambda outputs, batch: (batch.mean(1).eq(1).sum(), len(batch))}
+        >>> batch = torch.tensor([[1.0] * 8, [0.0] * 8])
+        >>> engine.evaluate_metrics([batch], rows).metrics
+        {'rows_of_ones': 0.5}
     """
 
     loss: float

@@ -63,6 +63,17 @@ def check(engine: Engine, average: Mapping[str, Tensor] | None = None) -> None:
 
     Raises:
         TrainingError: On every rank, with the first tensor that differs, and its digests by rank.
+
+    Example:
+        >>> import torch, distmp
+        >>> from distmp.engine.rank_consistency import check
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(8, 4),
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, fused=True),
+        ...     policy="fp32",
+        ... )
+        >>> check(engine)  # returns if the ranks agree
     """
     world = engine.world
     if world.group is None:

@@ -77,7 +77,13 @@ class RankConsistencyConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """An exponential moving average (EMA) of the weights, in FP32."""
+    """An exponential moving average (EMA) of the weights, in FP32.
+
+    Example:
+        >>> from distmp.engine.settings import EmaConfig
+        >>> EmaConfig(decay=0.999).decay
+        0.999
+    """
 
     decay: float = 0.0
     """Share of the average that an update keeps, such as 0.999; 0: no average. After each applied

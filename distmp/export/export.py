@@ -107,6 +107,19 @@ def export(
         ConfigError: If there is no checkpoint or no average in it, the directory is not empty or
             named like a file, or `dtype` is invalid.
         CheckpointError: If the checkpoint cannot be read, or a weight is out of range of `dtype`.
+
+    Example:
+        >>> import torch, distmp
+        >>> from distmp.export.export import export
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(8, 4),
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, fused=True),
+        ...     policy="fp32",
+        ... )
+        >>> checkpoint = engine.save("checkpoints")
+        >>> export(checkpoint, "exported", "bf16")
+        36
     """
     if dtype not in DTYPE_WORDS:
         raise ConfigError("--dtype", dtype, nearest(dtype, DTYPE_WORDS))

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch import Tensor
 from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.models import huggingface, huggingface_files
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
-
-if TYPE_CHECKING:
-    from huggingface_hub import StateDictSplit
 
 # Names of dtypes in the format, see https://github.com/huggingface/safetensors.
 _DTYPES = {
@@ -136,17 +133,41 @@ def write(
         CheckpointError: On the rank that writes, if they cannot be written, or the directory holds
             other files.
     """
-    # A dependency of accelerate; imported here because most runs do not need it.
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    plan = split_torch_state_dict_into_shards(dict(weights.specs), max_shard_size=max_shard_size)
+    files = divided(weights.specs, max_shard_size)
 
     def write_rest(temporary: Path) -> None:
-        _write_index(temporary, plan)
+        if len(files) > 1:
+            _write_index(temporary, weights.specs, files)
         _write_architecture(temporary, architecture, dtype)
         huggingface_files.copy(tokenizer, temporary)
 
-    write_directory(directory, weights, plan.filename_to_tensors, write_rest, writes=writes)
+    write_directory(directory, weights, files, write_rest, writes=writes)
+
+
+def divided(specs: Mapping[str, Tensor], max_size: int) -> dict[str, list[str]]:
+    """Return the names of the tensors of each file, as `huggingface_hub` divides them.
+
+    Args:
+        specs: Shape and dtype of each tensor by name.
+        max_size: Maximum size of a file, in bytes; a larger tensor gets a separate file.
+    """
+    files: list[list[str]] = []
+    current: list[str] = []
+    size = 0
+    for name, spec in specs.items():
+        if spec.nbytes > max_size:
+            files.append([name])
+            continue
+        if size + spec.nbytes > max_size:
+            files.append(current)
+            current, size = [], 0
+        current.append(name)
+        size += spec.nbytes
+    files += [current] if current else []
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    total = len(files)
+    return {f"model-{i:05}-of-{total:05}.safetensors": names for i, names in enumerate(files, 1)}
 
 
 def write_directory(
@@ -187,10 +208,14 @@ def write_directory(
             pass
 
 
-def _write_index(directory: Path, plan: StateDictSplit) -> None:
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+def _write_index(
+    directory: Path, specs: Mapping[str, Tensor], files: Mapping[str, Sequence[str]]
+) -> None:
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_architecture(

@@ -92,6 +92,18 @@ def trained_weights(engine: RunningEngine) -> dict[str, Tensor]:
     Returns:
         On rank 0 the full FP32 values on the CPU, by their names in the model; on other ranks
         nothing.
+
+    Example:
+        >>> import torch, distmp
+        >>> from distmp.export.running import trained_weights
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(8, 4),
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, fused=True),
+        ...     policy="bf16",
+        ... )
+        >>> {name: value.dtype for name, value in trained_weights(engine).items()}
+        {'weight': torch.float32, 'bias': torch.float32}
     """
     trained = engine.updated_by_optimizer()
     state = {name: tensor for name, tensor in engine.state_dict().items() if name in trained}

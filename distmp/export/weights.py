@@ -38,6 +38,16 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     Raises:
         ConfigError: If the weights do not fit; one message lists all misfits, and the model is
             unchanged.
+
+    Example:
+        >>> import torch
+        >>> from safetensors.torch import save_file
+        >>> from distmp.export.weights import load_weights
+        >>> save_file({"weight": torch.ones(1, 4)}, "model.safetensors")
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> load_weights(model, "model.safetensors")
+        >>> model.weight.tolist()
+        [[1.0, 1.0, 1.0, 1.0]]
     """
     _load(model.state_dict(keep_vars=True), StoredWeights(Path(directory)), _dimensions(model))
 
@@ -222,6 +232,20 @@ def load_model(directory: str | Path) -> nn.Module:
 
     Raises:
         ConfigError: If the directory has another kind of model, or its weights do not fit.
+
+    Example:
+        >>> import torch, distmp
+        >>> from distmp.export.weights import load_model
+        >>> from distmp.models.loss import next_token_loss
+        >>> from distmp.models.transformer import Transformer, TransformerConfig
+        >>> config = TransformerConfig(
+        ...     vocabulary_size=11, sequence_length=8, layers=1, dimension=8, heads=2, hidden=8
+        ... )
+        >>> adamw = lambda named: torch.optim.AdamW(named, fused=True)
+        >>> engine = distmp.Engine(Transformer(config), next_token_loss, adamw, policy="fp32")
+        >>> engine.export("weights")
+        >>> load_model("weights").config.dimension
+        8
     """
     model = rebuild(directory)
     load_weights(model, directory)

@@ -9,20 +9,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    AutocastKwargs,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    KwargsHandler,
-)
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +34,26 @@ from distmp.precision.keep import product_switches
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import (
+        AutocastKwargs,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        DistributedType,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        KwargsHandler,
+    )
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise
+    raise ImportError(
+        "distmp.integrations.accelerate needs accelerate; run pip install 'distmp[hf]'"
+    ) from None
 
 logger = logging.getLogger("distmp")
 

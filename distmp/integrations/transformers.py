@@ -71,6 +71,17 @@ class TrainerMixin(_TrainerBase):
     Raises:
         ConfigError: If accelerate cannot implement the policy, if `bf16` or `fp16` are set as well,
             or if a training argument bypasses the policy, the scaler or the mean over ranks.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+        >>> from distmp.integrations.transformers import TrainerMixin
+        >>> class MyTrainer(TrainerMixin, Seq2SeqTrainer): ...
+        >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
+        >>> config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
+        >>> arguments = Seq2SeqTrainingArguments("runs/tiny", use_cpu=True, report_to=[])
+        >>> MyTrainer(LlamaForCausalLM(config), arguments, policy="bf16-autocast").policy.name
+        'bf16-autocast'
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:

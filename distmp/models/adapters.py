@@ -7,7 +7,6 @@ The model keeps its class. peft replaces each selected layer by one that holds i
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import warnings
@@ -24,6 +23,7 @@ from distmp.errors import ConfigError, listed, nearest, require
 from distmp.precision.keep import parameters_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.deferred import record_more
+from distmp.utils.imports import require_package
 
 SETTING = "model.peft"
 # peft's name for the only adapter of a model.
@@ -55,8 +55,7 @@ def check_settings(values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: If peft is not installed, or a setting is unknown.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(SETTING, dict(values), "needs peft; run pip install 'distmp[hf]'")
+    require_package(SETTING, dict(values), "peft", "hf")
     for name, value in values.items():
         if name not in KNOWN:
             raise ConfigError(f"{SETTING}.{name}", value, nearest(str(name), KNOWN))

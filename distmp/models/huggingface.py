@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, listed, nearest
-from distmp.models.huggingface_files import CONFIG_FILE, locate, require_transformers
+from distmp.models.huggingface_files import CONFIG_FILE, locate
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.models.settings import ModelConfig
 from distmp.utils.host_memory import is_out_of_memory
+from distmp.utils.imports import require_package
 
 logger = logging.getLogger("distmp")
 
@@ -190,7 +191,7 @@ def write_configuration(directory: Path, values: Mapping[str, Any], dtype: torch
     Raises:
         ConfigError: If transformers is not installed or does not know the model.
     """
-    require_transformers(str(values.get("model_type")))
+    require_package("model.name", str(values.get("model_type")), "transformers", "hf")
     from transformers import AutoConfig
 
     with _quiet(), torch.device("meta"):

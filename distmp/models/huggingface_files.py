@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
 
 from distmp.errors import ConfigError
+from distmp.utils.imports import require_package
 from distmp.utils.presets import MODEL, located
 
 PREFIX = "hf:"
@@ -30,18 +30,8 @@ def locate(name: str) -> Path:
             f"there is no file {file}; name a directory with a {CONFIG_FILE}, or such a file. "
             "Nothing is downloaded",
         )
-    require_transformers(name)
+    require_package("model.name", name, "transformers", "hf")
     return path
-
-
-def require_transformers(name: str) -> None:
-    """Check that transformers is installed, without importing it.
-
-    Raises:
-        ConfigError: If it is not; the message names the model.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("model.name", name, "needs transformers; run pip install 'distmp[hf]'")
 
 
 DEFINITION = "tokenizer.json"
@@ -58,11 +48,9 @@ def load_tokenizer(setting: str, directory: Path) -> Any:
     Raises:
         ConfigError: If transformers is not installed, or cannot load it.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        problem = "needs transformers; install the extra `hf`: pip install 'distmp[hf]'"
-        raise ConfigError(setting, str(directory), problem) from error
+    require_package(setting, str(directory), "transformers", "hf")
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False

@@ -69,6 +69,14 @@ def linear_cross_entropy(
 
     Raises:
         ConfigError: See `check_targets`.
+
+    Example:
+        >>> import torch
+        >>> from distmp.models.linear_cross_entropy import linear_cross_entropy
+        >>> hidden, weight, targets = torch.ones(3, 4), torch.ones(5, 4), torch.tensor([0, 1, 2])
+        >>> loss_sum = linear_cross_entropy(hidden, weight, targets)
+        >>> torch.allclose(loss_sum, 3 * torch.tensor(5.0).log())
+        True
     """
     check_targets(targets, len(weight))
     kind = hidden.device.type

@@ -129,6 +129,16 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
     Raises:
         ConfigError: For targets outside of the vocabulary, see `check_targets`, and a batch without
             these keys.
+
+    Example:
+        >>> import torch
+        >>> from distmp.models.loss import next_token_loss
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))
+        >>> ids = torch.tensor([[0, 1, 2, 3]])
+        >>> batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+        >>> loss_sum, tokens = next_token_loss(model, batch)
+        >>> int(tokens)
+        3
     """
     options: Mapping[str, Tensor] = {}
     keys = batch if isinstance(batch, Mapping) else {}

@@ -72,6 +72,14 @@ def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
     Raises:
         ConfigError: If there are no such targets.
+
+    Example:
+        >>> import torch
+        >>> from distmp.models.metrics import accuracy
+        >>> logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])
+        >>> correct, count = accuracy(logits, {"targets": torch.tensor([0, 1, 1])})
+        >>> int(correct), int(count)
+        (2, 3)
     """
     logits = logits_of(outputs)
     targets = batch.get("targets") if isinstance(batch, Mapping) else batch[1]

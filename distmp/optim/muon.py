@@ -75,6 +75,16 @@ class Muon(torch.optim.Optimizer):
 
     Raises:
         ConfigError: If an argument is out of range, or a tensor has no name.
+
+    Example:
+        >>> import torch
+        >>> from distmp.optim import Muon
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8))
+        >>> optimizer = Muon(model.named_parameters(), lr=1e-3)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> len(optimizer.matrices)
+        2
     """
 
     def __init__(

@@ -101,6 +101,18 @@ def apply_reduce_dtype(module: nn.Module) -> None:
     Raises:
         ConfigError: If no part of the module has such a policy.
         SetupError: If this version of torch is not supported.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        >>> from distmp.parallel.matrices import apply_reduce_dtype
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        >>> model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh, mp_policy=mp_policy)
+        >>> apply_reduce_dtype(model)
+        >>> dist.destroy_process_group()
     """
     if not fsdp_internals.reduce_partial_in_reduce_dtype(module):
         raise ConfigError(

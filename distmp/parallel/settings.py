@@ -86,6 +86,11 @@ class ParallelConfig:
             recomputes its activations; parameter names do not change.
         compile: "blocks" compiles each block with `torch.compile`, "model" the full model.
         microbatches: Number of microbatches of a step on one rank; None if unknown.
+
+    Example:
+        >>> from distmp.parallel import ParallelConfig
+        >>> ParallelConfig(activation_checkpointing="blocks", compile="blocks").compile
+        'blocks'
     """
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)

@@ -1,4 +1,14 @@
-"""Builds torch's precision objects from a policy, or refuses it with the reason."""
+"""Builds torch's precision objects from a policy, or refuses it with the reason.
+
+Example:
+    >>> import torch, distmp
+    >>> from distmp.precision.builders import autocast_context, fsdp2_policy
+    >>> fsdp2_policy(distmp.policy("bf16")).reduce_dtype
+    torch.float32
+    >>> with autocast_context(distmp.policy("bf16-autocast"), torch.device("cpu")):
+    ...     print(torch.nn.Linear(4, 4)(torch.ones(1, 4)).dtype)
+    torch.bfloat16
+"""
 
 from __future__ import annotations
 

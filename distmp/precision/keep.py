@@ -2,6 +2,13 @@
 
 A kept module has FP32 parameters and buffers, gets FP32 inputs, and computes with autocast
 disabled. For functions (`torch.prod` in a forward) see `distmp.precision.functions`.
+
+Example:
+    >>> import torch
+    >>> from distmp.precision.keep import kept_modules
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    >>> list(kept_modules(model, ["norm"]))
+    ['1']
 """
 
 from __future__ import annotations

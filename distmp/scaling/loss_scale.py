@@ -27,6 +27,14 @@ class LossScale:
         clean_steps: Number of consecutive steps without overflow since the last change, 0-dim
             int64.
         overflows_in_a_row: Number of consecutive steps with an overflow, 0-dim int64.
+
+    Example:
+        >>> import torch, distmp
+        >>> from distmp.scaling.loss_scale import LossScale
+        >>> scale = LossScale(distmp.LossScaleConfig(init=1024.0), torch.device("cpu"))
+        >>> exhausted = scale.update(overflow=torch.tensor(True), empty=torch.tensor(False))
+        >>> float(scale.value), bool(exhausted)
+        (512.0, False)
     """
 
     def __init__(self, config: LossScaleConfig | None, device: torch.device) -> None:

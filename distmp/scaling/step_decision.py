@@ -57,6 +57,17 @@ class StepDecision(NamedTuple):
         weight: FP64, the global weight N.
         loss: FP64, the global mean loss.
         stop: bool, whether any rank requested to stop.
+
+    Example:
+        >>> import torch
+        >>> from distmp.scaling import step_decision as decision
+        >>> gradients = decision.GradientPart([torch.tensor([3.0, 4.0])], replicas=1)
+        >>> loss_sum, weight, cpu = torch.tensor(6.0), torch.tensor(2.0), torch.device("cpu")
+        >>> stats = decision.local_stats([gradients], loss_sum, weight, stop=False, device=cpu)
+        >>> total = decision.all_reduce_stats(stats, group=None)
+        >>> step = decision.decide_step(total, torch.tensor(1.0), nominal_weight=1.0, max_norm=None)
+        >>> float(step.grad_norm), float(step.loss), bool(step.overflow)
+        (2.5, 3.0, False)
     """
 
     overflow: Tensor

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distmp.errors import ConfigError, nearest
 from distmp.masking import masked, masked_text
 from distmp.telemetry.records import StepRecord
-from distmp.utils.imports import load_object
+from distmp.utils.imports import load_object, require_package
 from distmp.utils.settings.convert import flat
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def find(name: str) -> type[GeneralTracker]:
     Raises:
         ConfigError: If the class does not exist, or its package is not installed.
     """
+    require_package("log.trackers", name, "accelerate", "trackers")
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
     if ":" in name:

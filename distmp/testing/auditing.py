@@ -47,6 +47,16 @@ class AuditReport:
         mismatches: What is wrong, as text by class.
         undecided: What could not be decided, and why.
         collectives: Number of calls by name, dtype and bytes, on this rank.
+
+    Example:
+        >>> from distmp.testing import AuditReport
+        >>> wrong = ("rank_means", "agrees with the mean of rank means")
+        >>> report = AuditReport(2, 1, (wrong,), (), {})
+        >>> print(report)
+        gradient wrong: 1 steps on 2 ranks
+        - rank_means: agrees with the mean of rank means
+        >>> report.exit_code
+        1
     """
 
     ranks: int

@@ -116,6 +116,11 @@ class GradientMismatch:
         text: What was measured.
         size: Norm of the error relative to the gradient wanted, the largest of all splits; NaN if
             it was not measured.
+
+    Example:
+        >>> from distmp.testing import GradientMismatch
+        >>> print(GradientMismatch("ranks_twice", ("head.weight",), "divided by 2 twice", 0.5))
+        head.weight: divided by 2 twice (0.5 off, relative)
     """
 
     kind: str
@@ -133,6 +138,15 @@ class GradientError(DistmpError, AssertionError):
 
     Attributes:
         mismatches: What is wrong, by class.
+
+    Example:
+        >>> from distmp.testing import GradientError, GradientMismatch
+        >>> wrong = GradientMismatch("ranks_twice", ("head.weight",), "divided by 2 twice", 0.5)
+        >>> try:
+        ...     raise GradientError(str(wrong), [wrong])
+        ... except GradientError as error:
+        ...     print(error.mismatches[0].kind)
+        ranks_twice
     """
 
     def __init__(self, message: str, mismatches: Sequence[GradientMismatch] = ()) -> None:

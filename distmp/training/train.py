@@ -34,6 +34,14 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
         0 after the last step; 75 after an orderly stop before it, or 130 if that was Ctrl-C; 2 for
         an invalid configuration; 3 if another rank was lost; 4 if ranks hang; 1 for any
         other failure.
+
+    Example:
+        >>> from distmp.train import main
+        >>> options = "--run-dir runs/one-step --steps 1 --strategy single --log.console off"
+        >>> options += " --data.path distmp --data.sequence-length 16 --sample.length 0"
+        >>> options += " --batch.global-batch-size 2 --batch.microbatch-size 2"
+        >>> main(options.split())
+        0
     """
     # An error is reported while the signals are still handled: the launcher stops this rank as soon
     # as it sees another one fail, and a SIGTERM must not end it before its message.

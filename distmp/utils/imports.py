@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -10,6 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from distmp.errors import ConfigError
+
+
+def require_package(setting: str, value: Any, package: str, extra: str) -> None:
+    """Check that an optional package is installed, without importing it.
+
+    Args:
+        setting: Name of the setting or option that needs the package.
+        value: Its value.
+        package: Name of the package.
+        extra: The extra of distmp that installs it.
+
+    Raises:
+        ConfigError: If it is not installed; the message names the extra.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(setting, value, f"needs {package}; run pip install 'distmp[{extra}]'")
 
 
 def load_object(setting: str, path: str) -> Any:

@@ -255,7 +255,7 @@ def test_export_needs_memory_of_one_tensor(tmp_path: Path) -> None:
     tensors |= {f"optimizer/{i}": tensor for i, tensor in enumerate(tensors.values())}
     path = checkpoint(tmp_path, tensors)
     program = (
-        "import re, sys, torch, distmp.export.export as e, huggingface_hub\n"
+        "import re, sys, torch, distmp.export.export as e\n"
         "e.store.StoredCheckpoint(e.Path(sys.argv[1])).load({'model/0': torch.empty(4, 2**18)})\n"
         # Not getrusage, which includes the peak of the parent process.
         "status = lambda: open('/proc/self/status').read()\n"

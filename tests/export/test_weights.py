@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.export.files import in_file_order, write, write_file
+from distmp.export.files import divided, in_file_order, write, write_file
 from distmp.export.sources import EngineWeights
 from distmp.export.weights import load_model, load_weights
 from distmp.models.architecture import architecture
@@ -223,6 +223,15 @@ def test_configuration_of_imported_model_names_path() -> None:
         "name": "module:function",
         "options": {"width": 3},
     }
+
+
+@pytest.mark.parametrize("elements", [[], [3], [2, 2, 2, 2], [9, 1, 1, 9, 4, 5, 1], [5, 9, 5, 9]])
+def test_files_are_divided_as_hugging_face_divides_them(elements: list[int]) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    specs = {f"{i}": torch.empty(n, device="meta") for i, n in enumerate(elements)}
+    for size in (4, 20, 24, 28, 100):
+        expected = hub.split_torch_state_dict_into_shards(specs, max_shard_size=size)
+        assert divided(specs, size) == expected.filename_to_tensors
 
 
 def test_tensors_in_file_are_aligned(tmp_path: Path) -> None:

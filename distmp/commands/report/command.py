@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distmp.errors import ConfigError
 from distmp.utils.files import replacing
+from distmp.utils.imports import require_package
 from distmp.utils.settings.command_line import Parser
 
 
@@ -15,7 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and return the exit code.
 
     Raises:
-        ConfigError: If a directory contains no run, or the file cannot be written.
+        ConfigError: If matplotlib is not installed, a directory contains no run, or the file
+            cannot be written.
     """
     parser = Parser(
         prog="distmp report",
@@ -25,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, nargs="?", help="directory of a run to compare it with")
     parser.add_argument("--to", type=Path, help="output file (default: RUN_DIR/report.html)")
     arguments = parser.parse_args(argv)
+    require_package("RUN_DIR", str(arguments.run_dir), "matplotlib", "report")
     from distmp.commands.report.page import page
     from distmp.commands.report.run import RecordedRun
 

@@ -230,6 +230,13 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         ConfigError: If Lightning cannot implement the policy. At the first step, on all ranks: if
             the model is on another device or sharded with other dtypes than the policy's.
         ImportError: If Lightning is not installed.
+
+    Example:
+        >>> import lightning
+        >>> from distmp.integrations.lightning import MixedPrecision
+        >>> precision = MixedPrecision("16-mixed", "cpu")
+        >>> precision.policy.name, precision.scaler.get_scale()
+        ('fp16-autocast', 65536.0)
     """
 
     precision: str

@@ -187,6 +187,32 @@ class Callback:
 
     Errors: an exception ends the run on all ranks, with the traceback of the rank that raised it
     first. Raise a `distmp.errors.DistmpError` on every rank for a plain message without traceback.
+
+    Example:
+        >>> from distmp.training.callbacks import Callback, PendingStep, Rollback
+        >>> from distmp.training.callbacks import StepResult, TrainingLoop
+        >>> class Losses(Callback):
+        ...     def __init__(self) -> None:
+        ...         self.losses: dict[int, float] = {}
+        ...
+        ...     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
+        ...         self.samples = step.samples
+        ...
+        ...     def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
+        ...         self.losses[result.step] = result.numbers.loss
+        ...
+        ...     def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
+        ...         kept = range(rollback.to_step + 1)
+        ...         self.losses = {step: loss for step, loss in self.losses.items() if step in kept}
+        >>> from distmp.train import main
+        >>> options = "--run-dir runs/losses --steps 2 --strategy single --log.console off"
+        >>> options += " --data.path distmp --data.sequence-length 16 --sample.length 0"
+        >>> options += " --batch.global-batch-size 2 --batch.microbatch-size 2"
+        >>> losses = Losses()
+        >>> main(options.split(), callbacks=[losses])
+        0
+        >>> list(losses.losses)
+        [1, 2]
     """
 
     def setup(self, trainer: TrainingLoop) -> None:
