@@ -26,8 +26,8 @@ from distmp.commands.explain.report import report
 # %%
 RUN = [
     *("--config", "preset:quickstart", "--model.size", "1.3b", "--data.sequence-length", "2048"),
-    *("--batch.global-batch-size", "128", "--batch.microbatch-size", "1"),
-    *("--precision.policy", "bf16", "--activation-checkpointing", "blocks"),
+    *("--batch.global-batch-size", "64", "--batch.microbatch-size", "1"),
+    *("--precision.policy", "bf16"),
 ]
 STRATEGIES = {
     "ddp": ["--strategy", "ddp"],
@@ -78,9 +78,9 @@ right.legend(fontsize="small")
 figure.savefig("cost_on_64_gpus.png")
 
 # %% [markdown]
-# `ddp` keeps all of the optimizer's state on each GPU. `fsdp` needs the least memory; it gathers
-# the weights of each block for each microbatch, also between machines. `hsdp` shards inside a
-# machine, so most of its bytes stay there.
+# `ddp` keeps the whole optimizer state on each GPU; `shard_optimizer` divides it. `hsdp` also
+# divides weights and gradients over the GPUs of a machine, and `fsdp` over all GPUs. What is left
+# are activations: try `--activation-checkpointing blocks`.
 #
 # ## A run, and its report
 #

@@ -32,6 +32,7 @@ def executed(lab: str, directory: Path, *expressions: str) -> list[Any]:
     command = python("-c", EVALUATE, str(LABS[lab]), *expressions)
     result = run(command, cwd=directory, variables={"MPLBACKEND": "agg"})
     assert result.returncode == 0, result.stdout + result.stderr
+    assert not result.stderr
     (picture,) = directory.glob("*.png")
     assert picture.stat().st_size > 10_000
     return [result.stdout, *torch.load(directory / "values.pt")]
@@ -110,7 +111,7 @@ def test_float16_loses_gradients_that_the_scale_keeps(tmp_path: Path) -> None:
         share = 1 - of_activations.count_nonzero() / exact.count_nonzero()
         assert share == pytest.approx(float(lost) / 100, abs=0.02)
         rounded = 1 - (exact * float(scale)).half().count_nonzero() / exact.count_nonzero()
-        assert share == pytest.approx(rounded, abs=0.02)
+        assert share == pytest.approx(rounded.item(), abs=0.02)
         assert float(error) / 100 == pytest.approx(
             relative_error(of_weights, exact_weights), rel=0.3, abs=0.003
         )
