@@ -115,7 +115,7 @@ panels[1].set_xlabel("exponent of the gradient times the loss scale")
 figure.savefig("fp16_exponents.png")
 
 # %% [markdown]
-# ## What mends it
+# ## The fix
 #
 # No constant scale fits all models and all of a training: if it is too low, gradients are 0; if it
 # is too high, they are inf. The scaler halves its scale after an overflow, and doubles it after

@@ -134,12 +134,12 @@ figure.savefig("one_rank_overflows.png")
 # because the average of inf and any number is inf on all ranks. The gradient of an expert is not
 # averaged. So rank 1 skips the step, and rank 0 applies it. From then on, the ranks have different
 # "shared" weights and different loss scales, and DDP averages gradients that do not belong
-# together. No error is raised, and the loss looks normal.
+# together. No error is raised.
 #
-# Experts are one cause. Sharded embeddings, several meshes under FSDP2, and parameters that DDP
-# ignores are others.
+# Experts are one cause. Under FSDP2 with several meshes, torch's scaler sums its flag only over the
+# mesh of the first gradient, with the same effect.
 #
-# ## What mends it
+# ## The fix
 #
 # `DistributedGradScaler` sums the flag over all ranks, with one all-reduce of eight numbers per
 # step. Replace the line that creates the scaler; all other calls stay:

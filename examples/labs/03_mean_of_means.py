@@ -139,7 +139,7 @@ figure.savefig("mean_of_means.png")
 # The learning rate does not correct it: the direction of the gradient is wrong. Data with padding,
 # packed sequences, or masked prompts have such microbatches in every step.
 #
-# ## What mends it
+# ## The fix
 #
 # Pass the loss *sum* of the microbatch, and the number of tokens of the whole step on this rank.
 # `global_mean` returns the loss whose gradient is that of the mean over all tokens of all ranks:

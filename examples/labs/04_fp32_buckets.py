@@ -122,7 +122,7 @@ figure.savefig("fp32_buckets.png")
 # addition, and what the next gradient adds below the last bit is rounded away. The error grows with
 # the number of microbatches. An FP32 sum has 24 bits.
 #
-# ## What mends it
+# ## The fix
 #
 # Buckets hold the FP32 sums, and no gradient beside them: a hook adds each gradient to its bucket
 # during backward, and frees it. They take 2 bytes per parameter more than `.grad` in bfloat16.

@@ -80,7 +80,8 @@ figure.savefig("cost_on_64_gpus.png")
 # %% [markdown]
 # `ddp` keeps the whole optimizer state on each GPU; `shard_optimizer` divides it. `hsdp` also
 # divides weights and gradients over the GPUs of a machine, and `fsdp` over all GPUs. What is left
-# are activations: try `--activation-checkpointing blocks`.
+# are activations: try `--activation-checkpointing blocks`. Operations and their temporary memory
+# are those of the device of this machine; libraries and allocators of a GPU need more.
 #
 # ## A run, and its report
 #
@@ -107,9 +108,9 @@ distmp("report", "runs/lab")
 # The page `runs/lab/report.html` works without a network. It has the loss, the gradient norm, the
 # time, the memory and the cause of each skipped step.
 #
-# ## One line
+# ## The command
 #
-# Before you rent GPUs:
+# One line tells you, before you start 64 ranks:
 #
 # ```sh
 # distmp explain --config my.yaml --world-size 64
