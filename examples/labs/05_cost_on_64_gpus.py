@@ -64,7 +64,7 @@ for part in dict.fromkeys(part for run in found.values() for part in run.memory)
     sizes = [run.memory.get(part, 0) / 2**30 for run in found.values()]
     left.bar(names, sizes, bottom=bottom, label=part)
     bottom = [sum(pair) for pair in zip(bottom, sizes, strict=True)]
-left.set(title="peak memory of a rank, GiB")
+left.set(title="peak memory of a rank, GiB", ylim=(0, 1.05 * max(bottom)))
 left.legend(fontsize="x-small")
 between = [run.between_machines_bytes / 1e9 for run in found.values()]
 inside = [
