@@ -12,6 +12,7 @@
 # make dist    build sdist and wheel into dist/, check and test them (SOURCE_URL=https://... is the
 #              repository for the links that a package index shows)
 # make docs    build the documentation into build/docs, with warnings as errors
+# make notebooks   write the notebooks of docs/labs from the scripts of examples/labs
 # make bench   compare with other training loops, side by side, and name recorded results that are
 #              older than the code (RECORD=1 replaces recorded results and tables)
 # make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in slices of at most 9 minutes
@@ -26,7 +27,7 @@ SECONDS ?= 240
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 
-.PHONY: train test test-fake-gpu test-fast soak nightly lint size behaviour format docs dist bench bench-gpu clean
+.PHONY: train test test-fake-gpu test-fast soak nightly lint size behaviour format docs notebooks dist bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -95,6 +96,9 @@ format: $(INSTALLED)
 
 docs: $(DOCS_INSTALLED)
 	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs build/docs
+
+notebooks: $(INSTALLED)
+	$(VENV)/bin/python .ci/notebooks.py
 
 dist: $(INSTALLED)
 	rm -rf dist

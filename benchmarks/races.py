@@ -8,9 +8,10 @@ its turns and its peak memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.report import Spread, table
+from benchmarks.report import Spread, median_interval, ratios, table
 
 # Largest accepted relative difference of a loss from FP32: an eighth of the last bit of the 16-bit
 # dtypes, because it is a mean over many tokens; some bits of FP32, because a loss is a long sum.
@@ -40,17 +41,29 @@ def check_same_work(name: str, race: Result, loop: Result) -> None:
         )
 
 
+def excluded(races: Mapping[str, Result]) -> str:
+    """Return a line for each reason why loops are missing in races, as Markdown; "" without one."""
+    loops: dict[str, dict[str, list[str]]] = {}
+    for name, race in races.items():
+        for loop, reason in race["absent"].items():
+            loops.setdefault(reason, {}).setdefault(loop, []).append(name)
+    lines = []
+    for reason, by_loop in loops.items():
+        missing = [f"{loop} ({', '.join(names)})" for loop, names in by_loop.items()]
+        lines.append(f"- Excluded, because {reason}: {', '.join(missing)}.")
+    return "\n".join(lines)
+
+
 def rendered(name: str, race: Result) -> str:
-    """Return the table of a race, and the loops that it lacks, as Markdown."""
-    missing = [f"- {loop} is excluded: {reason}." for loop, reason in race["absent"].items()]
+    """Return the table of a race as Markdown."""
     peers = _peers(race)
     if not peers:
-        return "\n".join([f"No peers to compare with in {name}.", "", *missing])
+        return f"No peers to compare with in {name}."
     fastest, smallest = best_peers(race)
     rows: list[dict[str, object]] = []
     for loop, result in race["loops"].items():
         counts = same_dtype(race, result)
-        time_ratio = f"{relative_time(result, peers[fastest]):.2f}"
+        time_ratio = relative_time(result, peers[fastest]) if loop != fastest else "1"
         memory_ratio = result["memory"] / peers[smallest]["memory"]
         rows.append(
             {
@@ -64,19 +77,22 @@ def rendered(name: str, race: Result) -> str:
                 "loss difference from FP32": f"{loss_difference(race, result):.0e}",
             }
         )
-    return "\n\n".join([table(rows), *(["\n".join(missing)] if missing else [])])
+    return table(rows)
 
 
 def best_peers(race: Result) -> tuple[str, str]:
     """Return the fastest peer with the same compute dtype, and the one with the least memory."""
     peers = _peers(race)
-    fastest = min(peers, key=lambda loop: min(peers[loop]["seconds"]))
+    first = next(iter(peers.values()))["seconds"]
+    fastest = min(peers, key=lambda loop: ratios(peers[loop]["seconds"], first).median)
     return fastest, min(peers, key=lambda loop: peers[loop]["memory"])
 
 
-def relative_time(ours: Result, theirs: Result) -> float:
-    """Return the ratio of the shortest turns, because other processes only lengthen a turn."""
-    return float(min(ours["seconds"]) / min(theirs["seconds"]))
+def relative_time(ours: Result, theirs: Result) -> str:
+    """Return the ratio of two loops' times per round: its median, and the interval of that."""
+    found = [one / other for one, other in zip(ours["seconds"], theirs["seconds"], strict=True)]
+    median, low, high = median_interval(found)
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _peers(race: Result) -> dict[str, Result]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,6 +53,22 @@ class Spread(NamedTuple):
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Return the ratios of our times to those of another method, per round."""
     return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Spread:
+    """Return the median and an interval that covers that of the distribution.
+
+    The limits are order statistics: the number of values below the true median has a binomial
+    distribution (Conover, Practical Nonparametric Statistics, section 3.2). With fewer than six
+    values they are minimum and maximum, which cover it less often than `confidence`.
+    """
+    count = len(values)
+    # Probability that at most `below` values are smaller than the median.
+    chances = accumulate(math.comb(count, below) / 2**count for below in range(count))
+    allowed = sum(chance <= (1 - confidence) / 2 for chance in chances)
+    skipped = max(0, allowed - 1)
+    ordered = sorted(values)
+    return Spread(statistics.median(ordered), ordered[skipped], ordered[count - 1 - skipped])
 
 
 def alternating(names: Sequence[str], rounds: int, warm_up: int) -> Iterator[tuple[str, bool]]:

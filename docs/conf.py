@@ -1,4 +1,4 @@
-"""Settings of Sphinx for `make docs`: Markdown pages with MyST, an API reference with autodoc."""
+"""Settings of Sphinx for `make docs`: pages and notebooks with MyST, an API reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ project = "distmp"
 author = "the distmp authors"
 version = release = version_of("distmp")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 templates_path: list[str] = []
 html_theme = "furo"
 html_title = "distmp"
@@ -22,6 +22,13 @@ html_title = "distmp"
 # Headings are link targets, as on GitHub: `precision.md#presets`.
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
+
+# The notebooks of labs/ have no outputs, so each build executes them, in temporary directories.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
 
 # Docstrings write code in single backquotes.
 default_role = "literal"

@@ -58,7 +58,7 @@ def _races(result: dict[str, Any]) -> list[Row]:
         rows.append(
             (
                 f"training step, `{name.split()[0]}`, bf16: time; memory",
-                f"{time:.2f}; {share:.2f}",
+                f"{time}; {share:.2f}",
                 f"1, {fastest}; 1, {leanest}",
                 "peers",
             )

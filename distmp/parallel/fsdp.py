@@ -138,7 +138,8 @@ class FullySharded(Strategy):
         materialize_shards(module, values, world.device)
         self._root = cast(FSDPModule, module)
         self._order = self._watch_collectives(world, policy, kept)
-        self._prepare_gradients()
+        fsdp_internals.check(self.module)
+        fsdp_internals.accumulate_in_fp32(self.module)
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
         self._known = KnownParameters(module)
@@ -348,16 +349,6 @@ class FullySharded(Strategy):
     def _reshard(self) -> None:
         for _, part in self.units():
             cast(FSDPModule, part).reshard()
-
-    def _prepare_gradients(self) -> None:
-        # FSDP creates the tensors that accumulate gradients at the first gather. Gather one group
-        # at a time, because the full model may not fit in memory.
-        for _, part in self.units():
-            unit = cast(FSDPModule, part)
-            unit.unshard()
-            unit.reshard()
-        fsdp_internals.check(self.module)
-        fsdp_internals.accumulate_in_fp32(self.module)
 
     def _discard(self) -> None:
         """Clear the state of an abandoned step, see Note [Abandoned steps with FSDP2]."""

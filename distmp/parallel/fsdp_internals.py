@@ -25,7 +25,7 @@ from distmp.utils.dtypes import is_dtensor
 TESTED = ("2.10", "2.11", "2.13", "2.15")
 GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
 PARAMETER_ATTRIBUTES = (
-    "_unsharded_param",
+    "init_unsharded_param",
     "unsharded_accumulated_grad",
     "sharded_param",
     "_module_info",
@@ -58,7 +58,7 @@ def check(model: nn.Module) -> None:
     """Refuse a version of torch whose FSDP2 lacks an attribute that this file uses.
 
     Args:
-        model: A sharded model; each of its groups was gathered at least once.
+        model: A sharded model.
 
     Raises:
         SetupError: Naming the missing attributes.
@@ -88,12 +88,18 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     (pytorch#196996).
     """
     for parameter in _parameters(model):
-        gathered = parameter._unsharded_param
-        if gathered.is_floating_point():  # frozen parameters too: they may be unfrozen later
-            gathered.grad_dtype = torch.float32
+        parameter.init_unsharded_param = functools.partial(_init_in_fp32, parameter)
     for group in _groups(model):
         if hasattr(group, _SET_GRAD_DTYPES):
             setattr(group, _SET_GRAD_DTYPES, _keep_grad_dtypes)
+
+
+def _init_in_fp32(parameter: Any) -> None:
+    """Create the gathered parameter as FSDP2 does, at its first gather, with FP32 gradients."""
+    type(parameter).init_unsharded_param(parameter)
+    gathered = parameter._unsharded_param
+    if gathered.is_floating_point():  # frozen parameters too: they may be unfrozen later
+        gathered.grad_dtype = torch.float32
 
 
 def refuse_replaced_parameters(model: nn.Module) -> None:
@@ -148,12 +154,14 @@ def _post_backward(
     *unused: Any,
 ) -> None:
     """Set zeros for parameters without a gradient, then run the post-backward of FSDP2."""
+    if not any(map(_was_gathered, group.fsdp_params)):
+        return  # no rank has used it, and FSDP2 of torch 2.13 would fail without synchronization
     added: list[nn.Parameter] = []
     for parameter in group.fsdp_params:
-        gathered = getattr(parameter, "_unsharded_param", None)
         # Not of the gathered one: if its module has not run since an unfreeze, it is out of date.
-        if gathered is None or not parameter.sharded_param.requires_grad:
+        if not (_was_gathered(parameter) and parameter.sharded_param.requires_grad):
             continue
+        gathered = parameter._unsharded_param
         if _has_gradient(parameter):
             used(parameter.sharded_param)
         elif group.reduce_grads:
@@ -212,7 +220,8 @@ def discard_gradients(model: nn.Module) -> None:
     for group in _groups(model):
         group._partial_reduce_output = None
     for parameter in _parameters(model):
-        parameter._unsharded_param.grad = None
+        if _was_gathered(parameter):
+            parameter._unsharded_param.grad = None
         if _has_accumulator(parameter):
             parameter.unsharded_accumulated_grad = None
 
@@ -220,7 +229,7 @@ def discard_gradients(model: nn.Module) -> None:
 def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return the gradients of this rank that are not fully reduced yet."""
     gradients = [group._partial_reduce_output for group in _groups(model)]
-    for parameter in _parameters(model):
+    for parameter in filter(_was_gathered, _parameters(model)):
         gradients.append(parameter._unsharded_param.grad)
         if _has_accumulator(parameter):
             gradients.append(parameter.unsharded_accumulated_grad)
@@ -311,6 +320,10 @@ def _groups_of(part: nn.Module) -> list[Any]:
     if groups is None:  # before torch 2.12 a module has at most one group
         return [state._fsdp_param_group] if state._fsdp_param_group else []
     return [*groups]
+
+
+def _was_gathered(parameter: Any) -> bool:
+    return hasattr(parameter, "_unsharded_param")
 
 
 def _has_gradient(parameter: Any) -> bool:

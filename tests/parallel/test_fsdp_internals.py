@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import distmp
 from distmp.errors import SetupError
-from distmp.parallel import fsdp_internals
+from distmp.parallel import fsdp_collectives, fsdp_internals
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
 from tests.reference import Batch, make_engine
@@ -42,6 +42,23 @@ def test_unreduced_gradients_are_fp32_and_can_be_discarded() -> None:
         assert all(parameter.grad is None for parameter in module.parameters())
         engine._strategy.begin_step()
         assert fsdp_internals.unreduced_gradients(module) == []
+
+
+@ranks(2)
+def test_building_gathers_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather of all units would take most of the start, and memory for the largest of them."""
+    gathers: list[int] = []
+
+    def all_gather(output: torch.Tensor, *args: Any) -> Any:
+        gathers.append(output.numel())
+        return original(output, *args)
+
+    original = fsdp_collectives.all_gather
+    monkeypatch.setattr(fsdp_collectives, "all_gather", all_gather)
+    engine = make_engine(**sharded("fsdp"))
+    assert gathers == []
+    engine.step([Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))])
+    assert gathers
 
 
 def private_names_of_fsdp() -> set[str]:

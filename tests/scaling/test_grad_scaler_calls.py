@@ -258,7 +258,7 @@ def test_ranks_with_equal_calls_are_named_together() -> None:
     call = work.clip_first if dist.get_rank() == 1 else work.step_first
     message = (
         "ranks call the scaler differently: "
-        "ranks 0 and 2 call step(optimizer 0) in iteration 1, "
+        "ranks 0, 2 call step(optimizer 0) in iteration 1, "
         f"rank 1 calls clip_grad_norm_(optimizer 0, 1.0) in iteration 1{ADVICE}"
     )
     with pytest.raises(TrainingError, match=f"^{re.escape(message)}$"):

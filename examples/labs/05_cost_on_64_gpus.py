@@ -1,0 +1,120 @@
+# %% [markdown]
+# # What would your model cost on 64 GPUs?
+#
+# How much memory does each GPU need, and how many bytes does it send in a step? You need no GPU to
+# know: `distmp explain` runs the steps of rank 0 with tensors that have no values.
+
+# %% tags=["remove-output"]
+# %pip install --quiet distmp matplotlib
+
+# %%
+import subprocess
+import sys
+
+import matplotlib.pyplot as plt
+
+from distmp.commands.explain.command import load
+from distmp.commands.explain.explanation import explain
+from distmp.commands.explain.report import report
+
+# %% [markdown]
+# ## A model on 8 machines with 8 GPUs each
+#
+# These are the options of the command `distmp explain`. Change the size, or pass `--config` with
+# your own file.
+
+# %%
+RUN = [
+    *("--config", "preset:quickstart", "--model.size", "1.3b", "--data.sequence-length", "2048"),
+    *("--batch.global-batch-size", "64", "--batch.microbatch-size", "1"),
+    *("--precision.policy", "bf16"),
+]
+STRATEGIES = {
+    "ddp": ["--strategy", "ddp"],
+    "ddp,\nshard_optimizer": ["--strategy", "ddp", "--shard-optimizer", "True"],
+    "hsdp": ["--strategy", "hsdp", "--sharding.accumulate", "sharded"],
+    "fsdp": ["--strategy", "fsdp", "--sharding.accumulate", "sharded"],
+}
+found = {
+    name: explain(load([*RUN, *options]), world_size=64, ranks_per_machine=8)
+    for name, options in STRATEGIES.items()
+}
+
+# %% [markdown]
+# The command prints this text:
+
+# %%
+print("\n".join(report(found["fsdp"])))
+
+# %% [markdown]
+# ## The strategies side by side
+
+# %%
+for name, run in found.items():
+    print(
+        f"{' '.join(name.split())}: {run.memory_bytes / 2**30:.1f} GiB; sends "
+        f"{run.communication_bytes / 1e9:.1f} GB per step, "
+        f"{run.between_machines_bytes / 1e9:.1f} GB of it between machines"
+    )
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+names = list(found)
+bottom = [0.0] * len(names)
+for part in dict.fromkeys(part for run in found.values() for part in run.memory):
+    sizes = [run.memory.get(part, 0) / 2**30 for run in found.values()]
+    left.bar(names, sizes, bottom=bottom, label=part)
+    bottom = [sum(pair) for pair in zip(bottom, sizes, strict=True)]
+left.set(title="peak memory of a rank, GiB")
+left.legend(fontsize="x-small")
+between = [run.between_machines_bytes / 1e9 for run in found.values()]
+inside = [
+    run.communication_bytes / 1e9 - sent for run, sent in zip(found.values(), between, strict=True)
+]
+right.bar(names, between, color="tab:red", label="between machines")
+right.bar(names, inside, bottom=between, color="tab:blue", label="inside a machine")
+right.set(title="bytes that a rank sends per step, GB")
+right.legend(fontsize="small")
+figure.savefig("cost_on_64_gpus.png")
+
+# %% [markdown]
+# `ddp` keeps the whole optimizer state on each GPU; `shard_optimizer` divides it. `hsdp` also
+# divides weights and gradients over the GPUs of a machine, and `fsdp` over all GPUs. What is left
+# are activations: try `--activation-checkpointing blocks`. Operations and their temporary memory
+# are those of the device of this machine; libraries and allocators of a GPU need more.
+#
+# ## A run, and its report
+#
+# The numbers of a run itself are in its report. Train for a few steps on this machine:
+
+
+# %%
+def distmp(*arguments: str) -> None:
+    """Run `distmp ARGUMENTS` as in a terminal, and show the end of its output."""
+    command = [sys.executable, "-m", "distmp", *arguments]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print(*output.splitlines()[-8:], sep="\n")
+
+
+OPTIONS = [
+    *("--config", "preset:quickstart", "--run-dir", "runs/lab", "--steps", "20"),
+    *("--strategy", "single", "--precision.policy", "fp32", "--data.sequence-length", "64"),
+    *("--validation.final-samples", "8", "--sample.length", "0"),
+]
+distmp("train", *OPTIONS)
+distmp("report", "runs/lab")
+
+# %% [markdown]
+# The page `runs/lab/report.html` works without a network. It has the loss, the gradient norm, the
+# time, the memory and the cause of each skipped step.
+#
+# ## The command
+#
+# One line tells you, before you start 64 ranks:
+#
+# ```sh
+# distmp explain --config my.yaml --world-size 64
+# ```
+#
+# Read on: [explain](../explain.md) compares predictions with real steps,
+# [large models](../large_models.md) covers models that do not fit on one GPU.
