@@ -280,7 +280,8 @@ def main() -> int:
             with started("", "", size, arguments, ranks=1) as alone:
                 references[size] = alone.ask("work")[0]["losses"]
         result["races"][race] = _run(race, size, references[size], arguments)
-        print(races.rendered(race, result["races"][race]), end="\n\n", flush=True)
+        print(races.rendered(race, result["races"][race]))
+        print(races.excluded({race: result["races"][race]}), flush=True)
         path = save(f"{name}-{device}", result)  # after each race, because of the time limit
     print(steps.peers(result).splitlines()[-1])
     print(f"saved to {path}")

@@ -8,6 +8,7 @@ its turns and its peak memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.report import Spread, median_interval, ratios, table
@@ -40,12 +41,24 @@ def check_same_work(name: str, race: Result, loop: Result) -> None:
         )
 
 
+def excluded(races: Mapping[str, Result]) -> str:
+    """Return a line for each reason why loops are missing in races, as Markdown; "" without one."""
+    loops: dict[str, dict[str, list[str]]] = {}
+    for name, race in races.items():
+        for loop, reason in race["absent"].items():
+            loops.setdefault(reason, {}).setdefault(loop, []).append(name)
+    lines = []
+    for reason, by_loop in loops.items():
+        missing = [f"{loop} ({', '.join(names)})" for loop, names in by_loop.items()]
+        lines.append(f"- Excluded, because {reason}: {', '.join(missing)}.")
+    return "\n".join(lines)
+
+
 def rendered(name: str, race: Result) -> str:
-    """Return the table of a race, and the loops that it lacks, as Markdown."""
-    missing = [f"- {loop} is excluded: {reason}." for loop, reason in race["absent"].items()]
+    """Return the table of a race as Markdown."""
     peers = _peers(race)
     if not peers:
-        return "\n".join([f"No peers to compare with in {name}.", "", *missing])
+        return f"No peers to compare with in {name}."
     fastest, smallest = best_peers(race)
     rows: list[dict[str, object]] = []
     for loop, result in race["loops"].items():
@@ -64,7 +77,7 @@ def rendered(name: str, race: Result) -> str:
                 "loss difference from FP32": f"{loss_difference(race, result):.0e}",
             }
         )
-    return "\n\n".join([table(rows), *(["\n".join(missing)] if missing else [])])
+    return table(rows)
 
 
 def best_peers(race: Result) -> tuple[str, str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ hypothesis.settings.load_profile("untimed")
 FOREIGN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 # torch sets the paths of its caches at the first use of its compiler.
 FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+# Packages that only extras of distmp install.
+EXTRAS = {"accelerate", "kubernetes_validate", "lightning", "peft", "transformers", "trl"}
 # Helpers that multiprocessing keeps for the life of the interpreter.
 SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -38,6 +41,19 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a temporary directory, which is the working directory of the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip the modules that import a package of an extra that is not installed."""
+    report = yield
+    missing = re.search(r"No module named '(\w+)|needs (\w+); run pip", str(report.longrepr))
+    if report.failed and missing and (package := missing[1] or missing[2]) in EXTRAS:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {package}")
+    return report
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

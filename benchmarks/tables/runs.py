@@ -50,10 +50,12 @@ def explain_memory(result: dict[str, Any]) -> str:
 
 
 def growth(result: dict[str, Any]) -> str:
-    """Return the table of `benchmarks.growth`."""
+    """Return the table of `benchmarks.growth`: all measured ranks, and two larger numbers."""
     rows: list[dict[str, object]] = []
     for method, by_ranks in result["ways"].items():
         for ranks, found in by_ranks.items():
+            if "measured_memory" not in found and int(ranks) not in (64, 4096):
+                continue
             row: dict[str, object] = {"method": method, "ranks": f"{int(ranks):,}"}
             for quantity, title in (("memory", "memory"), ("wire", "sent per step")):
                 predicted, measured = found[quantity], found.get(f"measured_{quantity}", 0)

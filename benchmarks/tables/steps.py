@@ -112,7 +112,8 @@ def peers(result: dict[str, Any]) -> str:
     tables = [races.rendered(name, race) for name, race in result["races"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        "\n\n".join(tables) + f"\n\nIn all races {result['ranks']} ranks with "
+        "\n\n".join([*tables, *filter(None, [races.excluded(result["races"])])])
+        + f"\n\nIn all races {result['ranks']} ranks with "
         f"{result['microbatches']} microbatches a step; tokens/s is the median (min to max) "
         f"of {result['turns']} alternating rounds of one step; relative time is the median of the "
         "ratios per round, with its 95% confidence interval: loops whose interval contains 1 are "

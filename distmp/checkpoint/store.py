@@ -71,7 +71,7 @@ def save(
     Args:
         directory: Directory of the run's checkpoints, on storage that all ranks share.
         step: Number of steps done.
-        tensors: Tensors of any shape, dtype and device, by name: DTensors and `FlatShard`s, of
+        tensors: Tensors of any shape, dtype and device, by name: DTensors and flat shards, of
             which every rank writes its part, and plain tensors, which are equal on all ranks. A
             rank may omit tensors that other ranks write.
         numbers: Values that JSON can represent. Those of rank 0 are written.

@@ -219,7 +219,7 @@ class StoredCheckpoint:
         Calls `verify` first if it was not called before.
 
         Args:
-            tensors: Plain tensors, DTensors and `FlatShard`s by name, with the same names on all
+            tensors: Plain tensors, DTensors and flat shards by name, with the same names on all
                 ranks and any world size and sharding. Values are converted to their dtypes; that is
                 logged, as it may lose precision.
 

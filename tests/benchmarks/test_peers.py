@@ -147,7 +147,7 @@ def race(**changes: Any) -> dict[str, Any]:
 
 def test_a_race_has_a_table() -> None:
     """accelerate is faster and smaller, but is not compared, because its dtype differs."""
-    table, missing = races.rendered("ddp fp16", race()).split("\n\n")
+    table = races.rendered("ddp fp16", race())
     head = "| ddp fp16, 1m | tokens/s | time relative to the fastest |"
     assert table.splitlines()[0].startswith(head)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
@@ -156,16 +156,23 @@ def test_a_race_has_a_table() -> None:
         ["accelerate: computes in float32", "600 (600 to 600)", "", "100", "", "0e+00"],
         ["distmp `fp16`", "333 (182 to 600)", "0.90 (0.50 to 1.10)", "220", "1.10", "4e-05"],
     ]
-    assert missing == "- Lightning Fabric is excluded: it is not installed."
 
 
 def test_a_race_without_peers_has_no_table() -> None:
     alone = {**race(), "loops": {"distmp `fp16`": race()["loops"]["distmp `fp16`"]}}
-    assert races.rendered("ddp fp16", alone).splitlines() == [
-        "No peers to compare with in ddp fp16.",
-        "",
-        "- Lightning Fabric is excluded: it is not installed.",
+    assert races.rendered("ddp fp16", alone) == "No peers to compare with in ddp fp16."
+
+
+def test_missing_loops_are_listed_by_reason() -> None:
+    other = {
+        **race(),
+        "absent": {"Lightning Fabric": "it is not installed", "torch DDP": "it hangs"},
+    }
+    assert races.excluded({"ddp fp16": race(), "fsdp fp16": other}).splitlines() == [
+        "- Excluded, because it is not installed: Lightning Fabric (ddp fp16, fsdp fp16).",
+        "- Excluded, because it hangs: torch DDP (fsdp fp16).",
     ]
+    assert races.excluded({"ddp fp16": {**race(), "absent": {}}}) == ""
 
 
 def test_a_result_names_versions_and_machine() -> None:

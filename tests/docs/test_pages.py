@@ -45,6 +45,20 @@ def test_index_lists_every_page_once() -> None:
     assert {page.stem for page in PAGES} - {"index"} <= set(listed)
 
 
+def test_every_door_of_the_index_reaches_code_within_one_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text().partition("```{toctree}")[0]
+    doors = index.split("\n## ")[1:]
+    assert len(doors) == 4
+    for door in doors:
+        reached = re.findall(r"\]\(([\w-]+\.md)", door)
+        pages = [door, *((ROOT / "docs" / name).read_text() for name in reached[:1])]
+        assert re.search(r"^```(python|bash)$", "".join(pages), re.MULTILINE), door
+    readme = (ROOT / "README.md").read_text()
+    assert re.findall(r"^- \*\*(.*?)\.\*\*", readme, re.MULTILINE)[:4] == [
+        door.splitlines()[0] for door in doors
+    ]
+
+
 def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     """Yield the sections of the settings, by their dotted names."""
     for name, hint in typing.get_type_hints(cls).items():

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -180,7 +180,7 @@ class Accelerated:
     """The loop that accelerate documents for gradient accumulation with uneven batches."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
         self.model = self.accelerator.prepare(model)
 
     def train_step(self, model: nn.Module, microbatches: Microbatches) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,11 +30,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
-def fresh_accelerator() -> Iterator[None]:
-    """Let the test create an Accelerator with other settings than tests before and after it."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+def fresh_accelerator() -> Iterator[Any]:
+    """The class, for a test that creates one with other settings than tests before and after it."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield accelerate.Accelerator
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Labelled(nn.Module):
@@ -230,10 +229,9 @@ def test_a_closure_is_part_of_the_step() -> None:
     assert kinds(audit.report) == ["weighted"]
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_accelerate_divides_by_the_accumulation_steps() -> None:
+def test_accelerate_divides_by_the_accumulation_steps(fresh_accelerator: Any) -> None:
     """The example of accelerate for gradient accumulation, with labels of different lengths."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = fresh_accelerator(cpu=True, gradient_accumulation_steps=2)
     model = Labelled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared: Any = accelerator.prepare(model, optimizer)
@@ -417,9 +415,8 @@ def test_a_replaced_forward_that_calls_the_original_model(wrapped: bool) -> None
     assert wrapped or "does not depend on the parameters" in report.undecided[0]
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
-def test_accelerate_in_bf16_is_audited() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+def test_accelerate_in_bf16_is_audited(fresh_accelerator: Any) -> None:
+    accelerator = fresh_accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(Labelled())
     assert audited(model, token_mean).exit_code == 0
     assert kinds(audited(model, mean_of_means)) == ["microbatch_means"]
