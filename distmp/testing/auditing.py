@@ -13,11 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
@@ -25,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, listed, rank_names, ranks_by_value
-from distmp.testing import classify
 from distmp.testing.check import WANTED, in_no_optimizer
+from distmp.testing.classify import GradientMismatch, SplitResult, diagnose, mismatch, over_ranks
 from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
-from distmp.testing.reference import Reference, measured, recorded_forwards
+from distmp.testing.reference import ForwardRecord, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, map_tensors
@@ -53,7 +51,7 @@ class AuditReport:
     steps: int
     mismatches: tuple[tuple[str, str], ...]
     undecided: tuple[str, ...]
-    collectives: Mapping[str, int]
+    collectives: dict[str, int]
 
     @property
     def exit_code(self) -> int:
@@ -75,11 +73,18 @@ class AuditReport:
 
 @dataclass
 class _Step:
-    """What was seen of one step on this rank, up to the optimizer's."""
+    """What was seen of one step on this rank, up to the optimizer's.
 
-    state: dict[str, Tensor] = field(default_factory=dict)
-    inputs: list[Any] = field(default_factory=list)
-    generators: list[Any] = field(default_factory=list)
+    Attributes:
+        record: What forwards used.
+        former: Gradients that were there before the first forward.
+        gradients: Those that the optimizer got.
+        max_norm: What gradients were clipped to.
+        is_clipped_apart: Whether parts of them were.
+    """
+
+    record: ForwardRecord = field(default_factory=ForwardRecord)
+    former: Mapping[str, Tensor | None] = field(default_factory=dict)
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     max_norm: float | None = None
     is_clipped_apart: bool = False
@@ -101,25 +106,24 @@ class Audit:
         self._current = _Step()
         self._skips = 0
         self._rates_of_skip: list[float] | None = None
-        self._scheduled: list[classify.GradientMismatch] = []
-        self._unseen = unseen(model, optimizer)
+        self._found: list[GradientMismatch] = []
+        self._undecided: list[str] = []
         self._collectives: Counter[str] = Counter()
-        # Parameters without a gradient in any step, neither here nor when computed again.
-        self._without_gradient: set[str] = set()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Install what records steps, and remove it at the end."""
-        if self._unseen is not None:
+        if problem := unseen(self._model, self._optimizer):
+            self._undecided.append(problem)
             yield
             return
         # What all names of `clip_grad_norm_` call.
         clip, scaled_step = clip_grad._clip_grads_with_norm_, torch.amp.GradScaler.step
 
         def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
-            step, model = self._current, named_parameters(self._model).values()
+            step = self._current
             part = sum(p.grad is not None for p in parameters)
-            apart = part < sum(p.grad is not None for p in model)
+            apart = part < sum(each is not None for each in self._gradients().values())
             step.is_clipped_apart |= apart or step.max_norm is not None
             step.max_norm = float(max_norm)
             clip(parameters, max_norm, *args, **kwargs)
@@ -139,9 +143,12 @@ class Audit:
                 stack.enter_context(patch.object(self._optimizer, "step", watched))
             stack.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipped))
             stack.enter_context(patch.object(torch.amp.GradScaler, "step", step_or_skip))
-            self._record = stack.enter_context(recorded_forwards(self._model, self._forward))
+            recording = recorded_forwards(self._model, self._first_forward)
+            self._record = stack.enter_context(recording)
             stack.enter_context(_Collectives(self._collectives))
             yield
+        self._compare_rates()
+        self._found += in_no_optimizer(self._model, self._optimizer)
 
     def _zero_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Watch the step of a ZeRO optimizer, which calls the one in it once per group."""
@@ -151,22 +158,18 @@ class Audit:
                 gradients = full_gradients(self._model)
             scale = getattr(self._optimizer, "loss_scale", None)
             result = step(*args, **kwargs)
-            if self._optimizer.overflow:
-                self._skip()
-            else:
-                self._update(gradients, scale)
+            self._skip() if self._optimizer.overflow else self._update(gradients, scale)
             return result
 
         return watched
 
-    def _forward(self, args: Any, kwargs: Any) -> None:
-        step = self._current
-        if not step.inputs:
-            with _disable_current_modes():  # its collectives are not the script's
-                step.state = full_state(self._model)
-            step.generators = self._record.generators = []
-        batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
-        step.inputs.append(map_tensors(lambda t: t.detach().to("cpu", copy=True), batch))
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: p.grad for name, p in named_parameters(self._model).items()}
+
+    def _first_forward(self) -> None:
+        with _disable_current_modes():  # its collectives are not the script's
+            self._record.state = full_state(self._model)
+        self._current.former = _copied(self._gradients())
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -184,16 +187,15 @@ class Audit:
     def _skip(self) -> None:
         self._skips += 1
         self._rates_of_skip = self._compare_rates()
-        self._current = _Step()
+        self._next()
 
     def _compare_rates(self) -> list[float]:
         """Return learning rates; report those that a skipped step did not leave as they were."""
         now = [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
         before, self._rates_of_skip = self._rates_of_skip, None
-        if before not in (None, now) and not self._scheduled:
-            text = f"{classify.CLASSES['scheduler']}: {before} at it, then {now}"
-            mismatch = classify.GradientMismatch("scheduler", ("learning rate",), text)
-            self._scheduled.append(mismatch)
+        if before not in (None, now) and not self._found:
+            detail = f": {before} at it, then {now}"
+            self._found.append(mismatch("scheduler", ["learning rate"], detail))
         return now
 
     def _before_update(self) -> None:
@@ -204,50 +206,34 @@ class Audit:
         engine: Any = self._model
         if hasattr(engine, "clip_fp32_gradients"):  # DeepSpeed's without ZeRO
             self._current.max_norm = engine.gradient_clipping() or None
-        gradients = {name: p.grad for name, p in named_parameters(self._model).items()}
-        self._update(gradients, getattr(self._optimizer, "grad_scale", None))
+        self._update(self._gradients(), getattr(self._optimizer, "grad_scale", None))
 
     def _update(self, gradients: Mapping[str, Tensor | None], scale: Any) -> None:
         self._compare_rates()
-        self._current.gradients = {
-            name: None if each is None else each.detach() / (1.0 if scale is None else scale)
-            for name, each in gradients.items()
-        }
+        self._current.gradients = _copied(gradients, scale or 1.0)
+        self._current.record = replace(self._record)
         self._steps.append(self._current)
-        self._current = _Step()
+        self._next()
+
+    def _next(self) -> None:
+        self._current, self._record.forwards = _Step(), []
 
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
         counts = Ranks(None).gather((len(self._steps), self._skips))
-        found, undecided = [], []
-        if self._unseen is None:
-            self._compare_rates()
-            found = [*self._scheduled, *in_no_optimizer(self._model, self._optimizer)]
         if len(set(counts)) > 1:
-            text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
-            found.append(classify.GradientMismatch("skipped", ("optimizer",), text))
-        elif self._unseen is not None or not self._steps:
-            undecided.append(self._unseen or "the optimizer has not been called")
-        else:
+            detail = f": updates and skips by rank are {counts}"
+            self._found.append(mismatch("skipped", ["optimizer"], detail))
+        elif self._steps:
             try:
-                found += self._compared(loss_sum, wanted)
-                found += self._same_inputs()
-                found += self._different_weights()
-                found += self._reduced_in_16_bits(found)
-                if self._without_gradient:
-                    names = listed(sorted(self._without_gradient))
-                    undecided.append(f"{names}: no gradient: unused, or cut off from the loss")
+                self._compare(loss_sum, wanted)
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
-                undecided.append(f"gradients could not be computed again: {error}")
-        # Why mismatches of a kind may be right.
-        doubts = {"clipped": "by a function that was not seen"}
-        if getattr(loss_sum, "is_guess", False):
-            doubt = "unless the loss is another than the cross entropy over labels: pass loss_sum="
-            doubts |= {"unexplained": doubt, "miscounted": doubt}
-        if any(step.is_clipped_apart for step in self._steps):
-            doubts["unexplained"] = "parts of the gradient are clipped separately"
-        of_ranks = Ranks(None).gather((found, undecided, doubts))
-        combined = classify.over_ranks([each for each, *_ in of_ranks])
+                self._undecided.append(f"gradients could not be computed again: {error}")
+        elif not self._undecided:
+            self._undecided.append("the optimizer has not been called")
+        doubts = self._doubts(loss_sum)
+        of_ranks = Ranks(None).gather((self._found, self._undecided, doubts))
+        combined = over_ranks([each for each, *_ in of_ranks])
         undecided = [*dict.fromkeys(text for _, texts, _ in of_ranks for text in texts)]
         doubts = {kind: text for *_, each in of_ranks for kind, text in each.items()}
         undecided += [f"{each}; {doubts[each.kind]}" for each in combined if each.kind in doubts]
@@ -255,84 +241,65 @@ class Audit:
         steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
         self.report = AuditReport(len(counts), steps, named, tuple(undecided), collectives)
 
-    def _same_inputs(self) -> Iterator[classify.GradientMismatch]:
-        """Report ranks with the same inputs in every step, as without a distributed sampler."""
-        every = Ranks(None).gather(checksum([step.inputs for step in self._steps]))
-        by_inputs = ranks_by_value(dict(enumerate(every)))
+    def _doubts(self, loss_sum: LossSum) -> dict[str, str]:
+        """Return why mismatches of a class may be right."""
+        doubts = {}
+        if getattr(loss_sum, "is_guess", False):
+            doubt = "unless the loss is another than the cross entropy over labels: pass loss_sum="
+            doubts = {"unexplained": doubt, "miscounted": doubt}
+        if any(step.is_clipped_apart for step in self._steps):
+            doubts["unexplained"] = "parts of the gradient are clipped separately"
+        if all(step.max_norm is None for step in self._steps):
+            doubts["clipped"] = "by a function that was not seen"
+        return doubts
+
+    def _compare(self, loss_sum: LossSum, wanted: str) -> None:
+        self._found += diagnose([*self._replayed(loss_sum)], wanted)
+        trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
+        states = [step.record.state for step in self._steps]
+        sums = [{n: checksum(t) for n, t in state.items() if n in trained} for state in states]
+        inputs = checksum([each.batch for step in self._steps for each in step.record.forwards])
+        of_ranks = Ranks(None).gather((inputs, sums))
+        by_inputs = ranks_by_value({rank: of_rank for rank, (of_rank, _) in enumerate(of_ranks)})
         for ranks in by_inputs.values():
             if len(ranks) > 1:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
-                yield classify.GradientMismatch("same_data", ("inputs",), text)
-
-    def _different_weights(self) -> Iterator[classify.GradientMismatch]:
-        """Report parameters that were not those of rank 0 before a step."""
-        trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
-        sums = [{n: checksum(t) for n, t in s.state.items() if n in trained} for s in self._steps]
-        pairs = zip(Ranks(None).gather(sums)[0], sums, strict=True)
-        differ = {name: None for one, other in pairs for name in one if one[name] != other[name]}
-        if differ:
-            kind = "different_weights"
-            yield classify.GradientMismatch(kind, tuple(differ), classify.CLASSES[kind])
-
-    def _reduced_in_16_bits(self, found: Any) -> Iterator[classify.GradientMismatch]:
-        """Report reductions in 16 bits whose results were summed in FP32, which hides them."""
+                self._found.append(GradientMismatch("same_data", ("inputs",), text))
+        pairs = zip(of_ranks[0][1], sums, strict=True)
+        differ = dict.fromkeys(n for one, other in pairs for n in one if one[n] != other[n])
+        self._found += [mismatch("different_weights", differ)] if differ else []
         calls = [*filter(_IN_16_BITS.match, self._collectives)]
-        if calls and not any("in_16_bits" in each.kind for each in found):
-            kind = "reduced_in_16_bits"
-            text = f"{classify.CLASSES[kind]}: {calls[0]}"
-            yield classify.GradientMismatch(kind, ("gradients",), text)
+        # Sums in FP32 hide reductions in 16 bits.
+        if calls and not any("in_16_bits" in each.kind for each in self._found):
+            self._found.append(mismatch("reduced_in_16_bits", ["gradients"], f": {calls[0]}"))
 
-    def _compared(self, loss_sum: LossSum, wanted: str) -> list[classify.GradientMismatch]:
-        found = [*self._replayed(loss_sum, wanted)]
-        mismatches = classify.diagnose([split for split, _ in found], wanted)
-        without_former = [split for _, split in found if split is not None]
-        unclipped = sum(step.max_norm is None for step in self._steps[1:])
-        unclear = {"weighted", "unexplained", "miscounted"}
-        if (
-            len(without_former) == unclipped > 0
-            and mismatches
-            and unclear.issuperset(each.kind for each in mismatches)
-            and not classify.diagnose(without_former, wanted)
-        ):
-            names = tuple(without_former[0].parameters)
-            text = "the gradient of the step before was not removed"
-            return [classify.GradientMismatch("accumulated_twice", names, text)]
-        return mismatches
-
-    def _replayed(
-        self, loss_sum: LossSum, wanted: str
-    ) -> Iterator[tuple[classify.SplitResult, classify.SplitResult | None]]:
-        """Yield what was measured of each step.
-
-        If it is wrong and was not clipped, what is left of it without the gradient of the step
-        before follows.
-        """
-        reference, ranks = Reference(self._model, loss_sum), Ranks(None)
-        former: Mapping[str, Tensor | None] = {}
-        reference.set_modes(self._model)
+    def _replayed(self, loss_sum: LossSum) -> Iterator[SplitResult]:
+        """Yield what was measured of each step."""
+        reference, nowhere = Reference(self._model, loss_sum), {*named_parameters(self._model)}
         for number, step in enumerate(self._steps):
-            reference.state = step.state
+            forwards = [forward for forward in step.record.forwards if forward.is_used]
+            record = replace(step.record, forwards=forwards)
             # In FP32, errors hardly differ from step to step.
-            exact = None if self._record.in_16_bits else int(not number)
-            record = replace(self._record, generators=step.generators)
-            own = reference.replay(step.inputs, record, exact=exact)
-            weights = np.array(own.weights).reshape(ranks.world_size, -1)
-            empty = partial(
-                classify.SplitResult, f"step {number}", ranks.rank, weights, step.max_norm
-            )
+            exact = None if record.in_16_bits else int(not number)
+            own = reference.replay([each.batch for each in forwards], record, exact=exact)
             gradients = full_gradients(self._model, step.gradients)
-            nowhere = {n for n, g in gradients.items() if g is None and not own.ideal[n].any()}
-            self._without_gradient = nowhere & (self._without_gradient if number else nowhere)
-            split, rest = measured(empty(), gradients, own, {}), None
-            if former and step.max_norm is None and classify.diagnose([split], wanted):
-                differences = {n: _difference(g, former.get(n)) for n, g in gradients.items()}
-                rest = measured(empty(), differences, own, {})
-            former = gradients
-            yield split, rest
+            nowhere &= {n for n, g in gradients.items() if g is None and not own.ideal[n].any()}
+            former = {
+                name: (0 * own.ideal[name] if each is None else each).view(1, -1)
+                for name, each in full_gradients(self._model, step.former).items()
+            }
+            kind, name = "accumulated_twice", f"step {number}"
+            yield own.compared(gradients, name, step.max_norm, kind, former)
+        if nowhere:
+            names = listed(sorted(nowhere))
+            self._undecided.append(f"{names}: no gradient: unused, or cut off from the loss")
+        if unused := [f for step in self._steps for f in step.record.forwards if not f.is_used]:
+            text = f"{len(unused)} forwards without backward: use torch.no_grad() to look at them"
+            self._undecided.append(text)
 
 
-def _difference(gradient: Tensor | None, former: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or former is None else gradient - former
+def _copied(gradients: Mapping[str, Tensor | None], scale: Any = 1.0) -> dict[str, Tensor | None]:
+    return {name: None if g is None else g.detach() / scale for name, g in gradients.items()}
 
 
 class _Collectives(TorchDispatchMode):

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.distributed.ranks import Ranks
-from distmp.errors import ConfigError
-from distmp.testing import classify
+from distmp.errors import require
+from distmp.testing.classify import (
+    GradientError,
+    GradientMismatch,
+    SplitResult,
+    diagnose,
+    inverse,
+    mismatch,
+    over_ranks,
+)
 from distmp.testing.gradients import (
     full_gradients,
+    full_state,
     held_parameters,
     named_parameters,
     remove_gradients,
 )
-from distmp.testing.reference import Gradients, Reference, measured, recorded_forwards
+from distmp.testing.reference import ForwardRecord, Gradients, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum, Split, collated, make_splits
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
@@ -34,7 +42,7 @@ def check_gradient(
     train_step: TrainStep,
     model: nn.Module,
     samples: Sequence[Any],
-    weights: str | Callable[[Any], float] = "tokens",
+    weights: str = "tokens",
     *,
     loss_sum: LossSum | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -56,8 +64,7 @@ def check_gradient(
         samples: At least three per rank, such as dicts of tensors with `labels` or pairs of inputs
             and labels; each without a batch dimension.
         weights: What the sum of losses is divided by: `tokens`, the weights that `loss_sum`
-            returns; `samples`, which averages the mean losses of samples; `sum`, nothing. A
-            function returns the weight of one sample, in place of that of `loss_sum`.
+            returns; `samples`, which averages the mean losses of samples; `sum`, nothing.
         loss_sum: Returns the sum of the losses of a microbatch, and its weight, as the loss
             functions of `distmp.Engine` do. By default, the cross entropy over labels other than
             -100, and their number.
@@ -86,40 +93,33 @@ def check_gradient(
         ...     print(error.mismatches[0].kind)
         microbatch_means
     """
-    if not callable(weights) and weights not in WANTED:
-        raise ConfigError("weights", weights, f"use one of {', '.join(WANTED)}, or a function")
-    wanted = "token_mean" if callable(weights) else WANTED[weights]
-    copies = Reference(model, loss_sum or DefaultLoss(), reference)
-    check = _Check(train_step, model, copies, collate, weights, max_norm)
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    splits = [*make_splits([*samples], ranks, tokens=weights == "tokens")]
+    require(weights in WANTED, "weights", weights, f"use one of {', '.join(WANTED)}")
+    plain = Reference(reference or model, loss_sum or DefaultLoss())
+    check = _Check(train_step, model, plain, collate, weights, max_norm)
+    splits = [*make_splits([*samples], Ranks(None).world_size, tokens=weights == "tokens")]
     absent = [] if optimizer is None else [*in_no_optimizer(model, optimizer)]
     for sample_means in (weights == "samples", True):
         results = [check.run(split, sample_means=sample_means) for split in splits]
-        found = classify.over_ranks(
-            Ranks(None).gather([*classify.diagnose(results, wanted), *absent])
-        )
+        found = over_ranks(Ranks(None).gather([*diagnose(results, WANTED[weights]), *absent]))
         # Gradients of single samples take time, and explain nothing that is already explained.
         if sample_means or not {"weighted", "unexplained"} & {each.kind for each in found}:
             break
     if found:
         lines = "\n".join(f"- {mismatch}" for mismatch in found)
-        problem = f"the gradient is wrong (see docs/testing.md):\n{lines}"
-        raise classify.GradientError(problem, found)
+        raise GradientError(f"the gradient is wrong (see docs/testing.md):\n{lines}", found)
 
 
 def in_no_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[classify.GradientMismatch]:
+) -> Iterator[GradientMismatch]:
     """Yield the trained parameters that no optimizer of this process has, if there are any."""
     held = held_parameters(model, optimizer)
     for other in gc.get_objects():
         if issubclass(type(other), torch.optim.Optimizer):
             held |= {p for group in other.param_groups for p in group["params"]}
     trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-    if absent := tuple(name for name, p in trained.items() if p not in held):
-        kind = "in_no_optimizer"
-        yield classify.GradientMismatch(kind, absent, classify.CLASSES[kind])
+    if absent := [name for name, p in trained.items() if p not in held]:
+        yield mismatch("in_no_optimizer", absent)
 
 
 @dataclass(frozen=True)
@@ -130,52 +130,49 @@ class _Check:
     model: nn.Module
     reference: Reference
     collate: Callable[[list[Any]], Any] | None
-    weights: str | Callable[[Any], float]
+    weights: str
     max_norm: float | None
 
-    def run(self, split: Split, *, sample_means: bool) -> classify.SplitResult:
+    def run(self, split: Split, *, sample_means: bool) -> SplitResult:
         """Return what was measured; every rank has to call it."""
-        batches = [[collated(part, self.collate) for part in rank] for rank in split.samples]
-        rank = dist.get_rank() if len(batches) > 1 else 0
-        self.reference.load(self.model)
+        batches = [collated(part, self.collate) for part in split.samples[Ranks(None).rank]]
+        state = full_state(self.model)
         remove_gradients(self.model)
         with recorded_forwards(self.model) as record, torch.random.fork_rng():
-            returned = self.train_step(self.model, batches[rank])
+            returned = self.train_step(self.model, batches)
+        record.state = state
         names = named_parameters(self.model).keys()
         given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
         gradients = full_gradients(self.model, given)
-        self.reference.set_modes(self.model)
-        own = self.reference.replay(batches[rank], record)
-        means = self._sample_means(split, own) if sample_means else {}
-        weights = own.weights
-        if callable(self.weights):
-            weights = [float(sum(map(self.weights, part))) for part in split.flat]
-        of_ranks = np.array(weights, dtype=np.float64).reshape(len(batches), -1)
-        empty = classify.SplitResult(split.name, rank, of_ranks, self.max_norm)
-        return measured(empty, gradients, own, means)
+        own = self.reference.replay(batches, record)
+        means = self._sample_means(split, own, record) if sample_means else {}
+        return own.compared(gradients, split.name, self.max_norm, terms=means)
 
-    def _sample_means(self, split: Split, own: Gradients) -> dict[str, Tensor]:
+    def _sample_means(
+        self, split: Split, own: Gradients, record: ForwardRecord
+    ) -> dict[str, Tensor]:
         """Return the part of each microbatch in the mean over samples.
 
         There is none if all samples have the same weight, or if the loss of a microbatch is not
         the sum of those of its samples.
         """
-        batches = [collated([each], self.collate) for part in split.flat for each in part]
-        single = self.reference.own(batches, [None] * len(batches))
-        weights = np.array(single.weights)
-        if len(set(weights[weights > 0])) < 2:
+        samples = [collated([each], self.collate) for part in split.flat for each in part]
+        weights, stacked = self.reference.own(samples, replace(record, forwards=[]))
+        if len({*weights[weights > 0]}) < 2:
             return {}
         parts = np.repeat(np.arange(len(split.flat)), [len(part) for part in split.flat])
-        places = np.equal.outer(np.arange(len(split.flat)), parts).astype(float)
-        sums = single.summed(places)
-        pairs = [(sums[name], each) for name, each in own.stacked.items()]
-        difference = sum(float((one - other).square().sum()) for one, other in pairs)
-        if difference <= 1e-3 * sum(float(other.square().sum()) for _, other in pairs):
-            return single.summed(places * classify.inverse(weights) / (weights > 0).sum())
-        if self.weights == "samples":
-            problem = (
-                "the loss of a microbatch is not the sum of those of its samples, because of "
-                "dropout or batch statistics; call model.eval()"
-            )
-            raise ConfigError("weights", self.weights, problem)
+        places = np.equal.outer(np.arange(len(split.flat)), parts).astype(np.float32)
+        sums = {name: torch.from_numpy(places) @ each for name, each in stacked.items()}
+        apart = [sums[name] - each.flatten(0, 1) for name, each in own.stacked.items()]
+        squares = [
+            sum(float(t.square().sum()) for t in each) for each in (apart, own.stacked.values())
+        ]
+        if squares[0] <= 1e-3 * squares[1]:
+            means = torch.from_numpy(places * inverse(weights) / (weights > 0).sum())
+            return {name: means @ each.double() for name, each in stacked.items()}
+        problem = (
+            "the loss of a microbatch is not the sum of those of its samples, because of dropout "
+            "or batch statistics; call model.eval()"
+        )
+        require(self.weights != "samples", "weights", self.weights, problem)
         return {}

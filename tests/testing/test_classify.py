@@ -29,8 +29,8 @@ Counts = Callable[[Array], Array]
 def project(
     gradient: Array, terms: Array, noise: float = 0.0, *, rounded: bool = False
 ) -> Projection:
-    square = float(gradient @ gradient)
-    return Projection(square, terms @ gradient, terms @ terms.T, noise, rounded)
+    every = np.stack([*terms, gradient])
+    return Projection(every @ every.T, noise, rounded)
 
 
 def split(
