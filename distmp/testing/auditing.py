@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +26,7 @@ from distmp.errors import ConfigError, listed, rank_names, ranks_by_value
 from distmp.testing.check import WANTED, in_no_optimizer
 from distmp.testing.classify import GradientMismatch, SplitResult, diagnose, mismatch, over_ranks
 from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
-from distmp.testing.reference import ForwardRecord, Reference, recorded_forwards
+from distmp.testing.reference import ForwardRecord, Gradients, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, map_tensors
@@ -72,18 +72,16 @@ class AuditReport:
 
 
 @dataclass
-class _Step:
+class _Step(ForwardRecord):
     """What was seen of one step on this rank, up to the optimizer's.
 
     Attributes:
-        record: What forwards used.
         former: Gradients that were there before the first forward.
         gradients: Those that the optimizer got.
         max_norm: What gradients were clipped to.
         is_clipped_apart: Whether parts of them were.
     """
 
-    record: ForwardRecord = field(default_factory=ForwardRecord)
     former: Mapping[str, Tensor | None] = field(default_factory=dict)
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
     max_norm: float | None = None
@@ -104,7 +102,7 @@ class Audit:
         self._optimizer = optimizer
         self._steps: list[_Step] = []
         self._current = _Step()
-        self._skips = 0
+        self._skips = self._unused = 0
         self._rates_of_skip: list[float] | None = None
         self._found: list[GradientMismatch] = []
         self._undecided: list[str] = []
@@ -143,8 +141,7 @@ class Audit:
                 stack.enter_context(patch.object(self._optimizer, "step", watched))
             stack.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipped))
             stack.enter_context(patch.object(torch.amp.GradScaler, "step", step_or_skip))
-            recording = recorded_forwards(self._model, self._first_forward)
-            self._record = stack.enter_context(recording)
+            stack.enter_context(recorded_forwards(self._model, self._recorded_step))
             stack.enter_context(_Collectives(self._collectives))
             yield
         self._compare_rates()
@@ -166,10 +163,12 @@ class Audit:
     def _gradients(self) -> dict[str, Tensor | None]:
         return {name: p.grad for name, p in named_parameters(self._model).items()}
 
-    def _first_forward(self) -> None:
-        with _disable_current_modes():  # its collectives are not the script's
-            self._record.state = full_state(self._model)
-        self._current.former = _copied(self._gradients())
+    def _recorded_step(self) -> _Step:
+        if not self._current.state:
+            with _disable_current_modes():  # its collectives are not the script's
+                self._current.state = full_state(self._model)
+            self._current.former = _copied(self._gradients())
+        return self._current
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -187,7 +186,7 @@ class Audit:
     def _skip(self) -> None:
         self._skips += 1
         self._rates_of_skip = self._compare_rates()
-        self._next()
+        self._current = _Step()
 
     def _compare_rates(self) -> list[float]:
         """Return learning rates; report those that a skipped step did not leave as they were."""
@@ -211,12 +210,11 @@ class Audit:
     def _update(self, gradients: Mapping[str, Tensor | None], scale: Any) -> None:
         self._compare_rates()
         self._current.gradients = _copied(gradients, scale or 1.0)
-        self._current.record = replace(self._record)
+        used = [forward for forward in self._current.forwards if forward.is_used]
+        self._unused += len(self._current.forwards) - len(used)
+        self._current.forwards = used
         self._steps.append(self._current)
-        self._next()
-
-    def _next(self) -> None:
-        self._current, self._record.forwards = _Step(), []
+        self._current = _Step()
 
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
@@ -231,6 +229,9 @@ class Audit:
                 self._undecided.append(f"gradients could not be computed again: {error}")
         elif not self._undecided:
             self._undecided.append("the optimizer has not been called")
+        if self._unused:
+            text = f"{self._unused} forwards without backward: use torch.no_grad() to look at them"
+            self._undecided.append(text)
         doubts = self._doubts(loss_sum)
         of_ranks = Ranks(None).gather((self._found, self._undecided, doubts))
         combined = over_ranks([each for each, *_ in of_ranks])
@@ -254,48 +255,43 @@ class Audit:
         return doubts
 
     def _compare(self, loss_sum: LossSum, wanted: str) -> None:
-        self._found += diagnose([*self._replayed(loss_sum)], wanted)
+        reference = Reference(self._model, loss_sum)
+        # Float64 takes long, and only shows which differences are rounding errors.
+        for replay in (reference.replay, reference.with_noise):
+            splits = [*self._replayed(replay)]
+            found = diagnose(splits, wanted)
+            if not any(Ranks(None).gather(bool(found))):
+                break
+        self._found += found
+        if unused := set.intersection(*(split.unused for split in splits)):
+            names = listed(sorted(unused))
+            self._undecided.append(f"{names}: no gradient: unused, or cut off from the loss")
         trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
-        states = [step.record.state for step in self._steps]
-        sums = [{n: checksum(t) for n, t in state.items() if n in trained} for state in states]
-        inputs = checksum([each.batch for step in self._steps for each in step.record.forwards])
+        inputs = checksum([each.batch for step in self._steps for each in step.forwards])
+        states = [step.state.items() for step in self._steps]
+        sums = [{name: checksum(t) for name, t in state if name in trained} for state in states]
         of_ranks = Ranks(None).gather((inputs, sums))
-        by_inputs = ranks_by_value({rank: of_rank for rank, (of_rank, _) in enumerate(of_ranks)})
-        for ranks in by_inputs.values():
+        for ranks in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
             if len(ranks) > 1:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
                 self._found.append(GradientMismatch("same_data", ("inputs",), text))
         pairs = zip(of_ranks[0][1], sums, strict=True)
-        differ = dict.fromkeys(n for one, other in pairs for n in one if one[n] != other[n])
-        self._found += [mismatch("different_weights", differ)] if differ else []
+        if differ := dict.fromkeys(n for one, other in pairs for n in one if one[n] != other[n]):
+            self._found.append(mismatch("different_weights", differ))
         calls = [*filter(_IN_16_BITS.match, self._collectives)]
         # Sums in FP32 hide reductions in 16 bits.
         if calls and not any("in_16_bits" in each.kind for each in self._found):
             self._found.append(mismatch("reduced_in_16_bits", ["gradients"], f": {calls[0]}"))
 
-    def _replayed(self, loss_sum: LossSum) -> Iterator[SplitResult]:
+    def _replayed(self, replay: Callable[[ForwardRecord], Gradients]) -> Iterator[SplitResult]:
         """Yield what was measured of each step."""
-        reference, nowhere = Reference(self._model, loss_sum), {*named_parameters(self._model)}
         for number, step in enumerate(self._steps):
-            forwards = [forward for forward in step.record.forwards if forward.is_used]
-            record = replace(step.record, forwards=forwards)
-            # In FP32, errors hardly differ from step to step.
-            exact = None if record.in_16_bits else int(not number)
-            own = reference.replay([each.batch for each in forwards], record, exact=exact)
+            own = replay(step)
             gradients = full_gradients(self._model, step.gradients)
-            nowhere &= {n for n, g in gradients.items() if g is None and not own.ideal[n].any()}
-            former = {
-                name: (0 * own.ideal[name] if each is None else each).view(1, -1)
-                for name, each in full_gradients(self._model, step.former).items()
-            }
-            kind, name = "accumulated_twice", f"step {number}"
-            yield own.compared(gradients, name, step.max_norm, kind, former)
-        if nowhere:
-            names = listed(sorted(nowhere))
-            self._undecided.append(f"{names}: no gradient: unused, or cut off from the loss")
-        if unused := [f for step in self._steps for f in step.record.forwards if not f.is_used]:
-            text = f"{len(unused)} forwards without backward: use torch.no_grad() to look at them"
-            self._undecided.append(text)
+            former = full_gradients(self._model, step.former)
+            terms = {name: each.view(1, -1) for name, each in former.items() if each is not None}
+            kind, name = "accumulated_twice" * bool(terms), f"step {number}"
+            yield own.compared(gradients, name, step.max_norm, kind, terms)
 
 
 def _copied(gradients: Mapping[str, Tensor | None], scale: Any = 1.0) -> dict[str, Tensor | None]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distmp.distributed.ranks import Ranks
 from distmp.errors import require
@@ -18,7 +17,6 @@ from distmp.testing.classify import (
     GradientMismatch,
     SplitResult,
     diagnose,
-    inverse,
     mismatch,
     over_ranks,
 )
@@ -29,7 +27,7 @@ from distmp.testing.gradients import (
     named_parameters,
     remove_gradients,
 )
-from distmp.testing.reference import ForwardRecord, Gradients, Reference, recorded_forwards
+from distmp.testing.reference import Forward, ForwardRecord, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum, Split, collated, make_splits
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
@@ -94,18 +92,25 @@ def check_gradient(
         microbatch_means
     """
     require(weights in WANTED, "weights", weights, f"use one of {', '.join(WANTED)}")
-    plain = Reference(reference or model, loss_sum or DefaultLoss())
-    check = _Check(train_step, model, plain, collate, weights, max_norm)
+    problem = "of your own loss_sum: let it return sums of means over samples, and their number"
+    require(weights != "samples" or loss_sum is None, "weights", weights, problem)
+    losses = [loss_sum] if loss_sum else [DefaultLoss(), DefaultLoss(of_samples=True)]
+    losses = losses[::-1] if weights == "samples" else losses
+    references = [Reference(reference or model, each) for each in losses]
+    check = _Check(train_step, model, references, collate, max_norm)
     splits = [*make_splits([*samples], Ranks(None).world_size, tokens=weights == "tokens")]
     absent = [] if optimizer is None else [*in_no_optimizer(model, optimizer)]
-    for sample_means in (weights == "samples", True):
-        results = [check.run(split, sample_means=sample_means) for split in splits]
+    extra = "token_mean" if weights == "samples" else "sample_mean"
+    for compared in ("", extra)[: len(losses)]:
+        results = [check.run(split, compared) for split in splits]
         found = over_ranks(Ranks(None).gather([*diagnose(results, WANTED[weights]), *absent]))
-        # Gradients of single samples take time, and explain nothing that is already explained.
-        if sample_means or not {"weighted", "unexplained"} & {each.kind for each in found}:
+        # The other mean takes time, and explains nothing that is already explained.
+        if not {"weighted", "unexplained"} & {each.kind for each in found}:
             break
+    problem = "there is nothing to compare: pass others, with labels"
+    require(any(split.weights.any() for split in results), "weights of samples", 0, problem)
     if found:
-        lines = "\n".join(f"- {mismatch}" for mismatch in found)
+        lines = "\n".join(f"- {each}" for each in found)
         raise GradientError(f"the gradient is wrong (see docs/testing.md):\n{lines}", found)
 
 
@@ -114,10 +119,10 @@ def in_no_optimizer(
 ) -> Iterator[GradientMismatch]:
     """Yield the trained parameters that no optimizer of this process has, if there are any."""
     held = held_parameters(model, optimizer)
-    for other in gc.get_objects():
+    trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    for other in [] if held.issuperset(trained.values()) else gc.get_objects():
         if issubclass(type(other), torch.optim.Optimizer):
             held |= {p for group in other.param_groups for p in group["params"]}
-    trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     if absent := [name for name, p in trained.items() if p not in held]:
         yield mismatch("in_no_optimizer", absent)
 
@@ -128,51 +133,31 @@ class _Check:
 
     train_step: TrainStep
     model: nn.Module
-    reference: Reference
+    references: Sequence[Reference]
     collate: Callable[[list[Any]], Any] | None
-    weights: str
     max_norm: float | None
 
-    def run(self, split: Split, *, sample_means: bool) -> SplitResult:
-        """Return what was measured; every rank has to call it."""
-        batches = [collated(part, self.collate) for part in split.samples[Ranks(None).rank]]
-        state = full_state(self.model)
+    def run(self, split: Split, extra: str) -> SplitResult:
+        """Return what was measured; every rank has to call it.
+
+        Args:
+            split: The division.
+            extra: The class that the second reference computes; "" without.
+        """
+        first = Ranks(None).rank * split.count
+        samples = split.samples[first : first + split.count]
+        batches = [collated(each, self.collate) for each in samples]
+        record = ForwardRecord(state=full_state(self.model))
         remove_gradients(self.model)
-        with recorded_forwards(self.model) as record, torch.random.fork_rng():
+        with recorded_forwards(self.model, lambda: record), torch.random.fork_rng():
             returned = self.train_step(self.model, batches)
-        record.state = state
         names = named_parameters(self.model).keys()
         given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
         gradients = full_gradients(self.model, given)
-        own = self.reference.replay(batches, record)
-        means = self._sample_means(split, own, record) if sample_means else {}
-        return own.compared(gradients, split.name, self.max_norm, terms=means)
-
-    def _sample_means(
-        self, split: Split, own: Gradients, record: ForwardRecord
-    ) -> dict[str, Tensor]:
-        """Return the part of each microbatch in the mean over samples.
-
-        There is none if all samples have the same weight, or if the loss of a microbatch is not
-        the sum of those of its samples.
-        """
-        samples = [collated([each], self.collate) for part in split.flat for each in part]
-        weights, stacked = self.reference.own(samples, replace(record, forwards=[]))
-        if len({*weights[weights > 0]}) < 2:
-            return {}
-        parts = np.repeat(np.arange(len(split.flat)), [len(part) for part in split.flat])
-        places = np.equal.outer(np.arange(len(split.flat)), parts).astype(np.float32)
-        sums = {name: torch.from_numpy(places) @ each for name, each in stacked.items()}
-        apart = [sums[name] - each.flatten(0, 1) for name, each in own.stacked.items()]
-        squares = [
-            sum(float(t.square().sum()) for t in each) for each in (apart, own.stacked.values())
-        ]
-        if squares[0] <= 1e-3 * squares[1]:
-            means = torch.from_numpy(places * inverse(weights) / (weights > 0).sum())
-            return {name: means @ each.double() for name, each in stacked.items()}
-        problem = (
-            "the loss of a microbatch is not the sum of those of its samples, because of dropout "
-            "or batch statistics; call model.eval()"
-        )
-        require(self.weights != "samples", "weights", self.weights, problem)
-        return {}
+        # With another number of forwards, it is unknown which belongs to which microbatch.
+        known = len(record.forwards) == len(batches)
+        states = [each.generators for each in record.forwards] if known else [()] * len(batches)
+        record.forwards = [*map(Forward, batches, states)]
+        own = self.references[0].with_noise(record)
+        terms = self.references[1].replay(record).mean() if extra else {}
+        return own.compared(gradients, split.name, self.max_norm, extra, terms)

@@ -85,24 +85,26 @@ class SplitResult:
         rank: This rank.
         weights: Weight of each microbatch, of shape (ranks, microbatches).
         max_norm: What the gradient is clipped to on purpose.
-        extra: What the terms after those of microbatches are: their parts of the `sample_mean`, or
-            a gradient that was `accumulated_twice`, because it had not been removed.
+        extra: What a term after those of microbatches is: the `sample_mean` or `token_mean`, if
+            another one is wanted, or a gradient that may have been `accumulated_twice`.
         parameters: By name, of parameters with a finite gradient.
         missing: Names of parameters without a gradient that they should have.
         not_finite: Names of parameters whose gradient is NaN or infinite.
         shard_factors: Factors below 1 between parts of the measured and the wanted gradient, at
             most one per rank; none if there is one factor, or more.
+        unused: Names of parameters without a gradient, as they should be.
     """
 
     name: str
     rank: int
     weights: Array
     max_norm: float | None = None
-    extra: str = "sample_mean"
+    extra: str = ""
     parameters: dict[str, Projection] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     not_finite: set[str] = field(default_factory=set)
     shard_factors: tuple[float, ...] = ()
+    unused: set[str] = field(default_factory=set)
 
     @property
     def shape(self) -> str:
@@ -226,12 +228,9 @@ class _Predictions:
             (kind, np.append(np.broadcast_to(each, w.shape), rest))
             for kind, each in _coefficients(split)
         ]
-        if extra.any() and split.extra == "sample_mean":
-            found.append((split.extra, extra))
-        # Without terms of samples, all samples have the same weight.
-        right = {"sample_mean": found[0][1], **dict(reversed(found))}[wanted]
-        if split.extra == "accumulated_twice":
-            found.append((split.extra, right + extra))
+        right = found[wanted == "sum"][1]
+        if split.extra:
+            found.append((split.extra, extra + right * (split.extra == "accumulated_twice")))
         self.kinds = ["right", *(kind for kind, _ in found)]
         self.factors = _factors(*w.shape, most)
         rows = np.stack([right, *(row for _, row in found)])[:, None]

@@ -104,7 +104,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 def full_gradients(
     model: nn.Module, gradients: Mapping[str, Tensor | None] | None = None
 ) -> dict[str, Tensor | None]:
-    """Return the full gradients of trained parameters in float64; every rank has to call it.
+    """Return the full gradients of trained parameters; every rank has to call it.
 
     Args:
         model: The model.
@@ -131,8 +131,8 @@ def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor |
     if is_dtensor(parameter):
         # Ranks without a gradient take part in the all-gather.
         full = _full(torch.zeros_like(parameter) if gradient is None else gradient)
-        return None if gradient is None else full.double()
-    return None if gradient is None else gradient.detach().to_dense().double()
+        return None if gradient is None else full
+    return None if gradient is None else gradient.detach().to_dense()
 
 
 def _full(tensor: Tensor) -> Tensor:

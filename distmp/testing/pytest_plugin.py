@@ -28,6 +28,7 @@ import pytest
 # Seconds after which a test has failed, unless its marker says otherwise; before, ranks may take as
 # long to start.
 _TIMEOUT = 60.0
+_SKIPPED = "skipped on this rank: "
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,21 +44,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _options(item: pytest.Item) -> tuple[int, float] | None:
     """Return the number of ranks and the time limit of a marked test."""
     marker = item.get_closest_marker("ranks")
-    if marker is None:
-        return None
     try:
-        n, timeout = _bound(*marker.args, **marker.kwargs)
+        return marker and _bound(*marker.args, **marker.kwargs)
     except TypeError:
-        n = timeout = None
-    if type(n) is not int or n < 1 or type(timeout) not in (int, float) or not timeout > 0:
-        named = [f"{name}={value!r}" for name, value in marker.kwargs.items()]
-        shown = ", ".join([*map(repr, marker.args), *named])
         usage = "write ranks(n, timeout=60), with n = 1 or more ranks and seconds above 0"
-        pytest.fail(f"{item.name}: ranks({shown}): {usage}", pytrace=False)
-    return n, timeout
+        pytest.fail(f"{item.name}: {marker}: {usage}", pytrace=False)
 
 
-def _bound(n: Any, timeout: Any = _TIMEOUT) -> tuple[Any, Any]:
+def _bound(n: Any, timeout: Any = _TIMEOUT) -> tuple[int, float]:
+    if type(n) is not int or n < 1 or type(timeout) not in (int, float) or not timeout > 0:
+        raise TypeError
     return n, timeout
 
 
@@ -70,29 +66,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     function = pyfuncitem.module.__name__, pyfuncitem.function.__qualname__, arguments
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        problem = _run(function, *options, directory)
-    if problem:
-        pytest.fail(problem, pytrace=False)
+        _run(function, *options, directory)
     return True
 
 
-def _run(function: Any, n: int, timeout: float, directory: str) -> str | None:
-    """Run a function on all ranks; return what is wrong on the first one that failed."""
+def _run(function: Any, n: int, timeout: float, directory: str) -> None:
+    """Run a function on all ranks; fail with what is wrong on the first one that failed."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
     ranks = start_processes(_rank_main, (function, n, directory), n, False, True, "forkserver")
     outputs = [Path(directory, f"output-{rank}") for rank in range(n)]
-    rank, problem, deadline = 0, f"no end in {timeout:g} s", time.monotonic() + timeout + _TIMEOUT
+    deadline = time.monotonic() + _TIMEOUT
     try:
+        while not all(each.exists() for each in outputs) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            ended, skipped = ranks.join(timeout=0.1), Path(directory, "skipped")
-            if skipped.exists():
-                pytest.skip(skipped.read_text())
-            if ended:
-                return None
-            if deadline - time.monotonic() > timeout and all(each.exists() for each in outputs):
-                deadline = time.monotonic() + timeout
+            if ranks.join(timeout=0.1):
+                return
         rank = next(index for index, each in enumerate(ranks.processes) if each.is_alive())
+        problem = f"no end in {timeout:g} s"
         os.kill(ranks.processes[rank].pid, signal.SIGUSR1)
         ranks.processes[rank].join(0.3)  # until it has written where it is
     except ProcessException as error:
@@ -101,8 +94,10 @@ def _run(function: Any, n: int, timeout: float, directory: str) -> str | None:
         for process in ranks.processes:
             process.kill()
             process.join()
+    if _SKIPPED in problem:
+        pytest.skip(problem.rpartition(_SKIPPED)[2])
     output = outputs[rank].read_text(errors="replace") if outputs[rank].exists() else ""
-    return f"rank {rank} of {n}: {problem}\n\n{output}"
+    pytest.fail(f"rank {rank} of {n}: {problem}\n\n{output}", pytrace=False)
 
 
 def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> None:
@@ -126,9 +121,7 @@ def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> Non
     try:
         getattr(owner() if classes else owner, method)(**arguments)
     except pytest.skip.Exception as skip:
-        reason = Path(directory, f"skipped-{rank}")
-        reason.write_text(str(skip))
-        reason.rename(f"{directory}/skipped")  # the test's process ends the other ranks, too
+        raise RuntimeError(f"{_SKIPPED}{skip}") from None
     # Ending now would break the connections that the other ranks still use.
     store.add("done", 1)
     while store.add("done", 0) < world_size:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 # Elements that several microbatches must have before rounding shows anything, how many show it, and
 # how many are searched for those.
-_FEWEST, _MOST, _SEARCHED = 16, 4096, 2**16
+_FEWEST, _MOST, _SEARCHED = 16, 1024, 2**16
 # Significant bits of bfloat16 and float16.
 _BITS = (8, 11)
 
@@ -38,12 +37,12 @@ class Forward:
 
     Attributes:
         batch: The arguments: keywords, or a tuple, or the only one.
-        generators: State of the random generators before it.
+        generators: State of the random generators before it; may be empty.
         is_used: Whether its output got a gradient.
     """
 
-    batch: Any
-    generators: list[Tensor]
+    batch: Any = None
+    generators: Sequence[Tensor] = ()
     is_used: bool = False
 
 
@@ -65,45 +64,36 @@ class ForwardRecord:
     autocast: torch.dtype | None = None
     compute: torch.dtype | None = None
 
-    @property
-    def in_16_bits(self) -> bool:
-        """Whether forwards computed in 16 bits, with errors that differ from step to step."""
-        return bool({self.autocast, self.compute} & {torch.bfloat16, torch.float16})
-
 
 @contextlib.contextmanager
-def recorded_forwards(
-    model: nn.Module, first: Callable[[], object] = lambda: None
-) -> Iterator[ForwardRecord]:
+def recorded_forwards(model: nn.Module, current: Callable[[], ForwardRecord]) -> Iterator[None]:
     """Record the forwards of a model; its hooks are removed at the end.
 
     Args:
         model: The model.
-        first: Called before the first forward of a record, before FSDP gathers parameters.
+        current: Returns the record, before each forward, and before FSDP gathers parameters.
     """
-    record = ForwardRecord()
     model = unwrapped(model)
+    device = next(model.parameters()).device.type
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            if not record.forwards:
-                first()
+            record = current()
             batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
             copied = map_tensors(lambda t: t.detach().to("cpu", copy=True), batch)
             record.forwards.append(Forward(copied, _generators()))
             record.training = {plain_name(n): part.training for n, part in model.named_modules()}
+            if torch.is_autocast_enabled(device):
+                record.autocast = torch.get_autocast_dtype(device)
 
     def leaf(module: nn.Module, _: Any) -> None:
-        weight = next((p for p in module._parameters.values() if p is not None), None)
-        if weight is None or not weight.is_floating_point():
-            return
-        if torch.is_autocast_enabled(weight.device.type):
-            record.autocast = torch.get_autocast_dtype(weight.device.type)
-        record.compute = record.compute or weight.dtype
+        dtypes = [p.dtype for p in module._parameters.values() if p is not None]
+        if torch.is_grad_enabled() and dtypes and dtypes[0].is_floating_point:
+            current().compute = current().compute or dtypes[0]
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            forward, tensors = record.forwards[-1], list[Tensor]()
+            forward, tensors = current().forwards[-1], list[Tensor]()
             map_tensors(tensors.append, [output, getattr(output, "__dict__", None)])
             trained = [tensor for tensor in tensors if tensor.requires_grad]
             forward.is_used = not trained  # an output of another class is unknown
@@ -114,7 +104,7 @@ def recorded_forwards(
     handles += [m.register_forward_pre_hook(leaf) for m in model.modules() if m._parameters]
     handles += [model.register_forward_hook(after)]
     try:
-        yield record
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -138,8 +128,8 @@ class Gradients:
     Attributes:
         weights: Weight of each microbatch, of shape (ranks, microbatches).
         stacked: By parameter, FP32, of shape (ranks, microbatches, elements).
-        ideal: Sums of those that were computed in float64, too.
-        noise: Norms of the errors that the same sums may have, relative to those.
+        ideal: Their sums in float64; may be empty.
+        noise: Norms of the errors that the sums may have, relative to those; may be empty.
     """
 
     weights: Array
@@ -147,18 +137,23 @@ class Gradients:
     ideal: dict[str, Tensor] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
 
+    def mean(self) -> dict[str, Tensor]:
+        """Return the gradients of the mean, of shape (1, elements)."""
+        total = self.weights.sum() or 1.0
+        return {name: each.sum((0, 1))[None] / total for name, each in self.stacked.items()}
+
     def compared(
         self,
         gradients: Mapping[str, Tensor | None],
         name: str,
         max_norm: float | None,
-        extra: str = "sample_mean",
-        terms: Mapping[str, Tensor] = MappingProxyType({}),
+        extra: str,
+        terms: Mapping[str, Tensor],
     ) -> SplitResult:
         """Compare measured gradients with those of microbatches.
 
         Args:
-            gradients: The measured gradients of trained parameters, float64.
+            gradients: The measured gradients of trained parameters.
             name: As of `SplitResult`.
             max_norm: As of `SplitResult`.
             extra: As of `SplitResult`.
@@ -166,7 +161,7 @@ class Gradients:
         """
         split = SplitResult(name, Ranks(None).rank, self.weights, max_norm, extra)
         for parameter, gradient in gradients.items():
-            parts = self.stacked[parameter].flatten(0, 1).double()
+            parts = self.stacked[parameter].flatten(0, 1)
             if gradient is not None and not gradient.isfinite().all():
                 split.not_finite.add(parameter)
                 continue
@@ -176,11 +171,21 @@ class Gradients:
                 split.missing.update([] if flat.any() else [parameter])
                 shards = _shard_factors(flat, wanted, len(self.weights))
                 split.shard_factors = split.shard_factors or shards
-            rounded = _is_rounded(flat, parts, self.ideal[parameter], self.weights)
-            every = torch.cat([parts, *([terms[parameter]] if terms else []), flat[None]])
-            products = (every @ every.T).numpy()
-            split.parameters[parameter] = Projection(products, self.noise[parameter], rounded)
+            elif gradient is None:
+                split.unused.add(parameter)
+            ideal = self.ideal.get(parameter, wanted)
+            rounded = _is_rounded(flat, parts, ideal, self.weights)
+            added = [terms.get(parameter, 0 * parts[:1]).to(parts)] if terms else []
+            every = [parts, *added, flat[None]]
+            noise = self.noise.get(parameter, 0.0)
+            split.parameters[parameter] = Projection(_products(every), noise, rounded)
         return split
+
+
+def _products(vectors: Sequence[Tensor]) -> Array:
+    """Return the inner products of rows in float64, part by part, which stay in the cache."""
+    chunks = torch.cat([*vectors]).split(_SEARCHED, 1)
+    return torch.stack([c.double() @ c.double().T for c in chunks]).sum(0).numpy()
 
 
 class Reference:
@@ -196,60 +201,44 @@ class Reference:
         require(not is_fsdp1(model), "model", type(model).__name__, problem)
         self._model = unwrapped(model)
         self._loss_sum = loss_sum
-        self._ideal: dict[str, Tensor] = {}
-        self._noise: dict[str, float] = {}
 
-    def replay(
-        self, batches: Sequence[Any], record: ForwardRecord, *, exact: int | None = None
-    ) -> Gradients:
+    def replay(self, record: ForwardRecord) -> Gradients:
         """Return the gradients of the microbatches of all ranks; every rank has to call it.
 
         Args:
-            batches: Microbatches of this rank. Ranks with fewer than others get empty ones.
-            record: What their forwards used. Gradients are computed in the same dtypes.
-            exact: How many of each rank are computed in float64, too; None: all. With 0, the errors
-                of the last call count.
+            record: What the forwards of this rank used. Gradients are computed in the same dtypes.
         """
-        padded = [*batches, *[None] * (max(Ranks(None).gather(len(batches))) - len(batches))]
-        # With another number of forwards, it is unknown which belongs to which microbatch.
-        known = len(record.forwards) == len(batches)
-        record = record if known else replace(record, forwards=[])
-        weights, stacked = self._gathered(padded, record)
-        if exact != 0:
-            in_float64 = replace(record, compute=torch.float64, autocast=None)
-            _, found = self._gathered(padded[:exact], in_float64)
-            self._ideal = {name: each.double().sum((0, 1)) for name, each in found.items()}
-            self._noise = {
-                name: _noise(stacked[name][:, :exact] - each, self._ideal[name])
-                for name, each in found.items()
-            }
-        return Gradients(weights, stacked, self._ideal, self._noise)
+        return Gradients(*self._gathered(record))
 
-    def _gathered(
-        self, batches: Sequence[Any], record: ForwardRecord
-    ) -> tuple[Array, dict[str, Tensor]]:
+    def with_noise(self, record: ForwardRecord) -> Gradients:
+        """Return the same, with what float64 shows of their rounding errors."""
+        own = self.replay(record)
+        _, found = self._gathered(replace(record, compute=torch.float64, autocast=None))
+        ideal = {name: each.double().sum((0, 1)) for name, each in found.items()}
+        noise = {name: _noise(own.stacked[name] - found[name], ideal[name]) for name in found}
+        return replace(own, ideal=ideal, noise=noise)
+
+    def _gathered(self, record: ForwardRecord) -> tuple[Array, dict[str, Tensor]]:
         ranks = Ranks(None)
-        mine = ranks.all_or_none(lambda: self.own(batches, record), catch=Exception)
+        # Ranks with fewer microbatches than others get empty ones.
+        missing = max(ranks.gather(len(record.forwards))) - len(record.forwards)
+        padded = replace(record, forwards=[*record.forwards, *[Forward()] * missing])
+        mine = ranks.all_or_none(lambda: self.own(padded), catch=Exception)
         weights, stacked = zip(*ranks.gather(mine), strict=True)
         return np.stack(weights), {n: torch.stack([each[n] for each in stacked]) for n in mine[1]}
 
-    def own(self, batches: Sequence[Any], record: ForwardRecord) -> tuple[Array, dict[str, Tensor]]:
-        """Return weights and FP32 gradients of the loss sums of microbatches, without the ranks."""
+    def own(self, record: ForwardRecord) -> tuple[Array, dict[str, Tensor]]:
+        """Return weights and FP32 gradients of the loss sums of microbatches of this rank."""
         tensors, cast = self._tensors(record)
         trained = {plain_name(n): t for n, t in tensors.items() if t.requires_grad}
         weights, stacked = [], {name: list[Tensor]() for name in trained}
         device = next(iter(tensors.values())).device.type
         autocast = torch.autocast(device, record.autocast, record.autocast is not None, False)
-        states = [*(forward.generators for forward in record.forwards), *[()] * len(batches)]
-        with (
-            torch.random.fork_rng(),
-            torch.enable_grad(),
-            autocast,
-            plain_model(self._model, tensors, record.training),
-        ):
-            for batch, generators in zip(batches, states, strict=False):
-                _restore(generators)
-                weights.append(self._backward(map_tensors(cast, batch)))
+        plain = plain_model(self._model, tensors, record.training)
+        with torch.random.fork_rng(), torch.enable_grad(), autocast, plain:
+            for forward in record.forwards:
+                _restore(forward.generators)
+                weights.append(self._backward(map_tensors(cast, forward.batch)))
                 for name, tensor in trained.items():
                     found = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                     stacked[name].append(found.to_dense().float().flatten().cpu() * weights[-1])
