@@ -6,6 +6,7 @@ otherwise 0.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -13,19 +14,14 @@ from pathlib import Path
 from distmp.testing.auditing import AuditReport
 from distmp.utils.annotations import check_types
 
-_USAGE = "usage: python -m distmp.testing FILE..., with the JSON of reports\n"
 _WORST_FIRST = (1, 3, 2, 0)
 
 
-def main(arguments: list[str]) -> int:
-    """Print reports; return the worst code, and 2 if there is no argument."""
-    if not arguments:
-        sys.stderr.write(_USAGE)
-        return 2
-    if {"-h", "--help"} & {*arguments}:
-        sys.stdout.write(f"{_USAGE}\n{__doc__}")
-        return 0
-    return min(map(_printed, arguments), key=_WORST_FIRST.index)
+def main(arguments: list[str] | None = None) -> int:
+    """Print reports; return the worst code."""
+    parser = argparse.ArgumentParser("python -m distmp.testing", description=__doc__)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON of a report")
+    return min(map(_printed, parser.parse_args(arguments).files), key=_WORST_FIRST.index)
 
 
 def _printed(file: str) -> int:
@@ -41,4 +37,4 @@ def _printed(file: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

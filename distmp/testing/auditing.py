@@ -289,9 +289,12 @@ class Audit:
             own = replay(step)
             gradients = full_gradients(self._model, step.gradients)
             former = full_gradients(self._model, step.former)
-            terms = {name: each.view(1, -1) for name, each in former.items() if each is not None}
-            kind, name = "accumulated_twice" * bool(terms), f"step {number}"
-            yield own.compared(gradients, name, step.max_norm, kind, terms)
+            left = any(each is not None for each in former.values())
+            extra = "accumulated_twice" * left
+            rank, name = Ranks(None).rank, f"step {number}"
+            split = SplitResult(name, rank, own.weights, step.max_norm, extra)
+            own.compare(split, gradients, former)
+            yield split
 
 
 def _copied(gradients: Mapping[str, Tensor | None], scale: Any = 1.0) -> dict[str, Tensor | None]:

@@ -19,6 +19,8 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 # Relative error of FP32 arithmetic, beyond what the float64 reference shows of it.
 _TOLERANCE = 2e-5
+# Error of a parameter relative to the whole gradient, where its own is nothing but rounding errors.
+_FLOOR = 1e-6
 # A gradient whose rounding error is above this share shows nothing but rounding.
 _NOISE = 0.1
 # Relative error of 16-bit sums of few terms.
@@ -68,12 +70,10 @@ class Projection(NamedTuple):
         products: Inner products between the gradients of microbatches, and the measured one as the
             last, of shape (terms + 1, terms + 1).
         noise: Error that the dtypes of the run cause, relative to the gradient wanted.
-        in_16_bits: Whether the gradient is a sum of several terms that was rounded to 16 bits.
     """
 
     products: Array
     noise: float = 0.0
-    in_16_bits: bool = False
 
 
 @dataclass
@@ -92,6 +92,8 @@ class SplitResult:
         not_finite: Names of parameters whose gradient is NaN or infinite.
         shard_factors: Factors below 1 between parts of the measured and the wanted gradient, at
             most one per rank; none if there is one factor, or more.
+        rounded: Names of parameters whose gradient is a sum of several terms that was rounded to 16
+            bits.
         unused: Names of parameters without a gradient, as they should be.
     """
 
@@ -104,13 +106,8 @@ class SplitResult:
     missing: set[str] = field(default_factory=set)
     not_finite: set[str] = field(default_factory=set)
     shard_factors: tuple[float, ...] = ()
+    rounded: set[str] = field(default_factory=set)
     unused: set[str] = field(default_factory=set)
-
-    @property
-    def shape(self) -> str:
-        """Number of ranks and microbatches, as text."""
-        ranks, count = self.weights.shape
-        return f"{ranks} rank{'s' * (ranks > 1)} x {count} microbatch{'es' * (count > 1)}"
 
 
 @dataclass(frozen=True)
@@ -241,6 +238,7 @@ class _Predictions:
             norms = _norm(self._products, self._predicted)[..., None]
             self._predicted = self._predicted * np.minimum(1, split.max_norm / (norms + 1e-6))
         self.wanted = self._predicted[0, 0]
+        self._norm = _norm(self._products, self.wanted)
 
     def summed(self, names: Iterable[str]) -> Array:
         """Return the products of several parameters together, those that were measured."""
@@ -255,16 +253,18 @@ class _Predictions:
             p.noise <= _NOISE or p.products[-1, -1] > 1e-4 * self._products[-1, -1]
         )
 
-    def noise(self, names: Iterable[str]) -> float:
-        """Return the largest noise of several parameters."""
+    def allowed(self, names: Iterable[str]) -> float:
+        """Return the relative error of several parameters that arithmetic explains."""
         parameters = self.split.parameters
-        return max((parameters[name].noise for name in names if name in parameters), default=0.0)
+        noise = [parameters[name].noise for name in names if name in parameters]
+        return min(_NOISE, _TOLERANCE + 2 * max(noise, default=0.0))
 
     def fits(self, name: str) -> set[tuple[int, int]]:
         """Return the predictions that a parameter's gradient agrees with: kind and factor."""
         p = self.split.parameters[name]
         errors = _norm(p.products, self._predicted - self.measured)
-        allowed = _allowed(p.noise, p.in_16_bits) * _norm(p.products, self._predicted)
+        share = self.allowed([name]) + _ROUNDED * (name in self.split.rounded)
+        allowed = share * _norm(p.products, self._predicted) + _FLOOR * self._norm
         return {(int(row), int(column)) for row, column in np.argwhere(errors <= allowed)}
 
     def size(self, names: Iterable[str]) -> float:
@@ -272,11 +272,6 @@ class _Predictions:
         products = self.summed(names)
         norm, error = _norm(products, np.stack([self.wanted, self.wanted - self.measured]))
         return float(error / norm) if norm else float(error > 0)
-
-
-def _allowed(noise: float, in_16_bits: bool = False) -> float:
-    """Return the relative error that arithmetic explains."""
-    return min(_NOISE, _TOLERANCE + 2 * noise + _ROUNDED * in_16_bits)
 
 
 # The diagnosis of one rank
@@ -291,10 +286,14 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     """
     most = max(split.weights.shape[1] for split in splits)
     predictions = [_Predictions(split, wanted, most) for split in splits]
-    names = dict.fromkeys(n for split in splits for n in split.parameters)
     broken = {name for split in splits for name in split.not_finite}
-    found = [*_absent("not_finite", splits, broken), *_rounded(predictions)]
-    found += _compared(predictions, [*names], wanted)
+    found = [*_absent("not_finite", splits, broken), *_compared(predictions, wanted)]
+    # What one microbatch per rank shows is the reduction.
+    reduced = {n for split in splits for n in split.rounded if split.weights.shape[1] == 1}
+    summed = {name for split in splits for name in split.rounded} - reduced
+    for kind, names in (("summed_in_16_bits", summed), ("reduced_in_16_bits", reduced)):
+        size = _size(predictions, names)
+        found += [mismatch(kind, sorted(names), size=size)] if names else []
     return sorted(found, key=lambda each: [*CLASSES].index(each.kind))
 
 
@@ -307,10 +306,9 @@ def _absent(
         yield mismatch(kind, sorted(names), f", with {where[0]}" * (len(where) < len(splits)))
 
 
-def _compared(
-    predictions: Sequence[_Predictions], names: Sequence[str], wanted: str
-) -> Iterator[GradientMismatch]:
+def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
+    names = dict.fromkeys(name for each in predictions for name in each.split.parameters)
     fits = {n: [each.fits(n) for each in predictions if each.shows(n)] for n in names}
     labels = {name: set.intersection(*each) for name, each in fits.items() if each}
     left = [name for name, found in labels.items() if (0, 0) not in found]
@@ -323,84 +321,57 @@ def _compared(
     missing = {name for each in predictions for name in each.split.missing}.intersection(left)
     yield from _absent("missing", [each.split for each in predictions], missing)
     if left := [name for name in left if name not in missing]:
-        kind, detail = _explained(predictions, left)
+        found = _common_factor(predictions, left) or _counted(predictions, left)
+        kind, detail = found or ("unexplained", "")
         yield mismatch(kind, left, detail, _size(predictions, left))
 
 
 def _predicted(
     predictions: Sequence[_Predictions], label: tuple[int, int], names: list[str], wanted: str
 ) -> GradientMismatch:
-    worst = max(predictions, key=lambda each: each.size(names))
+    worst, size = max(predictions, key=lambda each: each.size(names)), _size(predictions, names)
     kind, mean = worst.kinds[label[0]], CLASSES[wanted].removeprefix("agrees with ")
     values = np.array([[value for _, value in each.factors] for each in predictions])
     # Factors that are equal in every split.
     same = np.flatnonzero((values == values[:, [label[1]]]).all(0))
-    kinds = [*dict.fromkeys(worst.factors[column][0] for column in same)]
-    factor = f"{worst.factors[label[1]][1]:.3g}"
-    causes = ", or ".join(CLASSES[each] for each in kinds)
+    causes = [*dict.fromkeys(worst.factors[column][0] for column in same)]
+    factor, text = worst.factors[label[1]][1], ", or ".join(CLASSES[each] for each in causes)
     if kind == "right":
-        text = f"gradient is {factor} of {mean} at {worst.split.shape}: {causes}"
-        return GradientMismatch(kinds[0], tuple(names), text, _size(predictions, names))
-    times = "" if kinds[0] == "right" else f", times {factor} ({causes})"
+        text = f"gradient is {factor:.3g} of {mean}, with {worst.split.name}: {text}"
+        return GradientMismatch(causes[0], tuple(names), text, size)
+    times = "" if causes[0] == "right" else f", times {factor:.3g} ({text})"
     former = ": the gradient of the step before was not removed" * (kind == "accumulated_twice")
-    detail = f"{times}, not with {mean}, at {worst.split.shape}{former}"
-    return mismatch(kind, names, detail, _size(predictions, names))
+    return mismatch(kind, names, f"{times}, not with {mean}, with {worst.split.name}{former}", size)
 
 
 def _size(predictions: Sequence[_Predictions], names: Collection[str]) -> float:
     return max(each.size(names) for each in predictions)
 
 
-def _rounded(predictions: Sequence[_Predictions]) -> Iterator[GradientMismatch]:
-    """Report gradients that were rounded to 16 bits after several terms had been added."""
-    rounded = [
-        (each.split.weights.shape[1], name)
-        for each in predictions
-        for name, p in each.split.parameters.items()
-        if p.in_16_bits
-    ]
-    # What one microbatch per rank shows is the reduction.
-    reduced = dict.fromkeys(name for count, name in rounded if count == 1)
-    summed = dict.fromkeys(name for _, name in rounded if name not in reduced)
-    for kind, names in (("summed_in_16_bits", summed), ("reduced_in_16_bits", reduced)):
-        if names:
-            yield mismatch(kind, names, size=_size(predictions, names))
-
-
 # What no prediction explains
-
-
-def _explained(predictions: Sequence[_Predictions], names: Sequence[str]) -> tuple[str, str]:
-    """Return the class of gradients that no prediction explains, and what was measured."""
-    shards = [each.split.shard_factors for each in predictions if each.split.shard_factors]
-    if common := _common_factor(predictions, names):
-        return common
-    if shards:
-        return "shard_clipped", f": factors {', '.join(f'{each:.3g}' for each in shards[0])}"
-    return _counted(predictions, names) or ("unexplained", "")
 
 
 def _common_factor(
     predictions: Sequence[_Predictions], names: Sequence[str]
 ) -> tuple[str, str] | None:
     """Explain gradients that are parallel to the wanted ones."""
-    factors, norms = [], []
+    found = []
     for each in predictions:
         shown = [name for name in names if each.shows(name)]
-        products, allowed = each.summed(shown), _allowed(each.noise(shown))
-        norm, found = _norm(products, np.stack([each.wanted, each.measured]))
-        inner = each.wanted @ products[-1]
-        if norm * found == 0 or 1 - (inner / (norm * found)) ** 2 > allowed**2:
+        products = each.summed(shown)
+        wanted, measured = _norm(products, np.stack([each.wanted, each.measured]))
+        cosine = each.wanted @ products[-1] / (wanted * measured or 1.0)
+        if 1 - cosine**2 > each.allowed(shown) ** 2:
             return None
-        factors.append(inner / norm**2)
-        norms.append(found)
+        found.append((cosine * measured / wanted, measured))
+    factors, norms = np.transpose(found)
     if power := _power_of_2(factors):
         return "loss_scale", f": 2 ** {power}"
-    reduced = [norm for norm, factor in zip(norms, factors, strict=True) if factor < 1 - 1e-3]
-    if reduced and max(factors) <= 1 + 1e-3 and max(reduced) <= 1.001 * min(reduced):
-        if power := _power_of_2([(predictions[0].split.max_norm or 0.0) / reduced[0]]):
+    norms = norms[factors < 1 - 1e-3]
+    if len(norms) and factors.max() <= 1 + 1e-3 and norms.max() <= 1.001 * norms.min():
+        if power := _power_of_2([(predictions[0].split.max_norm or 0.0) / norms[0]]):
             return "loss_scale", f": clipped before it was unscaled: to max_norm / 2 ** {power}"
-        return "clipped", f", to the norm {reduced[0]:.4g}"
+        return "clipped", f", to the norm {norms[0]:.4g}"
     return "miscounted", f": {', '.join(f'{each:.4g}' for each in factors)} of the one wanted"
 
 
@@ -412,25 +383,25 @@ def _power_of_2(values: Sequence[float]) -> int:
 
 
 def _counted(predictions: Sequence[_Predictions], names: Sequence[str]) -> tuple[str, str] | None:
-    """Explain gradients by the weights with which microbatches count, from a least-squares fit."""
+    """Explain gradients by the factors of shards, ranks or microbatches."""
+    if shards := [each.split.shard_factors for each in predictions if each.split.shard_factors]:
+        return "shard_clipped", f": factors {', '.join(f'{each:.3g}' for each in shards[0])}"
     texts, norms = [], []
     for each in predictions:
         products, w = each.summed(names), each.split.weights
         gram, inner = products[: w.size, : w.size], products[-1, : w.size]
         counts = np.linalg.lstsq(gram, inner, rcond=1e-9)[0]
-        residual = max(0.0, 1 - counts @ inner / products[-1, -1]) ** 0.5
-        if residual > 1e-3 + 2 * each.noise(names):
+        if 1 - counts @ inner / products[-1, -1] > (1e-3 + each.allowed(names)) ** 2:
             return None
         norms.append(_norm(gram, np.repeat(np.eye(len(w)), w.shape[1], 1) * counts))
-        places = [(n, *divmod(n, w.shape[1])) for n in np.flatnonzero(w)]
-        shares = [(m, r, counts[n] * w.sum()) for n, r, m in places]
-        if any(abs(share - 1) > 1e-2 for *_, share in shares):
-            counted = [f"microbatch {m} of rank {r} counts {share:.3g}" for m, r, share in shares]
+        shares = (counts.reshape(w.shape) * w.sum())[w > 0]
+        if np.abs(shares - 1).max() > 1e-2:
+            places = zip(np.argwhere(w), shares, strict=True)
+            counted = [f"microbatch {m} of rank {r} counts {s:.3g}" for (r, m), s in places]
             texts.append(f", with {each.split.name}: {'; '.join(counted)} instead of 1")
-    top = np.max(norms)
-    clipped = np.array(norms) > 0.999 * top
+    clipped = np.array(norms) > 0.999 * np.max(norms)
     if clipped.any(1).all() and clipped.sum() > 1:
-        return "clipped", f": the part of each rank alone, to the norm {top:.4g}"
+        return "clipped", f": the part of each rank alone, to the norm {np.max(norms):.4g}"
     return ("weighted", texts[0]) if texts else None
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -25,8 +24,7 @@ from typing import Any
 
 import pytest
 
-# Seconds after which a test has failed, unless its marker says otherwise; before, ranks may take as
-# long to start.
+# Seconds after which a rank ends, and writes where it is, unless the marker says otherwise.
 _TIMEOUT = 60.0
 _SKIPPED = "skipped on this rank: "
 
@@ -71,36 +69,28 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _run(function: Any, n: int, timeout: float, directory: str) -> None:
-    """Run a function on all ranks; fail with what is wrong on the first one that failed."""
+    """Run a function on all ranks; fail with the output of the first one that failed."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
-    ranks = start_processes(_rank_main, (function, n, directory), n, False, True, "forkserver")
-    outputs = [Path(directory, f"output-{rank}") for rank in range(n)]
-    deadline = time.monotonic() + _TIMEOUT
+    arguments = function, n, timeout, directory
+    ranks = start_processes(_rank_main, arguments, n, False, True, "forkserver")
     try:
-        while not all(each.exists() for each in outputs) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if ranks.join(timeout=0.1):
-                return
-        rank = next(index for index, each in enumerate(ranks.processes) if each.is_alive())
-        problem = f"no end in {timeout:g} s"
-        os.kill(ranks.processes[rank].pid, signal.SIGUSR1)
-        ranks.processes[rank].join(0.3)  # until it has written where it is
+        while not ranks.join():
+            pass
+        return
     except ProcessException as error:
         rank, problem = error.error_index, str(error).strip()
     finally:
         for process in ranks.processes:
             process.kill()
-            process.join()
     if _SKIPPED in problem:
         pytest.skip(problem.rpartition(_SKIPPED)[2])
-    output = outputs[rank].read_text(errors="replace") if outputs[rank].exists() else ""
-    pytest.fail(f"rank {rank} of {n}: {problem}\n\n{output}", pytrace=False)
+    output = Path(directory, f"output-{rank}")
+    text = output.read_text(errors="replace") if output.exists() else ""
+    pytest.fail(f"rank {rank} of {n}: {problem}\n\n{text}", pytrace=False)
 
 
-def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> None:
+def _rank_main(rank: int, function: Any, world_size: int, timeout: float, directory: str) -> None:
     """Call the test's function on one rank, and wait for the other ranks."""
     import torch
     import torch.distributed as dist
@@ -109,7 +99,6 @@ def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> Non
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.register(signal.SIGUSR1)  # shows where a rank hangs
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/rendezvous", world_size)  # type: ignore[attr-defined]
@@ -118,10 +107,12 @@ def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> Non
     module, name, arguments = function
     *classes, method = name.split(".")
     owner: Any = reduce(getattr, classes, importlib.import_module(module))
+    faulthandler.dump_traceback_later(timeout, exit=True)
     try:
         getattr(owner() if classes else owner, method)(**arguments)
     except pytest.skip.Exception as skip:
         raise RuntimeError(f"{_SKIPPED}{skip}") from None
+    faulthandler.cancel_dump_traceback_later()
     # Ending now would break the connections that the other ranks still use.
     store.add("done", 1)
     while store.add("done", 0) < world_size:

@@ -138,53 +138,44 @@ class Gradients:
     noise: dict[str, float] = field(default_factory=dict)
 
     def mean(self) -> dict[str, Tensor]:
-        """Return the gradients of the mean, of shape (1, elements)."""
+        """Return the gradients of the mean."""
         total = self.weights.sum() or 1.0
-        return {name: each.sum((0, 1))[None] / total for name, each in self.stacked.items()}
+        return {name: each.sum((0, 1)) / total for name, each in self.stacked.items()}
 
-    def compared(
+    def compare(
         self,
+        split: SplitResult,
         gradients: Mapping[str, Tensor | None],
-        name: str,
-        max_norm: float | None,
-        extra: str,
-        terms: Mapping[str, Tensor],
-    ) -> SplitResult:
+        extra: Mapping[str, Tensor | None],
+    ) -> None:
         """Compare measured gradients with those of microbatches.
 
         Args:
+            split: Gets what was measured.
             gradients: The measured gradients of trained parameters.
-            name: As of `SplitResult`.
-            max_norm: As of `SplitResult`.
-            extra: As of `SplitResult`.
-            terms: By parameter, what `extra` says, of shape (terms, elements); may be empty.
+            extra: Those that `split.extra` says.
         """
-        split = SplitResult(name, Ranks(None).rank, self.weights, max_norm, extra)
-        for parameter, gradient in gradients.items():
-            parts = self.stacked[parameter].flatten(0, 1)
+        for name, wanted in self.mean().items():
+            gradient = gradients[name]
             if gradient is not None and not gradient.isfinite().all():
-                split.not_finite.add(parameter)
+                split.not_finite.add(name)
                 continue
-            wanted = parts.sum(0) / (self.weights.sum() or 1.0)
-            flat = torch.zeros_like(wanted) if gradient is None else gradient.flatten().to(wanted)
-            if wanted.any():
-                split.missing.update([] if flat.any() else [parameter])
-                shards = _shard_factors(flat, wanted, len(self.weights))
-                split.shard_factors = split.shard_factors or shards
-            elif gradient is None:
-                split.unused.add(parameter)
-            ideal = self.ideal.get(parameter, wanted)
-            rounded = _is_rounded(flat, parts, ideal, self.weights)
-            added = [terms.get(parameter, 0 * parts[:1]).to(parts)] if terms else []
-            every = [parts, *added, flat[None]]
-            noise = self.noise.get(parameter, 0.0)
-            split.parameters[parameter] = Projection(_products(every), noise, rounded)
-        return split
+            zeros, parts = torch.zeros_like(wanted), self.stacked[name].flatten(0, 1)
+            flat = zeros if gradient is None else gradient.flatten().to(zeros)
+            split.missing.update([name] if wanted.any() and not flat.any() else [])
+            split.unused.update([name] if gradient is None and not wanted.any() else [])
+            shards = _shard_factors(flat, wanted, len(self.weights))
+            split.shard_factors = split.shard_factors or shards
+            if _is_rounded(flat, parts, self.ideal.get(name, wanted), self.weights):
+                split.rounded.add(name)
+            added = zeros if extra.get(name) is None else extra[name].flatten().to(zeros)
+            every = [*parts, *([added] if split.extra else []), flat]
+            split.parameters[name] = Projection(_products(every), self.noise.get(name, 0.0))
 
 
 def _products(vectors: Sequence[Tensor]) -> Array:
     """Return the inner products of rows in float64, part by part, which stay in the cache."""
-    chunks = torch.cat([*vectors]).split(_SEARCHED, 1)
+    chunks = torch.stack([*vectors]).split(_SEARCHED, 1)
     return torch.stack([c.double() @ c.double().T for c in chunks]).sum(0).numpy()
 
 

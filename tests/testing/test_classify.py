@@ -26,11 +26,9 @@ RANK = 1
 Counts = Callable[[Array], Array]
 
 
-def project(
-    gradient: Array, terms: Array, noise: float = 0.0, *, rounded: bool = False
-) -> Projection:
+def project(gradient: Array, terms: Array, noise: float = 0.0) -> Projection:
     every = np.stack([*terms, gradient])
-    return Projection(every @ every.T, noise, rounded)
+    return Projection(every @ every.T, noise)
 
 
 def split(
@@ -162,7 +160,8 @@ def test_single_parameters_are_named() -> None:
         each.parameters["doubled"] = project(2 * right, terms)
         each.parameters["zero"] = project(0 * right, terms)
         each.missing.add("zero")
-        each.parameters["rounded"] = project(right * (1 + 1e-3), terms, rounded=True)
+        each.parameters["rounded"] = project(right * (1 + 1e-3), terms)
+        each.rounded.add("rounded")
         # Terms that cancel: nothing but rounding errors is left.
         each.parameters["noise"] = project(1e-9 * right, terms - terms.mean(0), noise=0.5)
         each.not_finite.add("broken")
