@@ -22,11 +22,11 @@ from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from distmp.distributed.ranks import Ranks
-from distmp.errors import ConfigError, listed, rank_names, ranks_by_value
+from distmp.errors import rank_names, ranks_by_value, require
 from distmp.testing.check import WANTED, in_no_optimizer
 from distmp.testing.classify import GradientMismatch, SplitResult, diagnose, mismatch, over_ranks
 from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
-from distmp.testing.reference import ForwardRecord, Gradients, Reference, recorded_forwards
+from distmp.testing.reference import ForwardRecord, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, map_tensors
@@ -105,14 +105,13 @@ class Audit:
         self._skips = self._unused = 0
         self._rates_of_skip: list[float] | None = None
         self._found: list[GradientMismatch] = []
-        self._undecided: list[str] = []
         self._collectives: Counter[str] = Counter()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Install what records steps, and remove it at the end."""
         if problem := unseen(self._model, self._optimizer):
-            self._undecided.append(problem)
+            self._not_decided("model", problem)
             yield
             return
         # What all names of `clip_grad_norm_` call.
@@ -226,75 +225,71 @@ class Audit:
             try:
                 self._compare(loss_sum, wanted)
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
-                self._undecided.append(f"gradients could not be computed again: {error}")
-        elif not self._undecided:
-            self._undecided.append("the optimizer has not been called")
+                self._not_decided("gradients", f"could not be computed again: {error}")
+        elif not self._found:
+            self._not_decided("optimizer", "has not been called")
         if self._unused:
-            text = f"{self._unused} forwards without backward: use torch.no_grad() to look at them"
-            self._undecided.append(text)
+            text = f"{self._unused} forwards without backward; look at them under torch.no_grad()"
+            self._not_decided("model", text)
         doubts = self._doubts(loss_sum)
-        of_ranks = Ranks(None).gather((self._found, self._undecided, doubts))
-        combined = over_ranks([each for each, *_ in of_ranks])
-        undecided = [*dict.fromkeys(text for _, texts, _ in of_ranks for text in texts)]
-        doubts = {kind: text for *_, each in of_ranks for kind, text in each.items()}
-        undecided += [f"{each}; {doubts[each.kind]}" for each in combined if each.kind in doubts]
-        named = tuple((each.kind, str(each)) for each in combined if each.kind not in doubts)
+        of_ranks = Ranks(None).gather((self._found, self._doubts(loss_sum)))
+        doubts = {kind: text for _, each in of_ranks for kind, text in each.items()}
+        found = over_ranks([each for each, _ in of_ranks])
+        named = tuple((each.kind, str(each)) for each in found if each.kind not in doubts)
+        undecided = tuple(f"{each}{doubts[each.kind]}" for each in found if each.kind in doubts)
         steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
-        self.report = AuditReport(len(counts), steps, named, tuple(undecided), collectives)
+        self.report = AuditReport(len(counts), steps, named, undecided, collectives)
+
+    def _not_decided(self, name: str, text: str) -> None:
+        self._found.append(GradientMismatch("", (name,), text))
 
     def _doubts(self, loss_sum: LossSum) -> dict[str, str]:
         """Return why mismatches of a class may be right."""
-        doubts = {}
+        doubts = {"": ""}
         if getattr(loss_sum, "is_guess", False):
-            doubt = "unless the loss is another than the cross entropy over labels: pass loss_sum="
-            doubts = {"unexplained": doubt, "miscounted": doubt}
+            doubt = "; unless the loss is not the cross entropy over labels: pass loss_sum="
+            doubts |= {"unexplained": doubt, "miscounted": doubt}
         if any(step.is_clipped_apart for step in self._steps):
-            doubts["unexplained"] = "parts of the gradient are clipped separately"
+            doubts["unexplained"] = "; parts of the gradient are clipped separately"
         if all(step.max_norm is None for step in self._steps):
-            doubts["clipped"] = "by a function that was not seen"
+            doubts["clipped"] = "; by a function that was not seen"
         return doubts
 
     def _compare(self, loss_sum: LossSum, wanted: str) -> None:
         reference = Reference(self._model, loss_sum)
         # Float64 takes long, and only shows which differences are rounding errors.
-        for replay in (reference.replay, reference.with_noise):
-            splits = [*self._replayed(replay)]
+        for exact in (False, True):
+            splits = [*self._replayed(reference, exact=exact)]
             found = diagnose(splits, wanted)
             if not any(Ranks(None).gather(bool(found))):
                 break
         self._found += found
-        if unused := set.intersection(*(split.unused for split in splits)):
-            names = listed(sorted(unused))
-            self._undecided.append(f"{names}: no gradient: unused, or cut off from the loss")
-        trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
+        for name in sorted(set.intersection(*(split.unused for split in splits))):
+            self._not_decided(name, "no gradient: unused, or cut off from the loss")
         inputs = checksum([each.batch for step in self._steps for each in step.forwards])
-        states = [step.state.items() for step in self._steps]
-        sums = [{name: checksum(t) for name, t in state if name in trained} for state in states]
+        trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
+        sums = {n: checksum([step.state[n] for step in self._steps]) for n in sorted(trained)}
         of_ranks = Ranks(None).gather((inputs, sums))
         for ranks in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
             if len(ranks) > 1:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
                 self._found.append(GradientMismatch("same_data", ("inputs",), text))
-        pairs = zip(of_ranks[0][1], sums, strict=True)
-        if differ := dict.fromkeys(n for one, other in pairs for n in one if one[n] != other[n]):
+        if differ := [name for name in sums if sums[name] != of_ranks[0][1][name]]:
             self._found.append(mismatch("different_weights", differ))
         calls = [*filter(_IN_16_BITS.match, self._collectives)]
         # Sums in FP32 hide reductions in 16 bits.
         if calls and not any("in_16_bits" in each.kind for each in self._found):
             self._found.append(mismatch("reduced_in_16_bits", ["gradients"], f": {calls[0]}"))
 
-    def _replayed(self, replay: Callable[[ForwardRecord], Gradients]) -> Iterator[SplitResult]:
+    def _replayed(self, reference: Reference, *, exact: bool) -> Iterator[SplitResult]:
         """Yield what was measured of each step."""
         for number, step in enumerate(self._steps):
-            own = replay(step)
-            gradients = full_gradients(self._model, step.gradients)
-            former = full_gradients(self._model, step.former)
-            left = any(each is not None for each in former.values())
-            extra = "accumulated_twice" * left
-            rank, name = Ranks(None).rank, f"step {number}"
-            split = SplitResult(name, rank, own.weights, step.max_norm, extra)
-            own.compare(split, gradients, former)
-            yield split
+            own = reference.replay(step, exact=exact)
+            gradients, former = (
+                full_gradients(self._model, each) for each in (step.gradients, step.former)
+            )
+            extra = "accumulated_twice" * any(each is not None for each in former.values())
+            yield own.compared(f"step {number}", step.max_norm, gradients, extra, former)
 
 
 def _copied(gradients: Mapping[str, Tensor | None], scale: Any = 1.0) -> dict[str, Tensor | None]:
@@ -358,11 +353,9 @@ def audit(
         >>> audit.report.mismatches[0][0]
         'microbatch_means'
     """
-    if weights not in ("tokens", "sum"):
-        raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
-    if not hasattr(optimizer, "param_groups"):
-        problem = "pass one optimizer of torch; audit each of several in a context of its own"
-        raise ConfigError("optimizer", type(optimizer).__name__, problem)
+    require(weights in ("tokens", "sum"), "weights", weights, "use 'tokens' or 'sum'")
+    problem = "pass one optimizer of torch; audit each of several in a context of its own"
+    require(hasattr(optimizer, "param_groups"), "optimizer", type(optimizer).__name__, problem)
     running = Audit(model, innermost(model, optimizer))
     with running.recorded():
         yield running

@@ -12,21 +12,7 @@ from torch import nn
 
 from distmp.distributed.ranks import Ranks
 from distmp.errors import require
-from distmp.testing.classify import (
-    GradientError,
-    GradientMismatch,
-    SplitResult,
-    diagnose,
-    mismatch,
-    over_ranks,
-)
-from distmp.testing.gradients import (
-    full_gradients,
-    full_state,
-    held_parameters,
-    named_parameters,
-    remove_gradients,
-)
+from distmp.testing import classify, gradients
 from distmp.testing.reference import Forward, ForwardRecord, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum, Split, collated, make_splits
 
@@ -103,28 +89,30 @@ def check_gradient(
     extra = "token_mean" if weights == "samples" else "sample_mean"
     for compared in ("", extra)[: len(losses)]:
         results = [check.run(split, compared) for split in splits]
-        found = over_ranks(Ranks(None).gather([*diagnose(results, WANTED[weights]), *absent]))
+        local = [*classify.diagnose(results, WANTED[weights]), *absent]
+        found = classify.over_ranks(Ranks(None).gather(local))
         # The other mean takes time, and explains nothing that is already explained.
         if not {"weighted", "unexplained"} & {each.kind for each in found}:
             break
     problem = "there is nothing to compare: pass others, with labels"
     require(any(split.weights.any() for split in results), "weights of samples", 0, problem)
     if found:
-        lines = "\n".join(f"- {each}" for each in found)
-        raise GradientError(f"the gradient is wrong (see docs/testing.md):\n{lines}", found)
+        lines = [f"- {each}" for each in found]
+        problem = "\n".join(["the gradient is wrong (see docs/testing.md):", *lines])
+        raise classify.GradientError(problem, found)
 
 
 def in_no_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[GradientMismatch]:
+) -> Iterator[classify.GradientMismatch]:
     """Yield the trained parameters that no optimizer of this process has, if there are any."""
-    held = held_parameters(model, optimizer)
-    trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    held = gradients.held_parameters(model, optimizer)
+    trained = {name: p for name, p in gradients.named_parameters(model).items() if p.requires_grad}
     for other in [] if held.issuperset(trained.values()) else gc.get_objects():
         if issubclass(type(other), torch.optim.Optimizer):
             held |= {p for group in other.param_groups for p in group["params"]}
     if absent := [name for name, p in trained.items() if p not in held]:
-        yield mismatch("in_no_optimizer", absent)
+        yield classify.mismatch("in_no_optimizer", absent)
 
 
 @dataclass(frozen=True)
@@ -137,7 +125,7 @@ class _Check:
     collate: Callable[[list[Any]], Any] | None
     max_norm: float | None
 
-    def run(self, split: Split, extra: str) -> SplitResult:
+    def run(self, split: Split, extra: str) -> classify.SplitResult:
         """Return what was measured; every rank has to call it.
 
         Args:
@@ -147,19 +135,17 @@ class _Check:
         first = Ranks(None).rank * split.count
         samples = split.samples[first : first + split.count]
         batches = [collated(each, self.collate) for each in samples]
-        record = ForwardRecord(state=full_state(self.model))
-        remove_gradients(self.model)
+        record = ForwardRecord(state=gradients.full_state(self.model))
+        gradients.remove_gradients(self.model)
         with recorded_forwards(self.model, lambda: record), torch.random.fork_rng():
             returned = self.train_step(self.model, batches)
-        names = named_parameters(self.model).keys()
+        names = gradients.named_parameters(self.model).keys()
         given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
-        gradients = full_gradients(self.model, given)
+        measured = gradients.full_gradients(self.model, given)
         # With another number of forwards, it is unknown which belongs to which microbatch.
         known = len(record.forwards) == len(batches)
         states = [each.generators for each in record.forwards] if known else [()] * len(batches)
         record.forwards = [*map(Forward, batches, states)]
-        own = self.references[0].with_noise(record)
+        own = self.references[0].replay(record, exact=True)
         other = self.references[1].replay(record).mean() if extra else {}
-        found = SplitResult(split.name, Ranks(None).rank, own.weights, self.max_norm, extra)
-        own.compare(found, gradients, other)
-        return found
+        return own.compared(split.name, self.max_norm, measured, extra, other)

@@ -128,11 +128,9 @@ def _held(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    if is_dtensor(parameter):
-        # Ranks without a gradient take part in the all-gather.
-        full = _full(torch.zeros_like(parameter) if gradient is None else gradient)
-        return None if gradient is None else full
-    return None if gradient is None else gradient.detach().to_dense()
+    if gradient is None and is_dtensor(parameter):
+        _full(torch.zeros_like(parameter))  # takes part in the all-gather of other ranks
+    return None if gradient is None else _full(gradient).to_dense()
 
 
 def _full(tensor: Tensor) -> Tensor:

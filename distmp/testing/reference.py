@@ -9,6 +9,7 @@ gradients in float64 show how much of a difference that arithmetic explains.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,8 @@ from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 _FEWEST, _MOST, _SEARCHED = 16, 1024, 2**16
 # Significant bits of bfloat16 and float16.
 _BITS = (8, 11)
+# Gradients by name of parameter.
+ByName = Mapping[str, Tensor | None]
 
 
 @dataclass
@@ -142,21 +145,21 @@ class Gradients:
         total = self.weights.sum() or 1.0
         return {name: each.sum((0, 1)) / total for name, each in self.stacked.items()}
 
-    def compare(
-        self,
-        split: SplitResult,
-        gradients: Mapping[str, Tensor | None],
-        extra: Mapping[str, Tensor | None],
-    ) -> None:
+    def compared(
+        self, name: str, max_norm: float | None, measured: ByName, extra: str, term: ByName
+    ) -> SplitResult:
         """Compare measured gradients with those of microbatches.
 
         Args:
-            split: Gets what was measured.
-            gradients: The measured gradients of trained parameters.
-            extra: Those that `split.extra` says.
+            name: As of `SplitResult`.
+            max_norm: As of `SplitResult`.
+            measured: The measured gradients of trained parameters.
+            extra: As of `SplitResult`.
+            term: The gradients that `extra` says.
         """
+        split = SplitResult(name, Ranks(None).rank, self.weights, max_norm, extra)
         for name, wanted in self.mean().items():
-            gradient = gradients[name]
+            gradient, other = (each.get(name) for each in (measured, term))
             if gradient is not None and not gradient.isfinite().all():
                 split.not_finite.add(name)
                 continue
@@ -168,9 +171,10 @@ class Gradients:
             split.shard_factors = split.shard_factors or shards
             if _is_rounded(flat, parts, self.ideal.get(name, wanted), self.weights):
                 split.rounded.add(name)
-            added = zeros if extra.get(name) is None else extra[name].flatten().to(zeros)
-            every = [*parts, *([added] if split.extra else []), flat]
+            added = zeros if other is None else other.flatten().to(zeros)
+            every = [*parts, *([added] if extra else []), flat]
             split.parameters[name] = Projection(_products(every), self.noise.get(name, 0.0))
+        return split
 
 
 def _products(vectors: Sequence[Tensor]) -> Array:
@@ -193,21 +197,20 @@ class Reference:
         self._model = unwrapped(model)
         self._loss_sum = loss_sum
 
-    def replay(self, record: ForwardRecord) -> Gradients:
+    def replay(self, record: ForwardRecord, *, exact: bool = False) -> Gradients:
         """Return the gradients of the microbatches of all ranks; every rank has to call it.
 
         Args:
             record: What the forwards of this rank used. Gradients are computed in the same dtypes.
+            exact: Whether they are computed in float64, too, which shows their rounding errors.
         """
-        return Gradients(*self._gathered(record))
-
-    def with_noise(self, record: ForwardRecord) -> Gradients:
-        """Return the same, with what float64 shows of their rounding errors."""
-        own = self.replay(record)
+        weights, stacked = self._gathered(record)
+        if not exact:
+            return Gradients(weights, stacked)
         _, found = self._gathered(replace(record, compute=torch.float64, autocast=None))
         ideal = {name: each.double().sum((0, 1)) for name, each in found.items()}
-        noise = {name: _noise(own.stacked[name] - found[name], ideal[name]) for name in found}
-        return replace(own, ideal=ideal, noise=noise)
+        noise = {name: _noise(stacked[name] - found[name], ideal[name]) for name in found}
+        return Gradients(weights, stacked, ideal, noise)
 
     def _gathered(self, record: ForwardRecord) -> tuple[Array, dict[str, Tensor]]:
         ranks = Ranks(None)
@@ -229,10 +232,17 @@ class Reference:
         with torch.random.fork_rng(), torch.enable_grad(), autocast, plain:
             for forward in record.forwards:
                 _restore(forward.generators)
-                weights.append(self._backward(map_tensors(cast, forward.batch)))
+                weight = 0.0
+                if forward.batch is not None:  # a rank with fewer microbatches than another
+                    batch = map_tensors(cast, forward.batch)
+                    total, weight = loss_and_weight(self._loss_sum, self._model, batch)
+                if weight:
+                    # Of the mean, as most training code: 16-bit backward rounds it in the same way.
+                    (total / weight).backward()
+                weights.append(weight)
                 for name, tensor in trained.items():
                     found = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                    stacked[name].append(found.to_dense().float().flatten().cpu() * weights[-1])
+                    stacked[name].append(found.to_dense().float().flatten().cpu() * weight)
                     tensor.grad = None
         if any(weights) and not any(each.any() for found in stacked.values() for each in found):
             problem = "does not depend on the parameters of the model it is called with"
@@ -253,15 +263,6 @@ class Reference:
         cast = (lambda t: t) if other is None else floating_point_cast(other)
         copies = {n: cast(t).clone().requires_grad_(names[n]) for n, t in held.items()}
         return copies, lambda tensor: cast(tensor.to(device))
-
-    def _backward(self, batch: Any) -> float:
-        if batch is None:  # a rank with fewer microbatches than another
-            return 0.0
-        total, weight = loss_and_weight(self._loss_sum, self._model, batch)
-        if weight:
-            # Of the mean, as most training code: 16-bit backward rounds it in the same way.
-            (total / weight).backward()
-        return weight
 
 
 def _noise(errors: Tensor, total: Tensor) -> float:
@@ -288,16 +289,14 @@ def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, weights: Array) 
         return False
     ranks, count = weights.shape
     scales = {1.0, ranks, count, ranks * count, weights.sum(), weights.sum() / ranks}
-    # As they are added: of the means of microbatches.
+    # As they are added: of the means of microbatches. What is short already has a short sum.
     means = terms[:, several] / torch.tensor(weights.ravel()).clamp(min=1e-30)[:, None]
     single = max(_share(means.flatten(), bits) for bits in _BITS)
-    return any(
-        _share(gradient[several] * scale, bits) > 0.99
-        for bits in _BITS
-        for scale in scales
-        # What is short already has a short sum.
-        if bits == _BITS[0] or single < 0.5
-    ) and all(_share(ideal[several] * scale, _BITS[1]) < 0.5 for scale in scales)
+    possible = [bits for bits in _BITS if bits == _BITS[0] or single < 0.5]
+    pairs = itertools.product(scales, possible)
+    return any(_share(gradient[several] * scale, bits) > 0.99 for scale, bits in pairs) and all(
+        _share(ideal[several] * scale, _BITS[1]) < 0.5 for scale in scales
+    )
 
 
 def _share(values: Tensor, bits: int) -> float:
