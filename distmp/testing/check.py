@@ -132,8 +132,8 @@ class _Check:
             split: The division.
             extra: The class that the second reference computes; "" without.
         """
-        first = Ranks(None).rank * split.count
-        samples = split.samples[first : first + split.count]
+        first = Ranks(None).rank * split.each
+        samples = split.samples[first : first + split.each]
         batches = [collated(each, self.collate) for each in samples]
         record = ForwardRecord(state=gradients.full_state(self.model))
         gradients.remove_gradients(self.model)

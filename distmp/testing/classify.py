@@ -229,7 +229,7 @@ class _Predictions:
         if split.extra:
             found.append((split.extra, extra + right * (split.extra == "accumulated_twice")))
         self.kinds = ["right", *(kind for kind, _ in found)]
-        self.factors = _factors(*w.shape, most)
+        self.factors = _factors(len(w), w.shape[1], most)
         rows = np.stack([right, *(row for _, row in found)])[:, None]
         self._predicted = rows * np.array([[[value] for _, value in self.factors]])
         self._products = self.summed(split.parameters)

@@ -119,12 +119,12 @@ class Split(NamedTuple):
     Attributes:
         name: What is special about it.
         samples: Samples of each microbatch, those of rank 0 first.
-        count: Number of microbatches of each rank.
+        each: Number of microbatches of each rank.
     """
 
     name: str
     samples: Sequence[Sequence[Any]]
-    count: int
+    each: int
 
 
 def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator[Split]:
