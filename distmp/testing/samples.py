@@ -41,7 +41,8 @@ def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Te
     valid = is_scalar and (total.requires_grad or not weight)
     require(valid, "the loss that loss_sum returns", total, problem)
     problem = "is not 0; return the number of tokens or samples as its weight, not 0"
-    require(bool(weight or total == 0), "the loss that loss_sum returns", float(total), problem)
+    value = total.item()
+    require(weight > 0 or value == 0, "the loss that loss_sum returns", value, problem)
     return total, weight
 
 

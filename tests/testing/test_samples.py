@@ -89,6 +89,6 @@ def test_samples_are_divided_unevenly() -> None:
         for split in make_splits([*zip(INPUTS, LABELS, strict=True)], 1, tokens=True)
     }
     sizes = [[len(each) for each in split.samples] for split in splits.values()]
-    assert sizes == [[4], [2, 2], [1, 2, 1], [2, 2]]
+    assert sizes == [[4], [1, 3], [1, 2, 1], [1, 3]]
     masked = splits["a microbatch without labels"].samples
-    assert [[int(label) for _, label in part] for part in masked] == [[-100, -100], [2, -100]]
+    assert [[int(label) for _, label in part] for part in masked] == [[-100], [1, 2, -100]]
