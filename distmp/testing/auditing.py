@@ -288,8 +288,8 @@ class Audit:
             gradients, former = (
                 full_gradients(self._model, each) for each in (step.gradients, step.former)
             )
-            extra = "accumulated_twice" * any(each is not None for each in former.values())
-            yield own.compared(f"step {number}", step.max_norm, gradients, extra, former)
+            name, extra = f"step {number}", "accumulated_twice"
+            yield own.compared(name, step.max_norm, gradients, extra, former)
 
 
 def _copied(gradients: Mapping[str, Tensor | None], scale: Any = 1.0) -> dict[str, Tensor | None]:

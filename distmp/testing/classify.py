@@ -170,7 +170,6 @@ def _factors(ranks: int, microbatches: int, most: int) -> list[tuple[str, float]
         ("ranks_never", r * m),
         ("ranks_twice", 1 / r**2),
         ("ranks_never", r**2),
-        ("microbatches_twice", 1 / m**2),
     ]
 
 

@@ -54,15 +54,13 @@ def innermost(model: nn.Module, optimizer: Any) -> Any:
 def unseen(model: nn.Module, optimizer: Any) -> str | None:
     """Return why an audit cannot see the gradients of a model; None if it can."""
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
-        return "the model is compiled; audit it without torch.compile"
+        return "is compiled; audit it without torch.compile"
     if is_fsdp1(model):
         return "shards of FSDP1 cannot be read here; use check_gradient"
     held = held_parameters(model, optimizer)
-    for p in model.parameters():
-        if hasattr(p, "_in_backward_optimizers") or (
-            p not in held and p._post_accumulate_grad_hooks
-        ):
-            return "optimizers run inside of backward; audit the model with one optimizer"
+    hooked = [p for p in model.parameters() if p not in held and p._post_accumulate_grad_hooks]
+    if hooked or any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
+        return "optimizers run inside of backward; audit the model with one optimizer"
     return None
 
 

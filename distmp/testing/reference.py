@@ -313,6 +313,6 @@ def _shard_factors(gradient: Tensor, wanted: Tensor, ranks: int) -> tuple[float,
     gradient, wanted = gradient[::step], wanted[::step]
     shown = wanted.abs() > 0.05 * wanted.abs().max()
     ratios = (gradient[shown] / wanted[shown]).sort().values
-    apart = ratios.diff() > 5e-4 * ratios.abs().max()
+    apart = ratios.diff() > 5e-4 * ratios[1:].abs()
     factors = [*ratios[:1].tolist(), *ratios[1:][apart].tolist()]
     return tuple(factors) if 1 < len(factors) <= ranks and factors[-1] < 1 + 1e-3 else ()

@@ -36,9 +36,8 @@ def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Te
         raise ConfigError("what loss_sum returns", type(found).__name__, problem) from None
     problem = "return the number of tokens or samples"
     require(0 <= weight < np.inf, "the weight that loss_sum returns", found[1], problem)
-    is_scalar = isinstance(total, Tensor) and total.numel() == 1
     problem = "return a tensor with one element, computed from trained parameters of the model"
-    valid = is_scalar and (total.requires_grad or not weight)
+    valid = isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad >= (weight > 0)
     require(valid, "the loss that loss_sum returns", total, problem)
     problem = "is not 0; return the number of tokens or samples as its weight, not 0"
     value = total.item()
@@ -86,25 +85,28 @@ class DefaultLoss:
         pairs = [(logits, labels)]
         if logits.dim() == 3:
             pairs.append((logits[:, :-1], labels[:, 1:]))
-        forms = [_cross_entropy(*pair) for pair in pairs]
-        if self._shift is None and mean is not None and all(weight for _, weight in forms):
-            size = mean.abs().clamp(min=1e-30)
-            errors = [float((total / n - mean).abs() / size) for total, n in forms]
-            self._shift = errors.index(min(errors))
-            self.is_guess = not min(errors) <= 100 * torch.finfo(mean.dtype).eps
-            problem = f"is not the mean of the cross entropy over labels; {_PASS}"
-            require(min(errors) <= 0.02, "the loss that the model returns", mean.item(), problem)
+        if self._shift is None and mean is not None and pairs[-1][1].ne(IGNORED).any():
+            self._find_shift(mean.detach(), [_cross_entropy(*pair) for pair in pairs])
         return _cross_entropy(*pairs[self._shift or 0], self._of_samples)
+
+    def _find_shift(self, mean: Tensor, forms: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Find which of several losses the model has returned the mean of."""
+        size = mean.abs().clamp(min=1e-30)
+        errors = [float((total.detach() / n - mean).abs() / size) for total, n in forms]
+        self._shift = errors.index(min(errors))
+        self.is_guess = not min(errors) <= 100 * torch.finfo(mean.dtype).eps
+        problem = f"is not the mean of the cross entropy over labels; {_PASS}"
+        require(min(errors) <= 0.02, "the loss that the model returns", mean.item(), problem)
 
 
 def _cross_entropy(
     logits: Tensor, labels: Tensor, of_samples: bool = False
 ) -> tuple[Tensor, Tensor]:
-    if logits.dim() == labels.dim() + 1:
-        logits = logits.movedim(-1, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    every = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-    losses, tokens = (t.reshape(len(t), -1).sum(1) for t in (every, labels != IGNORED))
+    flat = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    losses, tokens = (t.reshape(len(labels), -1).sum(1) for t in (flat, labels != IGNORED))
     if of_samples:
         return (losses / tokens.clamp(min=1)).sum(), (tokens > 0).sum()
     return losses.sum(), tokens.sum()

@@ -54,7 +54,9 @@ def _checked(train_step: scripts.TrainStep) -> tuple[Tensor, str]:
     def recorded(model: nn.Module, microbatches: scripts.Microbatches) -> None:
         train_step(model, microbatches)
         gradient = model.get_parameter(PARAMETER).grad
-        seen.append(torch.zeros(POINTS) if gradient is None else gradient.flatten()[:POINTS].clone())
+        seen.append(
+            torch.zeros(POINTS) if gradient is None else gradient.flatten()[:POINTS].clone()
+        )
 
     title = ""
     try:
@@ -67,12 +69,12 @@ def _checked(train_step: scripts.TrainStep) -> tuple[Tensor, str]:
 
 def draw(found: list[Panel]) -> None:
     """Write the picture."""
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "distmp", "font.size": 8}):
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "distmp", "font.size": 7}):
         figure = Figure((8, 6), layout="constrained")
         for axes, panel in zip(figure.subplots(3, 4).flat, found, strict=True):
             limit = 1.1 * float(panel.right.abs().max())
             axes.plot([-limit, limit], [-limit, limit], color="0.8", linewidth=1)
-            axes.plot(panel.right, panel.measured.clamp(-limit, limit), ".", markersize=3)
+            axes.plot(panel.right, panel.measured, ".", markersize=3)
             axes.set(title=panel.title, aspect="equal", xticks=[], yticks=[])
             axes.set(xlim=(-limit, limit), ylim=(-limit, limit))
         figure.supxlabel("gradient wanted")

@@ -194,7 +194,8 @@ def test_parameters_without_gradient_are_not_decided() -> None:
     report = audited(model, token_mean)
     assert (kinds(report), report.exit_code) == ([], 2)
     assert report.undecided == (
-        "unused.bias, unused.weight: no gradient: unused, or cut off from the loss",
+        "unused.bias: no gradient: unused, or cut off from the loss",
+        "unused.weight: no gradient: unused, or cut off from the loss",
     )
 
 
@@ -257,7 +258,7 @@ def test_what_is_not_seen_is_not_decided() -> None:
     assert "pass loss_sum" in audit.report.undecided[0]
     with distmp.audit(model, optimizer) as audit:
         pass
-    assert "the optimizer has not been called" in str(audit.report)
+    assert "optimizer: has not been called" in str(audit.report)
     with pytest.raises(ConfigError, match="weights = 'samples'"):
         distmp.audit(model, optimizer, "samples").__enter__()
 
@@ -453,7 +454,7 @@ def test_a_forward_that_is_only_looked_at_is_not_decided(last: bool) -> None:
     report = audited(Labelled(dropout=0.2), looked_at)
     assert (kinds(report), report.exit_code) == ([], 2)
     (text,) = report.undecided
-    assert text.startswith(f"{4 if last else 2} forwards without backward")
+    assert text.startswith(f"model: {4 if last else 2} forwards without backward")
 
     def and_wrong(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
         model(**batches[0])
