@@ -48,15 +48,14 @@ def panels() -> list[Panel]:
 
 
 def _checked(train_step: scripts.TrainStep) -> tuple[Tensor, str]:
-    """Return some elements of the gradient with two microbatches, and class and size of an error."""
+    """Return elements of the gradient with two microbatches, and class and size of the error."""
     seen: list[Tensor] = []
 
     def recorded(model: nn.Module, microbatches: scripts.Microbatches) -> None:
         train_step(model, microbatches)
-        gradient = model.get_parameter(PARAMETER).grad
-        seen.append(
-            torch.zeros(POINTS) if gradient is None else gradient.flatten()[:POINTS].clone()
-        )
+        parameter = model.get_parameter(PARAMETER)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        seen.append(gradient.flatten()[:POINTS].clone())
 
     title = ""
     try:

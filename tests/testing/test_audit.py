@@ -305,7 +305,7 @@ def test_a_compiled_model_is_not_decided() -> None:
     with unchanged(model, optimizer), distmp.audit(model, optimizer) as audit:
         optimizer.step()
     assert (audit.report.exit_code, audit.report.steps) == (2, 0)
-    assert "compiled" in audit.report.undecided[0]
+    assert audit.report.undecided == ("model: is compiled; audit it without torch.compile",)
     with distmp.audit(torch.compile(Labelled(), backend="eager"), optimizer) as audit:
         pass
     assert "compiled" in str(audit.report)
