@@ -2,7 +2,7 @@
 
 Around the steps it records what enters `forward`, which collectives run, what gradients are clipped
 to, and what `optimizer.step` sees. Afterwards it computes the same gradients from the same weights,
-inputs and random numbers in float64, and compares them as `check_gradient` does.
+inputs and random numbers, and compares them as `check_gradient` does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from distmp.errors import rank_names, ranks_by_value, require
 from distmp.testing.check import WANTED, in_no_optimizer
 from distmp.testing.classify import GradientMismatch, SplitResult, diagnose, mismatch, over_ranks
 from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
-from distmp.testing.reference import ForwardRecord, Reference, recorded_forwards
+from distmp.testing.reference import ByName, ForwardRecord, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, map_tensors
@@ -82,8 +82,8 @@ class _Step(ForwardRecord):
         is_clipped_apart: Whether parts of them were.
     """
 
-    former: Mapping[str, Tensor | None] = field(default_factory=dict)
-    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    former: ByName = field(default_factory=dict)
+    gradients: ByName = field(default_factory=dict)
     max_norm: float | None = None
     is_clipped_apart: bool = False
 
@@ -129,7 +129,7 @@ class Audit:
             before = len(self._steps), self._skips
             result = scaled_step(scaler, optimizer, *args, **kwargs)
             if optimizer is self._optimizer and (len(self._steps), self._skips) == before:
-                self._skip()
+                self._update({}, skipped=True)
             return result
 
         with ExitStack() as stack:
@@ -154,7 +154,7 @@ class Audit:
                 gradients = full_gradients(self._model)
             scale = getattr(self._optimizer, "loss_scale", None)
             result = step(*args, **kwargs)
-            self._skip() if self._optimizer.overflow else self._update(gradients, scale)
+            self._update(gradients, scale, skipped=self._optimizer.overflow)
             return result
 
         return watched
@@ -182,11 +182,6 @@ class Audit:
 
         return (optimizer,), {**kwargs, "closure": watched}
 
-    def _skip(self) -> None:
-        self._skips += 1
-        self._rates_of_skip = self._compare_rates()
-        self._current = _Step()
-
     def _compare_rates(self) -> list[float]:
         """Return learning rates; report those that a skipped step did not leave as they were."""
         now = [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
@@ -197,23 +192,24 @@ class Audit:
         return now
 
     def _before_update(self) -> None:
-        found_inf = getattr(self._optimizer, "found_inf", None)
-        if found_inf is not None and found_inf:  # a fused optimizer skips the step itself
-            self._skip()
-            return
         engine: Any = self._model
         if hasattr(engine, "clip_fp32_gradients"):  # DeepSpeed's without ZeRO
             self._current.max_norm = engine.gradient_clipping() or None
-        self._update(self._gradients(), getattr(self._optimizer, "grad_scale", None))
+        # A fused optimizer divides by the scale, or skips the step, itself.
+        scale, found_inf = (getattr(self._optimizer, n, None) for n in ("grad_scale", "found_inf"))
+        self._update(self._gradients(), scale, skipped=bool(found_inf))
 
-    def _update(self, gradients: Mapping[str, Tensor | None], scale: Any) -> None:
-        self._compare_rates()
-        self._current.gradients = _copied(gradients, scale or 1.0)
-        used = [forward for forward in self._current.forwards if forward.is_used]
-        self._unused += len(self._current.forwards) - len(used)
-        self._current.forwards = used
-        self._steps.append(self._current)
+    def _update(self, gradients: ByName, scale: Any = None, *, skipped: bool) -> None:
+        rates, step = self._compare_rates(), self._current
         self._current = _Step()
+        if skipped:
+            self._skips += 1
+            self._rates_of_skip = rates
+        else:
+            step.gradients = _copied(gradients, scale or 1.0)
+            self._unused += sum(not forward.is_used for forward in step.forwards)
+            step.forwards = [forward for forward in step.forwards if forward.is_used]
+            self._steps.append(step)
 
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
@@ -292,7 +288,7 @@ class Audit:
             yield own.compared(name, step.max_norm, gradients, extra, former)
 
 
-def _copied(gradients: Mapping[str, Tensor | None], scale: Any = 1.0) -> dict[str, Tensor | None]:
+def _copied(gradients: ByName, scale: Any = 1.0) -> ByName:
     return {name: None if g is None else g.detach() / scale for name, g in gradients.items()}
 
 
@@ -323,8 +319,8 @@ def audit(
 ) -> Iterator[Audit]:
     """Check the gradients of a few steps of a running training script.
 
-    Enter it for one to three updates, on every rank. At the end, gradients are computed again in
-    float64 from the weights, inputs and random numbers of each step, and compared with what the
+    Enter it for one to three updates, on every rank. At the end, gradients are computed again from
+    the weights, inputs and random numbers of each step, in float64 too if they differ from what the
     optimizer has seen. Nothing stays installed.
 
     Args:
