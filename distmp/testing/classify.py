@@ -85,8 +85,8 @@ class SplitResult:
         rank: This rank.
         weights: Weight of each microbatch, of shape (ranks, microbatches).
         max_norm: What the gradient is clipped to on purpose.
-        extra: What a term after those of microbatches is: the `sample_mean` or `token_mean`, if
-            another one is wanted, or a gradient that may have been `accumulated_twice`.
+        extra: What a term after those of microbatches is, if there is one: the `sample_mean` or
+            `token_mean`, if another one is wanted, or a gradient that may be `accumulated_twice`.
         parameters: By name, of parameters with a finite gradient.
         missing: Names of parameters without a gradient that they should have.
         not_finite: Names of parameters whose gradient is NaN or infinite.

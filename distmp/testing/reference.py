@@ -155,9 +155,10 @@ class Gradients:
             max_norm: As of `SplitResult`.
             measured: The measured gradients of trained parameters.
             extra: As of `SplitResult`.
-            term: The gradients that `extra` says.
+            term: The gradients that `extra` says, if there are any.
         """
         split = SplitResult(name, Ranks(None).rank, self.weights, max_norm, extra)
+        has_term = any(each is not None for each in term.values())
         for name, wanted in self.mean().items():
             gradient, other = (each.get(name) for each in (measured, term))
             if gradient is not None and not gradient.isfinite().all():
@@ -172,7 +173,7 @@ class Gradients:
             if _is_rounded(flat, parts, self.ideal.get(name, wanted), self.weights):
                 split.rounded.add(name)
             added = zeros if other is None else other.flatten().to(zeros)
-            every = [*parts, *([added] if extra else []), flat]
+            every = [*parts, *([added] if has_term else []), flat]
             split.parameters[name] = Projection(_products(every), self.noise.get(name, 0.0))
         return split
 
