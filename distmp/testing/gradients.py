@@ -164,4 +164,5 @@ def plain_model(
             yield
     finally:
         for attributes, before in kept:
+            attributes.clear()
             attributes.update(before)

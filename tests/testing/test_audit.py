@@ -115,7 +115,9 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
     def installed() -> list[Any]:
         hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
         patched = [vars(clip_grad), vars(torch.amp.GradScaler), vars(dist)]
-        return [hooks, dict(optimizer._optimizer_step_pre_hooks), *map(dict, patched)]
+        ids = [{name: id(each) for name, each in vars(m).items()} for m in model.modules()]
+        ids += [{name: id(p) for name, p in model.named_parameters()}]
+        return [hooks, ids, dict(optimizer._optimizer_step_pre_hooks), *map(dict, patched)]
 
     before = installed()
     yield
@@ -131,6 +133,17 @@ def test_nothing_stays_installed() -> None:
     failing = pytest.raises(ArithmeticError)
     with unchanged(model, optimizer), failing, distmp.audit(model, optimizer):
         raise ArithmeticError
+
+
+def test_modes_are_those_of_the_forwards() -> None:
+    model = Labelled(dropout=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        token_mean(model, microbatches(0))
+        optimizer.step()
+        model.eval()
+    assert audit.report.exit_code == 0, str(audit.report)
+    assert not any(part.training for part in model.modules())
 
 
 def test_clipping_is_part_of_the_step() -> None:
@@ -446,7 +459,7 @@ def test_clipping_before_the_reduction() -> None:
 @pytest.mark.parametrize("last", [True, False])
 def test_a_forward_that_is_only_looked_at_is_not_decided(last: bool) -> None:
     def looked_at(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
-        float(model(**batches[0])["loss"])
+        model(**batches[0])["loss"].item()
         token_mean(model, batches)
         if last:
             model(**batches[0])
