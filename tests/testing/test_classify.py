@@ -164,6 +164,8 @@ def test_single_parameters_are_named() -> None:
         each.rounded.add("rounded")
         # Terms that cancel: nothing but rounding errors is left.
         each.parameters["noise"] = project(1e-9 * right, terms - terms.mean(0), noise=0.5)
+        # The same without a known noise, as of the bias of keys in attention.
+        each.parameters["tiny"] = project(1e-9 * right, terms - terms.mean(0))
         each.not_finite.add("broken")
     mismatches = {each.kind: each.parameters for each in diagnose(splits, "token_mean")}
     assert mismatches == {
