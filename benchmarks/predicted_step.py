@@ -122,14 +122,15 @@ def record(
         length: Number of tokens of a microbatch.
         microbatches: Number of microbatches of a step.
     """
+    recorder = StepRecorder()
     with (
         simulate_ranks(ranks, min(ranks, RANKS_PER_MACHINE)),
         mock.patch.object(loops, "MICROBATCHES", microbatches),
+        recorder.watched_streams(),
     ):
         loop = method(Work(model, torch.device("cuda", 0), 1, length))
-        for _ in range(2):  # the optimizer's state exists from the second step on
-            loop.step()
-        with StepRecorder() as recorder:
+        loop.step()  # creates the state of the optimizer
+        with recorder:
             loop.step()
             second = len(recorder.operations)
             loop.step()

@@ -46,7 +46,9 @@ COPIES = {"all_gather_copy_in": 0, "split_with_sizes_copy": 0, "scatter_add_": 3
 
 
 class StepRecorder(TorchDispatchMode):
-    """Records the operations that are launched inside of it; enter it inside of `simulate_ranks`.
+    """Records the operations that are launched inside of it.
+
+    Enter it inside of `simulate_ranks`, and create streams inside of `watched_streams`.
 
     Attributes:
         operations: The operations, in the order of their launches.
@@ -60,19 +62,6 @@ class StepRecorder(TorchDispatchMode):
         self._priorities: dict[object, int] = {}
         # C++ knows only the base class of works, and would lose their Python part.
         self._works: list[_RecordedWork] = []
-
-    def __enter__(self) -> StepRecorder:
-        self._patches = contextlib.ExitStack()
-        self._patches.enter_context(self._recorded_streams())
-        self._patches.enter_context(
-            mock.patch.object(F, "scaled_dot_product_attention", _flash_attention)
-        )
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -162,8 +151,8 @@ class StepRecorder(TorchDispatchMode):
         return (index,) if is_async else ()
 
     @contextlib.contextmanager
-    def _recorded_streams(self) -> Iterator[None]:
-        """Record what streams and the host wait for."""
+    def watched_streams(self) -> Iterator[None]:
+        """Record the priorities of streams, and what they and the host wait for."""
         stream, event = torch.cuda.Stream, torch.cuda.Event
         create, record = stream.__new__, event.record
 
@@ -193,7 +182,8 @@ class StepRecorder(TorchDispatchMode):
             stream: {"__new__": new, "wait_event": wait_event, "synchronize": synchronize_stream},
             event: {"record": record_event, "wait": wait, "synchronize": synchronize},
         }
-        with contextlib.ExitStack() as stack:
+        flash = mock.patch.object(F, "scaled_dot_product_attention", _flash_attention)
+        with contextlib.ExitStack() as stack, flash:
             for owner, methods in patches.items():
                 for name, method in methods.items():
                     stack.enter_context(mock.patch.object(owner, name, method, create=True))
