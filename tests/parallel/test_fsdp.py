@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.fsdp import FullySharded
+from distmp.parallel.strategy import Strategy
 from distmp.precision import policy
 from tests.parallel.sharding import sharded
 from tests.parallel.test_replicated import SIZES, train_rank
 from tests.ranks import ranks, run_ranks
+from tests.recording import Operators
 from tests.reference import (
     ONE_RANK,
     TWO_RANKS,
@@ -181,6 +184,25 @@ def test_uses_of_one_weight_in_a_backward_are_summed_in_fp32() -> None:
         )
         numbers = engine.step([torch.zeros(())] * 3).numbers
         assert numbers.grad_norm == pytest.approx(300 * 4**0.5, rel=1e-6), place
+
+
+@ranks(2)
+def test_fsdp_converts_16_bit_gradients_without_copies_and_to_the_same_bits() -> None:
+    for place in ("sharded", "unsharded"):
+        found, copies = {}, {}
+        for context in (FullySharded.backward_context, Strategy.backward_context):
+            with (
+                mock.patch.object(FullySharded, "backward_context", context),
+                Operators() as operators,
+            ):
+                engine = make_engine(policy="bf16", **sharded("fsdp", accumulate=place))
+                train(engine, 3, TWO_RANKS)
+            copies[context] = operators.counts["aten::_to_copy"]
+            found[context] = weights(engine)
+        assert_same_bits(*found.values())
+        # Of 11 parameters in 3 steps: in both microbatches, or where gradients are added.
+        without, with_copies = copies.values()
+        assert with_copies - without == {"sharded": 3 * 2 * 11, "unsharded": 3 * 11}[place]
 
 
 def without_a_step(parameters: Any) -> torch.optim.Optimizer:
