@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
+from distmp.models.loss import next_token_loss
+from distmp.models.transformer import Head, Transformer, TransformerConfig
 from distmp.parallel.fsdp import FullySharded
 from distmp.parallel.strategy import Strategy
 from distmp.precision import policy
@@ -44,6 +46,7 @@ from tests.reference import (
     samples,
     sgd,
     snapshot,
+    sum_of_squares,
     train,
     trained,
     weights,
@@ -123,6 +126,59 @@ def test_block_inputs_equal_those_without_sharding() -> None:
         output = make_engine(model=model, policy="bf16", strategy=strategy).module(torch.ones(2, 6))
         assert model.blocks[0].seen == [torch.bfloat16, torch.float32]
         assert output.dtype == torch.float32
+
+
+def small_transformer(*, tied: bool) -> Transformer:
+    return Transformer(
+        TransformerConfig(11, 8, layers=2, dimension=8, heads=2, hidden=12, tied_head=tied)
+    )
+
+
+def units(engine: Engine) -> list[str]:
+    return [name for name, _ in engine._strategy.units()]
+
+
+@ranks(2)
+def test_embedding_and_head_are_groups_unless_they_share_a_weight() -> None:
+    blocks = ["", "blocks.0", "blocks.1"]
+    tokens = torch.arange(18).view(2, 9) % 11
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    found = []
+    for own_group in (True, False):
+        with mock.patch.object(Head, "own_group", own_group):
+            torch.manual_seed(0)
+            model = small_transformer(tied=False)
+            model.embedding.own_group = own_group
+            engine = make_engine(model=model, loss=next_token_loss, strategy="fsdp")
+        added = {"embedding", "head"} if own_group else set()
+        assert {*units(engine)} == {*blocks, *added}
+        for _ in range(2):
+            engine.step([batch, batch])
+        found.append(weights(engine))
+    assert_same_bits(*found)
+    engine = make_engine(model=small_transformer(tied=True), loss=next_token_loss, strategy="fsdp")
+    assert units(engine) == blocks
+
+
+class Tied(nn.Module):
+    """Modules with one weight that ask for groups of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(4, 4), nn.ModuleList(), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        for part in (self.first, self.last):
+            part.own_group = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+@ranks(2)
+def test_modules_with_a_shared_weight_are_one_group() -> None:
+    engine = make_engine(model=Tied(), loss=sum_of_squares, strategy="fsdp")
+    assert units(engine) == [""]
+    engine.step([torch.ones(2, 4)])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
