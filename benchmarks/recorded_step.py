@@ -39,6 +39,8 @@ FREE = {
 }
 # They write to an argument that they do not read.
 OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_"}
+# They work on lists of tensors, more slowly than a copy; `_foreach_copy_` is as fast.
+MANY_TENSORS = ("_foreach_norm", "_foreach_mul", "_fused_adam", "_amp_foreach")
 # They read as many elements of their first argument as they return.
 LOOKUPS = {"embedding", "gather", "index", "index_select"}
 # They read and write as many bytes as one of their arguments has: its position.
@@ -110,7 +112,7 @@ class StepRecorder(TorchDispatchMode):
             nbytes=bytes_moved(func, args, kwargs, result),
             flops=_flops(func, args, kwargs, result),
             itemsize=_itemsize(args),
-            many_tensors="_foreach_" in func.name() or "_fused_adam" in func.name(),
+            many_tensors=func.overloadpacket.__name__.startswith(MANY_TENSORS),
         )
         if _blocks_host(func, args, kwargs, result):
             self.wait_on_host(self.frontier())

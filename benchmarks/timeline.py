@@ -23,8 +23,8 @@ class Rates:
     Attributes:
         memory: Bytes per second that a kernel reads and writes. NVIDIA's datasheet has 3.35e12; a
             copy on an H200 reaches 87% of its datasheet (`step-tail-cuda`).
-        many_tensors: Share of `memory` that kernels over lists of tensors reach. Fused AdamW and
-            norms reach 54% and 57% of a copy on an H200 (`step-tail-cuda`).
+        many_tensors: Share of `memory` that norms, products and optimizers over lists of tensors
+            reach. Fused AdamW and norms reach 54% and 57% of a copy on an H200 (`step-tail-cuda`).
         flops: Floating-point operations per second of matmuls by bytes per element. A large product
             in bfloat16 reaches 776e12 on an H200 (`step-tail-cuda`), those of a step less.
         within: Bytes per second that a rank sends in a collective over NVLink. Its datasheet has
@@ -32,8 +32,8 @@ class Rates:
         between: Bytes per second that a rank's network card sends, 400 Gbit/s less 10%.
         latency: Seconds until a collective within a machine moves data, and one between machines.
         kernel: Least duration of a kernel, in seconds.
-        launch: Seconds of the host for each launch. Steps of small models took 39e-6 on the host of
-            an H200, about 10e-6 is usual.
+        launch: Seconds of the host for each launch: about 20e-6 on the host of an H200
+            (`step-tail-cuda`), 39e-6 with backward of small models; faster hosts take 10e-6.
     """
 
     memory: float = 2.9e12

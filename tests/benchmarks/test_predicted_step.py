@@ -6,20 +6,25 @@ Sizes are those of two blocks of an 8 B model: fake tensors take no time.
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections import Counter
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
 from benchmarks import predicted_step
 from benchmarks.predicted_step import METHODS, Recorded, predicted
 from benchmarks.recorded_step import StepRecorder
-from benchmarks.timeline import Rates, Timeline
+from benchmarks.report import RESULTS
+from benchmarks.step_tail import Work as Tail
+from benchmarks.timeline import Rates, Timeline, simulate
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.models.settings import ModelConfig
 from distmp.parallel import fsdp_collectives
@@ -141,3 +146,29 @@ def test_bytes_that_a_kernel_moves(function: Callable[[Tensor], object], nbytes:
         with StepRecorder() as recorder:
             function(x)
     assert sum(one.nbytes for one in recorder.operations) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "tail"),
+    [
+        ("bare fused AdamW", Tail.bare),
+        ("torch: unscale, clip, step", Tail.stock),
+        ("Engine", Tail.engine),
+        ("norm alone", Tail.norm),
+        ("copy", Tail.copy),
+    ],
+)
+def test_prediction_agrees_with_an_h200(
+    name: str, tail: Callable[[Tail], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch does not use foreach kernels for fake tensors.
+    monkeypatch.setattr(clip_grad, "_has_foreach_support", lambda *_: True)
+    measured = json.loads((RESULTS / "step-tail-cuda.json").read_text())
+    with simulate_ranks(1, group=False):
+        work = Tail(measured["elements"], 2**20, torch.device("cuda", 0))
+        tail(work)
+        with StepRecorder() as recorder:
+            tail(work)
+    rates = Rates(memory=measured["machine"]["peak"]["bandwidth"], launch=20e-6)
+    found = 1000 * simulate(recorder.operations, rates).seconds
+    assert found == pytest.approx(median(measured["milliseconds"][name]), rel=0.15)
