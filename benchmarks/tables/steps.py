@@ -130,10 +130,9 @@ def predicted_step(result: dict[str, Any]) -> str:
                 {
                     "ranks": ranks,
                     "method": name,
-                    "ms a step": f"{1000 * found['seconds']:.0f}",
+                    "ms a step": f"{1000 * found['seconds']:,.0f}",
                     "relative time": f"{found['seconds'] / reference['seconds']:.3f}",
                     "exposed communication, ms": f"{1000 * found['exposed']:.1f}",
-                    "idle, ms": f"{1000 * found['idle']:.1f}",
                     "launches": f"{found['launches']:,}",
                     "memory traffic, GB": f"{found['memory'] / 1e9:,.0f}",
                     "sent, GB": f"{found['sent'] / 1e9:.1f}",
