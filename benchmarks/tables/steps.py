@@ -141,7 +141,7 @@ def predicted_step(result: dict[str, Any]) -> str:
     rates = result["rates"]
     flops = dict(rates["flops"])[2] / 1e12
     return (
-        f"{table(rows)}\n\nPredicted, not measured: {result['size']} parameters, "
+        f"{table(rows)}\n\nPredicted, not measured: {result['size']} transformer, "
         f"{result['tokens']:,} tokens of a rank in a step, recomputed blocks, on H100s with "
         f"{flops:,.0f} TFLOP/s, {rates['memory'] / 1e12:.1f} TB/s, "
         f"{rates['within'] / 1e9:.0f} GB/s within and {rates['between'] / 1e9:.0f} GB/s of each "
