@@ -46,7 +46,7 @@ class Work(loops.Work):
         model: Any = super().build()
         for index, block in enumerate(model.blocks):
             model.blocks[index] = checkpoint_wrapper(block)
-        return model  # type: ignore[no-any-return]
+        return model
 
 
 class Apart(loops.Fsdp2):
