@@ -192,22 +192,36 @@ def _post_backward(
 ) -> None:
     """Set zeros for parameters without a gradient, then run the post-backward of FSDP2."""
     added: list[nn.Parameter] = []
+    trained: list[nn.Parameter] = []
     for parameter in group.fsdp_params:
         gathered = getattr(parameter, "_unsharded_param", None)
         # Not of the gathered one: if its module has not run since an unfreeze, it is out of date.
         if gathered is None or not parameter.sharded_param.requires_grad:
             continue
+        trained.append(gathered)
         if _has_gradient(parameter):
             used(parameter.sharded_param)
         elif group.reduce_grads:
             gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
         if group.reduce_grads and group.all_reduce_grads:
             added.append(parameter.sharded_param)
+    _unify_dtypes(trained)
     for shard in added:
         before(shard)
     type(group).post_backward(group, *unused)
     for shard in added:
         reduced(shard)
+
+
+def _unify_dtypes(gathered: list[nn.Parameter]) -> None:
+    """Convert gradients to FP32 if they have several dtypes, which FSDP2 refuses.
+
+    A kernel may compute the gradient of a 16-bit weight in FP32.
+    """
+    gradients = [parameter.grad for parameter in gathered if parameter.grad is not None]
+    if len({gradient.dtype for gradient in gradients}) > 1:
+        for parameter in gathered:
+            parameter.grad = None if parameter.grad is None else parameter.grad.float()
 
 
 def reduce_partial_in_reduce_dtype(model: nn.Module) -> bool:

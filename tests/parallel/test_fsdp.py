@@ -25,6 +25,7 @@ from tests.parallel.test_replicated import SIZES, train_rank
 from tests.ranks import ranks, run_ranks
 from tests.recording import Operators
 from tests.reference import (
+    INPUTS,
     ONE_RANK,
     TWO_RANKS,
     Batch,
@@ -259,6 +260,49 @@ def test_fsdp_converts_16_bit_gradients_without_copies_and_to_the_same_bits() ->
         # Of 11 parameters in 3 steps: in both microbatches, or where gradients are added.
         without, with_copies = copies.values()
         assert with_copies - without == {"sharded": 3 * 2 * 11, "unsharded": 3 * 11}[place]
+
+
+class Fp32Gradient(torch.autograd.Function):
+    """A product whose backward computes the gradient of a 16-bit weight in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient.float() * x.float()).sum(0)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(INPUTS, INPUTS)
+        self.scale = nn.Parameter(torch.linspace(1, 2, INPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fp32Gradient.apply(self.linear(x), self.scale)
+
+
+@ranks(2)
+def test_fp32_gradients_of_16_bit_weights_are_not_rounded() -> None:
+    batches = [samples(step, 3).inputs for step in range(2)]
+    for place in ("sharded", "unsharded"):
+        found = []
+        for context in (FullySharded.backward_context, Strategy.backward_context):
+            with mock.patch.object(FullySharded, "backward_context", context):
+                torch.manual_seed(0)
+                engine = make_engine(
+                    model=Scaled(),
+                    loss=sum_of_squares,
+                    policy="bf16",
+                    **sharded("fsdp", accumulate=place),
+                )
+                engine.step(batches)
+            found.append(weights(engine))
+        assert_same_bits(*found)
 
 
 def without_a_step(parameters: Any) -> torch.optim.Optimizer:
