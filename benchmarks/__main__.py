@@ -41,6 +41,7 @@ BENCHMARKS = {
         (*ONE_ROUND, "--elements=65536", "--parameter-size=4096"), nightly=False
     ),
     "host_cost": Benchmark((*ONE_ROUND, "--microbatches=2")),
+    "predicted_step": Benchmark(),
     "accumulation_error": Benchmark(),
     "accumulation_microbatches": Benchmark(ONE_ROUND),
     "accumulation_passes": Benchmark((*ONE_ROUND, "--size=1m")),

@@ -31,6 +31,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart": steps.quickstart,
     "step-tail": steps.step_tail,
     "host-cost": steps.host_cost,
+    "predicted-step": steps.predicted_step,
     "peers": steps.peers,
     "accumulation-error": accumulation.accumulation_error,
     "accumulation-passes": accumulation.accumulation_passes,

@@ -119,3 +119,33 @@ def peers(result: dict[str, Any]) -> str:
         "ratios per round, with its 95% confidence interval: loops whose interval contains 1 are "
         f"equally fast. Losses of {result['steps']} steps. {versions}; {machine_line(result)}"
     )
+
+
+def predicted_step(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.predicted_step` and a line on its rates."""
+    rows: list[dict[str, object]] = []
+    for ranks, methods in result["ranks"].items():
+        reference = next(iter(methods.values()))
+        for name, found in methods.items():
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "method": name,
+                    "ms a step": f"{1000 * found['seconds']:,.0f}",
+                    "relative time": f"{found['seconds'] / reference['seconds']:.3f}",
+                    "exposed communication, ms": f"{1000 * found['exposed']:.1f}",
+                    "launches": f"{found['launches']:,}",
+                    "memory traffic, GB": f"{found['memory'] / 1e9:,.0f}",
+                    "sent, GB": f"{found['sent'] / 1e9:.1f}",
+                }
+            )
+    rates = result["rates"]
+    flops = dict(rates["flops"])[2] / 1e12
+    return (
+        f"{table(rows)}\n\nPredicted, not measured: {result['size']} transformer, "
+        f"{result['tokens']:,} tokens of a rank in a step, recomputed blocks, on H100s with "
+        f"{flops:,.0f} TFLOP/s, {rates['memory'] / 1e12:.1f} TB/s, "
+        f"{rates['within'] / 1e9:.0f} GB/s within and {rates['between'] / 1e9:.0f} GB/s of each "
+        f"GPU between machines of 8, and {1e6 * rates['launch']:.0f} us of the host for a launch. "
+        f"torch {result['machine']['torch']}, {result['machine']['date']}."
+    )

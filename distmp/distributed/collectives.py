@@ -39,6 +39,17 @@ def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None)
     return _started(_all_gather(gathered, shard, group=group, async_op=True), gathered)
 
 
+def all_gather_on_stream(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the shards of all ranks; on CUDA as work of the current stream, with its priority.
+
+    An asynchronous collective runs on a stream of the group, which has the priority of kernels that
+    compute.
+    """
+    current_phase.collective = "all_gather"
+    with collective_waits.measured(gathered.device):
+        _all_gather(gathered, shard, group=group)
+
+
 def has_native_reduce_scatter(device: torch.device) -> bool:
     """Return whether the backend for a device implements reduce-scatter.
 
@@ -52,6 +63,13 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None)
     """Start to sum `full` over ranks; each rank receives its part of the sum in `shard`."""
     current_phase.collective = "reduce_scatter"
     return _started(_reduce_scatter(shard, full, group=group, async_op=True), full)
+
+
+def reduce_scatter_on_stream(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `full` over ranks into `shard`, as `all_gather_on_stream` gathers."""
+    current_phase.collective = "reduce_scatter"
+    with collective_waits.measured(full.device):
+        _reduce_scatter(shard, full, group=group)
 
 
 def all_reduce(full: Tensor, group: dist.ProcessGroup | None) -> dist.Work:

@@ -139,6 +139,7 @@ def prepare_loss(model: nn.Module) -> bool:
     if type(head) is not nn.Linear or head.bias is not None or not _returns_output(model, head):
         return False
     head.__class__ = LossHead
+    model.get_input_embeddings().own_group = True
     model.register_forward_pre_hook(_set_targets, with_kwargs=True)
     model.takes_targets = True
     return True

@@ -125,6 +125,7 @@ def check_targets(targets: Tensor, vocabulary_size: int) -> None:
 class LossHead(nn.Linear):
     """The last layer of a language model, which returns the loss while `targets` are set."""
 
+    own_group = True  # see `distmp.parallel.fsdp_setup.shard`
     targets: Tensor | None = None
     loss_backend: Backend | None = None
 

@@ -117,6 +117,7 @@ class Projection(nn.Linear):
 class Head(Projection):
     """The output matrix of a model without a tied embedding."""
 
+    own_group = True  # see `distmp.parallel.fsdp_setup.shard`
     loss_backend: Backend | None = None
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -131,6 +132,8 @@ class Head(Projection):
 
 class TokenEmbedding(nn.Embedding):
     """Embedding with the initial standard deviation of a transformer."""
+
+    own_group = False  # see `distmp.parallel.fsdp_setup.shard`
 
     def reset_parameters(self) -> None:
         """Draw new weights."""
@@ -248,6 +251,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = TokenEmbedding(config.vocabulary_size, config.dimension)
+        self.embedding.own_group = not config.tied_head
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dimension, config.norm_epsilon)
         # A tied head is not a module: `to_empty` would turn a shared parameter into two.

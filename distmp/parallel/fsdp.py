@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -195,6 +196,9 @@ class FullySharded(Strategy):
             self._root.set_requires_gradient_sync(last)
         elif self.accumulation.place == "hybrid":
             self._root.set_requires_all_reduce(last)
+
+    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
+        return fsdp_internals.unconverted_gradients(self.module, loss)
 
     def finish_gradients(self) -> None:
         # FSDP waits for its reductions at the end of each backward.

@@ -12,9 +12,10 @@ from torch import Tensor
 from distmp.buckets.reduction import Exchange
 from distmp.distributed.collectives import (
     all_gather,
+    all_gather_on_stream,
     exchange_groups,
     has_native_reduce_scatter,
-    reduce_scatter,
+    reduce_scatter_on_stream,
 )
 from distmp.parallel.collective_order import CollectiveOrder, ComparedCollective
 
@@ -45,10 +46,9 @@ class AllGather:
         """Gather the shards of the group into `output_tensor`; return the work with `async_op`."""
         if self._order is not None:
             self._order.note(ComparedCollective("gather", self._unit, input_tensor.numel()))
-        work = all_gather(output_tensor, input_tensor, group)
         if async_op:
-            return work
-        work.wait()
+            return all_gather(output_tensor, input_tensor, group)
+        all_gather_on_stream(output_tensor, input_tensor, group)
         return None
 
 
@@ -99,7 +99,7 @@ class ReduceScatter(AllGather):
         if self._order is not None:
             self._order.note(ComparedCollective("reduce", self._unit, input_tensor.numel()))
         if self._native:
-            reduce_scatter(output_tensor, input_tensor, *self._groups).wait()
+            reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)
         else:
             exchange = Exchange(input_tensor, self._groups, self._comm_dtype)
             while not exchange.advance(output_tensor):

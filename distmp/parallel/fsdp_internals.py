@@ -8,6 +8,7 @@ attributes, or if another file uses them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from distmp.buckets.used import weights_used_once
 from distmp.errors import ConfigError, SetupError
 from distmp.utils.dtypes import is_dtensor
 
@@ -102,6 +104,47 @@ def _init_in_fp32(parameter: Any) -> None:
         gathered.grad_dtype = torch.float32
 
 
+@contextlib.contextmanager
+def unconverted_gradients(model: nn.Module, loss: torch.Tensor) -> Iterator[None]:
+    """In the context, let FSDP2 convert 16-bit gradients to FP32 when it copies or adds them.
+
+    This takes 6 instead of 14 bytes of memory traffic per element of a reduction, and gives the
+    same bits. A group with a weight that the loss uses several times, or not at all, is excluded:
+    the sum over uses needs FP32, and all gradients of a group one dtype.
+
+    Args:
+        model: A model after `accumulate_in_fp32`.
+        loss: The tensor whose `backward` is called in the context.
+    """
+    groups = [gathered for group in _groups(model) if (gathered := _convertible(group))]
+    used_once = weights_used_once(loss) if groups else set()
+    unconverted = [
+        parameter
+        for gathered in groups
+        if used_once.issuperset(map(id, gathered))
+        for parameter in gathered
+    ]
+    for parameter in unconverted:
+        parameter.grad_dtype = None
+    try:
+        yield
+    finally:
+        for parameter in unconverted:
+            if parameter.grad is not None and parameter.grad.dtype != torch.float32:
+                parameter.grad = None  # backward has failed
+            parameter.grad_dtype = torch.float32
+
+
+def _convertible(group: Any) -> list[nn.Parameter]:
+    """Return the trainable 16-bit parameters of a group; none if 16-bit gradients would be kept."""
+    trainable = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    gathered = [each._unsharded_param for each in trainable if _was_gathered(each)]
+    if any(parameter.dtype.itemsize != 2 for parameter in gathered):
+        return []
+    added = {parameter.grad is not None for parameter in gathered}
+    return gathered if added == {True} or (added == {False} and group.reduce_grads) else []
+
+
 def refuse_replaced_parameters(model: nn.Module) -> None:
     """Refuse tensors in place of parameters, which the next gather of FSDP2 would replace.
 
@@ -157,22 +200,36 @@ def _post_backward(
     if not any(map(_was_gathered, group.fsdp_params)):
         return  # no rank has used it, and FSDP2 of torch 2.13 would fail without synchronization
     added: list[nn.Parameter] = []
+    trained: list[nn.Parameter] = []
     for parameter in group.fsdp_params:
         # Not of the gathered one: if its module has not run since an unfreeze, it is out of date.
         if not (_was_gathered(parameter) and parameter.sharded_param.requires_grad):
             continue
         gathered = parameter._unsharded_param
+        trained.append(gathered)
         if _has_gradient(parameter):
             used(parameter.sharded_param)
         elif group.reduce_grads:
-            gathered.grad = torch.zeros_like(gathered, dtype=torch.float32)
+            gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
         if group.reduce_grads and group.all_reduce_grads:
             added.append(parameter.sharded_param)
+    _unify_dtypes(trained)
     for shard in added:
         before(shard)
     type(group).post_backward(group, *unused)
     for shard in added:
         reduced(shard)
+
+
+def _unify_dtypes(gathered: list[nn.Parameter]) -> None:
+    """Convert gradients to FP32 if they have several dtypes, which FSDP2 refuses.
+
+    A kernel may compute the gradient of a 16-bit weight in FP32.
+    """
+    gradients = [parameter.grad for parameter in gathered if parameter.grad is not None]
+    if len({gradient.dtype for gradient in gradients}) > 1:
+        for parameter in gathered:
+            parameter.grad = None if parameter.grad is None else parameter.grad.float()
 
 
 def reduce_partial_in_reduce_dtype(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -122,7 +122,12 @@ def shard(
     mesh: DeviceMesh,
     sharding: ShardingConfig,
 ) -> None:
-    """Shard the blocks, the modules kept in FP32 within each block, and the rest as groups.
+    """Shard a module in groups.
+
+    Groups are the blocks, the modules kept in FP32 within each block, the modules outside of blocks
+    with an attribute `own_group = True`, and the rest. Such modules compute only in their forward:
+    the embedding and the head, which are as large as several blocks. The head is reduced while
+    backward continues, and blocks do not wait until it is gathered.
 
     Args:
         module: The model, sharded in place.
@@ -162,9 +167,24 @@ def shard(
     for block in reversed(find_blocks(module, sharding.wrap).values()):
         group_kept(block, sharding.reshard_after_forward)
         group([block], sharding.reshard_after_forward)
+    for part in _with_own_group(module, done):
+        group([part], False)
     # Not resharded, like the root: other modules may use these parameters (a tied head).
     group_kept(module, reshard=False)
     group([module], None)
+
+
+def _with_own_group(module: nn.Module, done: set[int]) -> list[nn.Module]:
+    """Return the modules with `own_group` outside of those that are done, without tied weights."""
+    names = Counter(map(id, (each for _, each in module.named_parameters(remove_duplicate=False))))
+    inside = with_submodules([part for part in module.modules() if id(part) in done])
+    return [
+        part
+        for part in module.modules()
+        if getattr(part, "own_group", False)
+        and id(part) not in inside
+        and all(names[id(parameter)] == 1 for parameter in part.parameters())
+    ]
 
 
 def with_submodules(modules: Sequence[nn.Module]) -> set[int]:

@@ -49,10 +49,10 @@ ADDED_BY_A_LAYER: dict[str, dict[str, int]] = {
     "fsdp, every microbatch": FSDP,
     "hsdp": {**FSDP, "c10d::allreduce_": 1},
 }
-# LayerNorm runs in FP32: it casts its input and output, and their gradients.
+# Buckets convert the gradients they copy.
 CASTS = {"cast": 4}
-# FSDP2 also casts the shards before it gathers them. Buckets convert the gradients they copy.
-FSDP_IN_BF16 = {**FSDP, **CASTS, "aten::_foreach_copy_": 4}
+# FSDP2 casts the shards before it gathers them, and converts the gradients that it copies.
+FSDP_IN_BF16 = {**FSDP, "aten::_foreach_copy_": 4}
 ADDED_IN_BF16: dict[str, dict[str, int]] = {
     "ddp": CASTS,
     "ddp, sharded optimizer": CASTS,

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,17 @@ from torch.distributed.tensor import DTensor
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
+from distmp.models.loss import next_token_loss
+from distmp.models.transformer import Head, Transformer, TransformerConfig
 from distmp.parallel.fsdp import FullySharded
+from distmp.parallel.strategy import Strategy
 from distmp.precision import policy
 from tests.parallel.sharding import sharded
 from tests.parallel.test_replicated import SIZES, train_rank
 from tests.ranks import ranks, run_ranks
+from tests.recording import Operators
 from tests.reference import (
+    INPUTS,
     ONE_RANK,
     TWO_RANKS,
     Batch,
@@ -41,6 +47,7 @@ from tests.reference import (
     samples,
     sgd,
     snapshot,
+    sum_of_squares,
     train,
     trained,
     weights,
@@ -122,6 +129,59 @@ def test_block_inputs_equal_those_without_sharding() -> None:
         assert output.dtype == torch.float32
 
 
+def small_transformer(*, tied: bool) -> Transformer:
+    return Transformer(
+        TransformerConfig(11, 8, layers=2, dimension=8, heads=2, hidden=12, tied_head=tied)
+    )
+
+
+def units(engine: Engine) -> list[str]:
+    return [name for name, _ in engine._strategy.units()]
+
+
+@ranks(2)
+def test_embedding_and_head_are_groups_unless_they_share_a_weight() -> None:
+    blocks = ["", "blocks.0", "blocks.1"]
+    tokens = torch.arange(18).view(2, 9) % 11
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    found = []
+    for own_group in (True, False):
+        with mock.patch.object(Head, "own_group", own_group):
+            torch.manual_seed(0)
+            model = small_transformer(tied=False)
+            model.embedding.own_group = own_group
+            engine = make_engine(model=model, loss=next_token_loss, strategy="fsdp")
+        added = {"embedding", "head"} if own_group else set()
+        assert {*units(engine)} == {*blocks, *added}
+        for _ in range(2):
+            engine.step([batch, batch])
+        found.append(weights(engine))
+    assert_same_bits(*found)
+    engine = make_engine(model=small_transformer(tied=True), loss=next_token_loss, strategy="fsdp")
+    assert units(engine) == blocks
+
+
+class Tied(nn.Module):
+    """Modules with one weight that ask for groups of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(4, 4), nn.ModuleList(), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        for part in (self.first, self.last):
+            part.own_group = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+@ranks(2)
+def test_modules_with_a_shared_weight_are_one_group() -> None:
+    engine = make_engine(model=Tied(), loss=sum_of_squares, strategy="fsdp")
+    assert units(engine) == [""]
+    engine.step([torch.ones(2, 4)])
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @ranks(2)
 def test_shards_are_fp32_and_a_group_stands_for_each_block(precision: str) -> None:
@@ -181,6 +241,68 @@ def test_uses_of_one_weight_in_a_backward_are_summed_in_fp32() -> None:
         )
         numbers = engine.step([torch.zeros(())] * 3).numbers
         assert numbers.grad_norm == pytest.approx(300 * 4**0.5, rel=1e-6), place
+
+
+@ranks(2)
+def test_fsdp_converts_16_bit_gradients_without_copies_and_to_the_same_bits() -> None:
+    for place in ("sharded", "unsharded"):
+        found, copies = {}, {}
+        for context in (FullySharded.backward_context, Strategy.backward_context):
+            with (
+                mock.patch.object(FullySharded, "backward_context", context),
+                Operators() as operators,
+            ):
+                engine = make_engine(policy="bf16", **sharded("fsdp", accumulate=place))
+                train(engine, 3, TWO_RANKS)
+            copies[context] = operators.counts["aten::_to_copy"]
+            found[context] = weights(engine)
+        assert_same_bits(*found.values())
+        # Of 11 parameters in 3 steps: in both microbatches, or where gradients are added.
+        without, with_copies = copies.values()
+        assert with_copies - without == {"sharded": 3 * 2 * 11, "unsharded": 3 * 11}[place]
+
+
+class Fp32Gradient(torch.autograd.Function):
+    """A product whose backward computes the gradient of a 16-bit weight in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient.float() * x.float()).sum(0)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(INPUTS, INPUTS)
+        self.scale = nn.Parameter(torch.linspace(1, 2, INPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fp32Gradient.apply(self.linear(x), self.scale)
+
+
+@ranks(2)
+def test_fp32_gradients_of_16_bit_weights_are_not_rounded() -> None:
+    batches = [samples(step, 3).inputs for step in range(2)]
+    for place in ("sharded", "unsharded"):
+        found = []
+        for context in (FullySharded.backward_context, Strategy.backward_context):
+            with mock.patch.object(FullySharded, "backward_context", context):
+                torch.manual_seed(0)
+                engine = make_engine(
+                    model=Scaled(),
+                    loss=sum_of_squares,
+                    policy="bf16",
+                    **sharded("fsdp", accumulate=place),
+                )
+                engine.step(batches)
+            found.append(weights(engine))
+        assert_same_bits(*found)
 
 
 def without_a_step(parameters: Any) -> torch.optim.Optimizer:

@@ -101,17 +101,23 @@ class FakeRanks(FakeTensors):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def communicate(func: Any, args: Any) -> Any:
-    """Return the result of a collective; only `allgather_` writes data, that of this rank."""
+def communicate(func: Any, args: Any, work: dist.Work | None = None) -> Any:
+    """Return the result of a collective; only `allgather_` writes data, that of this rank.
+
+    Args:
+        func: The c10d operation.
+        args: Its arguments.
+        work: The work that it returns; None: one that is complete.
+    """
     if func is torch.ops.c10d.allgather_.default:
         # Ranks compare these values: pretend that all ranks have the same ones.
         for outputs, value in zip(args[0], args[1], strict=True):
             for output in outputs:
                 output.copy_(value)
-    work = c10d.FakeWork().boxed()
+    boxed = (work or c10d.FakeWork()).boxed()
     tensors = [argument for argument in args if isinstance(argument, (Tensor, list))]
     results = [
-        work if "Work" in str(returned.type) else tensors[index]
+        boxed if "Work" in str(returned.type) else tensors[index]
         for index, returned in enumerate(func._schema.returns)
     ]
     return tuple(results) if len(results) > 1 else results[0]

@@ -88,33 +88,33 @@ class CollectiveRecorder(TorchDispatchMode):
         self.updated = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name in KINDS:
-            tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-            ranks = group_ranks(args)
-            # Base operations take (output, input), list operations (outputs, inputs): the larger
-            # side is the full tensor.
-            if name == "allgather_":
-                elements = sum(tensor.numel() for tensor in pytree.tree_leaves(args[0]))
-            elif name in ("allreduce_", "broadcast_"):
-                elements = sum(tensor.numel() for tensor in tensors)
-            else:
-                elements = max(tensor.numel() for tensor in tensors)
+        collective = started(func, args)
+        if collective is not None:
             self.collectives.append(
-                Collective(
-                    KINDS[name][0],
-                    tensors[0].dtype,
-                    elements,
-                    ranks,
-                    self.microbatch,
-                    self.updated,
-                )
+                collective._replace(microbatch=self.microbatch, updated=self.updated)
             )
         return func(*args, **(kwargs or {}))
 
     def start(self) -> None:
         """Start recording a new step."""
         self.collectives, self.microbatch, self.updated = [], -1, False
+
+
+def started(func: Any, args: Any) -> Collective | None:
+    """Return the collective that an operation starts; None if it starts none."""
+    name = func.overloadpacket.__name__
+    if func.namespace != "c10d" or name not in KINDS:
+        return None
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    # Base operations take (output, input), list operations (outputs, inputs): the larger side is
+    # the full tensor.
+    if name == "allgather_":
+        elements = sum(tensor.numel() for tensor in pytree.tree_leaves(args[0]))
+    elif name in ("allreduce_", "broadcast_"):
+        elements = sum(tensor.numel() for tensor in tensors)
+    else:
+        elements = max(tensor.numel() for tensor in tensors)
+    return Collective(KINDS[name][0], tensors[0].dtype, elements, group_ranks(args), 0, False)
 
 
 @dataclass(frozen=True)
