@@ -14,7 +14,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -25,9 +24,9 @@ from typing import Any
 
 import pytest
 
-# Seconds after which a test has failed, unless its marker says otherwise; before, ranks may take as
-# long to start.
+# Seconds after which a rank ends, and writes where it is, unless the marker says otherwise.
 _TIMEOUT = 60.0
+_SKIPPED = "skipped on this rank: "
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,21 +42,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _options(item: pytest.Item) -> tuple[int, float] | None:
     """Return the number of ranks and the time limit of a marked test."""
     marker = item.get_closest_marker("ranks")
-    if marker is None:
-        return None
     try:
-        n, timeout = _bound(*marker.args, **marker.kwargs)
+        return marker and _bound(*marker.args, **marker.kwargs)
     except TypeError:
-        n = timeout = None
-    if type(n) is not int or n < 1 or type(timeout) not in (int, float) or not timeout > 0:
-        named = [f"{name}={value!r}" for name, value in marker.kwargs.items()]
-        shown = ", ".join([*map(repr, marker.args), *named])
         usage = "write ranks(n, timeout=60), with n = 1 or more ranks and seconds above 0"
-        pytest.fail(f"{item.name}: ranks({shown}): {usage}", pytrace=False)
-    return n, timeout
+        pytest.fail(f"{item.name}: {marker}: {usage}", pytrace=False)
 
 
-def _bound(n: Any, timeout: Any = _TIMEOUT) -> tuple[Any, Any]:
+def _bound(n: Any, timeout: Any = _TIMEOUT) -> tuple[int, float]:
+    if type(n) is not int or n < 1 or type(timeout) not in (int, float) or not timeout > 0:
+        raise TypeError
     return n, timeout
 
 
@@ -70,42 +64,33 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     function = pyfuncitem.module.__name__, pyfuncitem.function.__qualname__, arguments
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        problem = _run(function, *options, directory)
-    if problem:
-        pytest.fail(problem, pytrace=False)
+        _run(function, *options, directory)
     return True
 
 
-def _run(function: Any, n: int, timeout: float, directory: str) -> str | None:
-    """Run a function on all ranks; return what is wrong on the first one that failed."""
+def _run(function: Any, n: int, timeout: float, directory: str) -> None:
+    """Run a function on all ranks; fail with the output of the first one that failed."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
-    ranks = start_processes(_rank_main, (function, n, directory), n, False, True, "forkserver")
-    outputs = [Path(directory, f"output-{rank}") for rank in range(n)]
-    rank, problem, deadline = 0, f"no end in {timeout:g} s", time.monotonic() + timeout + _TIMEOUT
+    arguments = function, n, timeout, directory
+    ranks = start_processes(_rank_main, arguments, n, False, True, "forkserver")
     try:
-        while time.monotonic() < deadline:
-            ended, skipped = ranks.join(timeout=0.1), Path(directory, "skipped")
-            if skipped.exists():
-                pytest.skip(skipped.read_text())
-            if ended:
-                return None
-            if deadline - time.monotonic() > timeout and all(each.exists() for each in outputs):
-                deadline = time.monotonic() + timeout
-        rank = next(index for index, each in enumerate(ranks.processes) if each.is_alive())
-        os.kill(ranks.processes[rank].pid, signal.SIGUSR1)
-        ranks.processes[rank].join(0.3)  # until it has written where it is
+        while not ranks.join():
+            pass
+        return
     except ProcessException as error:
         rank, problem = error.error_index, str(error).strip()
     finally:
         for process in ranks.processes:
             process.kill()
-            process.join()
-    output = outputs[rank].read_text(errors="replace") if outputs[rank].exists() else ""
-    return f"rank {rank} of {n}: {problem}\n\n{output}"
+    if _SKIPPED in problem:
+        pytest.skip(problem.rpartition(_SKIPPED)[2])
+    output = Path(directory, f"output-{rank}")
+    text = output.read_text(errors="replace") if output.exists() else ""
+    pytest.fail(f"rank {rank} of {n}: {problem}\n\n{text}", pytrace=False)
 
 
-def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> None:
+def _rank_main(rank: int, function: Any, world_size: int, timeout: float, directory: str) -> None:
     """Call the test's function on one rank, and wait for the other ranks."""
     import torch
     import torch.distributed as dist
@@ -114,7 +99,6 @@ def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> Non
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.register(signal.SIGUSR1)  # shows where a rank hangs
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/rendezvous", world_size)  # type: ignore[attr-defined]
@@ -123,12 +107,12 @@ def _rank_main(rank: int, function: Any, world_size: int, directory: str) -> Non
     module, name, arguments = function
     *classes, method = name.split(".")
     owner: Any = reduce(getattr, classes, importlib.import_module(module))
+    faulthandler.dump_traceback_later(timeout, exit=True)
     try:
         getattr(owner() if classes else owner, method)(**arguments)
     except pytest.skip.Exception as skip:
-        reason = Path(directory, f"skipped-{rank}")
-        reason.write_text(str(skip))
-        reason.rename(f"{directory}/skipped")  # the test's process ends the other ranks, too
+        raise RuntimeError(f"{_SKIPPED}{skip}") from None
+    faulthandler.cancel_dump_traceback_later()
     # Ending now would break the connections that the other ranks still use.
     store.add("done", 1)
     while store.add("done", 0) < world_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import psutil
@@ -67,7 +68,7 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     assert "3 failed, 3 passed, 1 skipped" in shown
     assert "no such device" in shown
     assert "ArithmeticError: the first cause\n\nbefore the failure" in shown
-    assert "rank 0 of 2: no end in 5 s" in shown
+    assert "rank 0 of 2: process 0 terminated with exit code 1\n\nTimeout (0:00:05)!" in shown
     assert "in test_hangs" in shown
     assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
     running = psutil.process_iter(["cmdline"])  # None for a process that has ended meanwhile
@@ -85,8 +86,8 @@ def test_wrong_marker_is_refused_at_collection(arguments: str, pytester: pytest.
         "def test_other(): pass"
     )
     result = pytester.runpytest("-p", "distmp.testing.pytest_plugin")
-    message = f"test_marked: ranks({arguments}): write ranks(n, timeout=60), with n = 1 or more"
-    assert message in result.stdout.str()
+    message = r"test_marked: Mark\(name='ranks', .*: write ranks\(n, timeout=60\), with n = 1"
+    assert re.search(message, result.stdout.str())
     result.assert_outcomes(errors=1)
 
 
@@ -97,4 +98,4 @@ def test_wrong_marker_of_a_parameter_fails_the_test(pytester: pytest.Pytester) -
     )
     result = pytester.runpytest("-p", "distmp.testing.pytest_plugin")
     result.assert_outcomes(failed=1)
-    assert "ranks(0): write" in result.stdout.str()
+    assert "args=(0,), kwargs={}): write" in result.stdout.str()
