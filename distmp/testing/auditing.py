@@ -2,7 +2,7 @@
 
 Around the steps it records what enters `forward`, which collectives run, what gradients are clipped
 to, and what `optimizer.step` sees. Afterwards it computes the same gradients from the same weights,
-inputs and random numbers in float64, and compares them as `check_gradient` does.
+inputs and random numbers, and compares them as `check_gradient` does.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from distmp.distributed.ranks import Ranks
-from distmp.errors import ConfigError, listed, rank_names, ranks_by_value
-from distmp.testing import classify
+from distmp.errors import rank_names, ranks_by_value, require
 from distmp.testing.check import WANTED, in_no_optimizer
+from distmp.testing.classify import GradientMismatch, SplitResult, diagnose, mismatch, over_ranks
 from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
-from distmp.testing.reference import Reference, measured, recorded_forwards
+from distmp.testing.reference import ByName, ForwardRecord, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, map_tensors
@@ -53,7 +51,7 @@ class AuditReport:
     steps: int
     mismatches: tuple[tuple[str, str], ...]
     undecided: tuple[str, ...]
-    collectives: Mapping[str, int]
+    collectives: dict[str, int]
 
     @property
     def exit_code(self) -> int:
@@ -74,13 +72,18 @@ class AuditReport:
 
 
 @dataclass
-class _Step:
-    """What was seen of one step on this rank, up to the optimizer's."""
+class _Step(ForwardRecord):
+    """What was seen of one step on this rank, up to the optimizer's.
 
-    state: dict[str, Tensor] = field(default_factory=dict)
-    inputs: list[Any] = field(default_factory=list)
-    generators: list[Any] = field(default_factory=list)
-    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    Attributes:
+        former: Gradients that were there before the first forward.
+        gradients: Those that the optimizer got.
+        max_norm: What gradients were clipped to.
+        is_clipped_apart: Whether parts of them were.
+    """
+
+    former: ByName = field(default_factory=dict)
+    gradients: ByName = field(default_factory=dict)
     max_norm: float | None = None
     is_clipped_apart: bool = False
 
@@ -99,27 +102,25 @@ class Audit:
         self._optimizer = optimizer
         self._steps: list[_Step] = []
         self._current = _Step()
-        self._skips = 0
+        self._skips = self._unused = 0
         self._rates_of_skip: list[float] | None = None
-        self._scheduled: list[classify.GradientMismatch] = []
-        self._unseen = unseen(model, optimizer)
+        self._found: list[GradientMismatch] = []
         self._collectives: Counter[str] = Counter()
-        # Parameters without a gradient in any step, neither here nor when computed again.
-        self._without_gradient: set[str] = set()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Install what records steps, and remove it at the end."""
-        if self._unseen is not None:
+        if problem := unseen(self._model, self._optimizer):
+            self._not_decided("model", problem)
             yield
             return
         # What all names of `clip_grad_norm_` call.
         clip, scaled_step = clip_grad._clip_grads_with_norm_, torch.amp.GradScaler.step
 
         def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
-            step, model = self._current, named_parameters(self._model).values()
+            step = self._current
             part = sum(p.grad is not None for p in parameters)
-            apart = part < sum(p.grad is not None for p in model)
+            apart = part < sum(each is not None for each in self._gradients().values())
             step.is_clipped_apart |= apart or step.max_norm is not None
             step.max_norm = float(max_norm)
             clip(parameters, max_norm, *args, **kwargs)
@@ -128,7 +129,7 @@ class Audit:
             before = len(self._steps), self._skips
             result = scaled_step(scaler, optimizer, *args, **kwargs)
             if optimizer is self._optimizer and (len(self._steps), self._skips) == before:
-                self._skip()
+                self._update({}, skipped=True)
             return result
 
         with ExitStack() as stack:
@@ -139,9 +140,11 @@ class Audit:
                 stack.enter_context(patch.object(self._optimizer, "step", watched))
             stack.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipped))
             stack.enter_context(patch.object(torch.amp.GradScaler, "step", step_or_skip))
-            self._record = stack.enter_context(recorded_forwards(self._model, self._forward))
+            stack.enter_context(recorded_forwards(self._model, self._recorded_step))
             stack.enter_context(_Collectives(self._collectives))
             yield
+        self._compare_rates()
+        self._found += in_no_optimizer(self._model, self._optimizer)
 
     def _zero_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Watch the step of a ZeRO optimizer, which calls the one in it once per group."""
@@ -151,22 +154,20 @@ class Audit:
                 gradients = full_gradients(self._model)
             scale = getattr(self._optimizer, "loss_scale", None)
             result = step(*args, **kwargs)
-            if self._optimizer.overflow:
-                self._skip()
-            else:
-                self._update(gradients, scale)
+            self._update(gradients, scale, skipped=self._optimizer.overflow)
             return result
 
         return watched
 
-    def _forward(self, args: Any, kwargs: Any) -> None:
-        step = self._current
-        if not step.inputs:
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: p.grad for name, p in named_parameters(self._model).items()}
+
+    def _recorded_step(self) -> _Step:
+        if not self._current.state:
             with _disable_current_modes():  # its collectives are not the script's
-                step.state = full_state(self._model)
-            step.generators = self._record.generators = []
-        batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
-        step.inputs.append(map_tensors(lambda t: t.detach().to("cpu", copy=True), batch))
+                self._current.state = full_state(self._model)
+            self._current.former = _copied(self._gradients())
+        return self._current
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -181,158 +182,113 @@ class Audit:
 
         return (optimizer,), {**kwargs, "closure": watched}
 
-    def _skip(self) -> None:
-        self._skips += 1
-        self._rates_of_skip = self._compare_rates()
-        self._current = _Step()
-
     def _compare_rates(self) -> list[float]:
         """Return learning rates; report those that a skipped step did not leave as they were."""
         now = [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
         before, self._rates_of_skip = self._rates_of_skip, None
-        if before not in (None, now) and not self._scheduled:
-            text = f"{classify.CLASSES['scheduler']}: {before} at it, then {now}"
-            mismatch = classify.GradientMismatch("scheduler", ("learning rate",), text)
-            self._scheduled.append(mismatch)
+        if before not in (None, now) and not self._found:
+            detail = f": {before} at it, then {now}"
+            self._found.append(mismatch("scheduler", ["learning rate"], detail))
         return now
 
     def _before_update(self) -> None:
-        found_inf = getattr(self._optimizer, "found_inf", None)
-        if found_inf is not None and found_inf:  # a fused optimizer skips the step itself
-            self._skip()
-            return
         engine: Any = self._model
         if hasattr(engine, "clip_fp32_gradients"):  # DeepSpeed's without ZeRO
             self._current.max_norm = engine.gradient_clipping() or None
-        gradients = {name: p.grad for name, p in named_parameters(self._model).items()}
-        self._update(gradients, getattr(self._optimizer, "grad_scale", None))
+        # A fused optimizer divides by the scale, or skips the step, itself.
+        scale, found_inf = (getattr(self._optimizer, n, None) for n in ("grad_scale", "found_inf"))
+        self._update(self._gradients(), scale, skipped=bool(found_inf))
 
-    def _update(self, gradients: Mapping[str, Tensor | None], scale: Any) -> None:
-        self._compare_rates()
-        self._current.gradients = {
-            name: None if each is None else each.detach() / (1.0 if scale is None else scale)
-            for name, each in gradients.items()
-        }
-        self._steps.append(self._current)
+    def _update(self, gradients: ByName, scale: Any = None, *, skipped: bool) -> None:
+        rates, step = self._compare_rates(), self._current
         self._current = _Step()
+        if skipped:
+            self._skips += 1
+            self._rates_of_skip = rates
+        else:
+            step.gradients = _copied(gradients, scale or 1.0)
+            self._unused += sum(not forward.is_used for forward in step.forwards)
+            step.forwards = [forward for forward in step.forwards if forward.is_used]
+            self._steps.append(step)
 
     def finish(self, loss_sum: LossSum, wanted: str) -> None:
         """Compare the recorded steps; every rank has to call it."""
         counts = Ranks(None).gather((len(self._steps), self._skips))
-        found, undecided = [], []
-        if self._unseen is None:
-            self._compare_rates()
-            found = [*self._scheduled, *in_no_optimizer(self._model, self._optimizer)]
         if len(set(counts)) > 1:
-            text = f"{classify.CLASSES['skipped']}: updates and skips by rank are {counts}"
-            found.append(classify.GradientMismatch("skipped", ("optimizer",), text))
-        elif self._unseen is not None or not self._steps:
-            undecided.append(self._unseen or "the optimizer has not been called")
-        else:
+            detail = f": updates and skips by rank are {counts}"
+            self._found.append(mismatch("skipped", ["optimizer"], detail))
+        elif self._steps:
             try:
-                found += self._compared(loss_sum, wanted)
-                found += self._same_inputs()
-                found += self._different_weights()
-                found += self._reduced_in_16_bits(found)
-                if self._without_gradient:
-                    names = listed(sorted(self._without_gradient))
-                    undecided.append(f"{names}: no gradient: unused, or cut off from the loss")
+                self._compare(loss_sum, wanted)
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
-                undecided.append(f"gradients could not be computed again: {error}")
-        # Why mismatches of a kind may be right.
-        doubts = {"clipped": "by a function that was not seen"}
+                self._not_decided("gradients", f"could not be computed again: {error}")
+        elif not self._found:
+            self._not_decided("optimizer", "has not been called")
+        if self._unused:
+            text = f"{self._unused} forwards without backward; look at them under torch.no_grad()"
+            self._not_decided("model", text)
+        of_ranks = Ranks(None).gather((self._found, self._doubts(loss_sum)))
+        doubts = {kind: text for _, each in of_ranks for kind, text in each.items()}
+        found = over_ranks([each for each, _ in of_ranks])
+        named = tuple((each.kind, str(each)) for each in found if each.kind not in doubts)
+        undecided = tuple(f"{each}{doubts[each.kind]}" for each in found if each.kind in doubts)
+        steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
+        self.report = AuditReport(len(counts), steps, named, undecided, collectives)
+
+    def _not_decided(self, name: str, text: str) -> None:
+        self._found.append(GradientMismatch("", (name,), text))
+
+    def _doubts(self, loss_sum: LossSum) -> dict[str, str]:
+        """Return why mismatches of a class may be right."""
+        doubts = {"": ""}
         if getattr(loss_sum, "is_guess", False):
-            doubt = "unless the loss is another than the cross entropy over labels: pass loss_sum="
+            doubt = "; unless the loss is not the cross entropy over labels: pass loss_sum="
             doubts |= {"unexplained": doubt, "miscounted": doubt}
         if any(step.is_clipped_apart for step in self._steps):
-            doubts["unexplained"] = "parts of the gradient are clipped separately"
-        of_ranks = Ranks(None).gather((found, undecided, doubts))
-        combined = classify.over_ranks([each for each, *_ in of_ranks])
-        undecided = [*dict.fromkeys(text for _, texts, _ in of_ranks for text in texts)]
-        doubts = {kind: text for *_, each in of_ranks for kind, text in each.items()}
-        undecided += [f"{each}; {doubts[each.kind]}" for each in combined if each.kind in doubts]
-        named = tuple((each.kind, str(each)) for each in combined if each.kind not in doubts)
-        steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
-        self.report = AuditReport(len(counts), steps, named, tuple(undecided), collectives)
+            doubts["unexplained"] = "; parts of the gradient are clipped separately"
+        if all(step.max_norm is None for step in self._steps):
+            doubts["clipped"] = "; by a function that was not seen"
+        return doubts
 
-    def _same_inputs(self) -> Iterator[classify.GradientMismatch]:
-        """Report ranks with the same inputs in every step, as without a distributed sampler."""
-        every = Ranks(None).gather(checksum([step.inputs for step in self._steps]))
-        by_inputs = ranks_by_value(dict(enumerate(every)))
-        for ranks in by_inputs.values():
+    def _compare(self, loss_sum: LossSum, wanted: str) -> None:
+        reference = Reference(self._model, loss_sum)
+        # Float64 takes long, and only shows which differences are rounding errors.
+        for exact in (False, True):
+            splits = [*self._replayed(reference, exact=exact)]
+            found = diagnose(splits, wanted)
+            if not any(Ranks(None).gather(bool(found))):
+                break
+        self._found += found
+        for name in sorted(set.intersection(*(split.unused for split in splits))):
+            self._not_decided(name, "no gradient: unused, or cut off from the loss")
+        inputs = checksum([each.batch for step in self._steps for each in step.forwards])
+        trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
+        sums = {n: checksum([step.state[n] for step in self._steps]) for n in sorted(trained)}
+        of_ranks = Ranks(None).gather((inputs, sums))
+        for ranks in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
             if len(ranks) > 1:
                 text = f"{rank_names(ranks)} have the same inputs in every step"
-                yield classify.GradientMismatch("same_data", ("inputs",), text)
-
-    def _different_weights(self) -> Iterator[classify.GradientMismatch]:
-        """Report parameters that were not those of rank 0 before a step."""
-        trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
-        sums = [{n: checksum(t) for n, t in s.state.items() if n in trained} for s in self._steps]
-        pairs = zip(Ranks(None).gather(sums)[0], sums, strict=True)
-        differ = {name: None for one, other in pairs for name in one if one[name] != other[name]}
-        if differ:
-            kind = "different_weights"
-            yield classify.GradientMismatch(kind, tuple(differ), classify.CLASSES[kind])
-
-    def _reduced_in_16_bits(self, found: Any) -> Iterator[classify.GradientMismatch]:
-        """Report reductions in 16 bits whose results were summed in FP32, which hides them."""
+                self._found.append(GradientMismatch("same_data", ("inputs",), text))
+        if differ := [name for name in sums if sums[name] != of_ranks[0][1][name]]:
+            self._found.append(mismatch("different_weights", differ))
         calls = [*filter(_IN_16_BITS.match, self._collectives)]
-        if calls and not any("in_16_bits" in each.kind for each in found):
-            kind = "reduced_in_16_bits"
-            text = f"{classify.CLASSES[kind]}: {calls[0]}"
-            yield classify.GradientMismatch(kind, ("gradients",), text)
+        # Sums in FP32 hide reductions in 16 bits.
+        if calls and not any("in_16_bits" in each.kind for each in self._found):
+            self._found.append(mismatch("reduced_in_16_bits", ["gradients"], f": {calls[0]}"))
 
-    def _compared(self, loss_sum: LossSum, wanted: str) -> list[classify.GradientMismatch]:
-        found = [*self._replayed(loss_sum, wanted)]
-        mismatches = classify.diagnose([split for split, _ in found], wanted)
-        without_former = [split for _, split in found if split is not None]
-        unclipped = sum(step.max_norm is None for step in self._steps[1:])
-        unclear = {"weighted", "unexplained", "miscounted"}
-        if (
-            len(without_former) == unclipped > 0
-            and mismatches
-            and unclear.issuperset(each.kind for each in mismatches)
-            and not classify.diagnose(without_former, wanted)
-        ):
-            names = tuple(without_former[0].parameters)
-            text = "the gradient of the step before was not removed"
-            return [classify.GradientMismatch("accumulated_twice", names, text)]
-        return mismatches
-
-    def _replayed(
-        self, loss_sum: LossSum, wanted: str
-    ) -> Iterator[tuple[classify.SplitResult, classify.SplitResult | None]]:
-        """Yield what was measured of each step.
-
-        If it is wrong and was not clipped, what is left of it without the gradient of the step
-        before follows.
-        """
-        reference, ranks = Reference(self._model, loss_sum), Ranks(None)
-        former: Mapping[str, Tensor | None] = {}
-        reference.set_modes(self._model)
+    def _replayed(self, reference: Reference, *, exact: bool) -> Iterator[SplitResult]:
+        """Yield what was measured of each step."""
         for number, step in enumerate(self._steps):
-            reference.state = step.state
-            # In FP32, errors hardly differ from step to step.
-            exact = None if self._record.in_16_bits else int(not number)
-            record = replace(self._record, generators=step.generators)
-            own = reference.replay(step.inputs, record, exact=exact)
-            weights = np.array(own.weights).reshape(ranks.world_size, -1)
-            empty = partial(
-                classify.SplitResult, f"step {number}", ranks.rank, weights, step.max_norm
+            own = reference.replay(step, exact=exact)
+            gradients, former = (
+                full_gradients(self._model, each) for each in (step.gradients, step.former)
             )
-            gradients = full_gradients(self._model, step.gradients)
-            nowhere = {n for n, g in gradients.items() if g is None and not own.ideal[n].any()}
-            self._without_gradient = nowhere & (self._without_gradient if number else nowhere)
-            split, rest = measured(empty(), gradients, own, {}), None
-            if former and step.max_norm is None and classify.diagnose([split], wanted):
-                differences = {n: _difference(g, former.get(n)) for n, g in gradients.items()}
-                rest = measured(empty(), differences, own, {})
-            former = gradients
-            yield split, rest
+            name, extra = f"step {number}", "accumulated_twice"
+            yield own.compared(name, step.max_norm, gradients, extra, former)
 
 
-def _difference(gradient: Tensor | None, former: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or former is None else gradient - former
+def _copied(gradients: ByName, scale: Any = 1.0) -> ByName:
+    return {name: None if g is None else g.detach() / scale for name, g in gradients.items()}
 
 
 class _Collectives(TorchDispatchMode):
@@ -362,8 +318,8 @@ def audit(
 ) -> Iterator[Audit]:
     """Check the gradients of a few steps of a running training script.
 
-    Enter it for one to three updates, on every rank. At the end, gradients are computed again in
-    float64 from the weights, inputs and random numbers of each step, and compared with what the
+    Enter it for one to three updates, on every rank. At the end, gradients are computed again from
+    the weights, inputs and random numbers of each step, in float64 too if they differ from what the
     optimizer has seen. Nothing stays installed.
 
     Args:
@@ -392,11 +348,9 @@ def audit(
         >>> audit.report.mismatches[0][0]
         'microbatch_means'
     """
-    if weights not in ("tokens", "sum"):
-        raise ConfigError("weights", weights, "use 'tokens' or 'sum'")
-    if not hasattr(optimizer, "param_groups"):
-        problem = "pass one optimizer of torch; audit each of several in a context of its own"
-        raise ConfigError("optimizer", type(optimizer).__name__, problem)
+    require(weights in ("tokens", "sum"), "weights", weights, "use 'tokens' or 'sum'")
+    problem = "pass one optimizer of torch; audit each of several in a context of its own"
+    require(hasattr(optimizer, "param_groups"), "optimizer", type(optimizer).__name__, problem)
     running = Audit(model, innermost(model, optimizer))
     with running.recorded():
         yield running

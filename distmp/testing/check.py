@@ -7,21 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from distmp.distributed.ranks import Ranks
-from distmp.errors import ConfigError
-from distmp.testing import classify
-from distmp.testing.gradients import (
-    full_gradients,
-    held_parameters,
-    named_parameters,
-    remove_gradients,
-)
-from distmp.testing.reference import Gradients, Reference, measured, recorded_forwards
+from distmp.errors import require
+from distmp.testing import classify, gradients
+from distmp.testing.reference import Forward, ForwardRecord, Reference, recorded_forwards
 from distmp.testing.samples import DefaultLoss, LossSum, Split, collated, make_splits
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
@@ -34,7 +26,7 @@ def check_gradient(
     train_step: TrainStep,
     model: nn.Module,
     samples: Sequence[Any],
-    weights: str | Callable[[Any], float] = "tokens",
+    weights: str = "tokens",
     *,
     loss_sum: LossSum | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -56,8 +48,7 @@ def check_gradient(
         samples: At least three per rank, such as dicts of tensors with `labels` or pairs of inputs
             and labels; each without a batch dimension.
         weights: What the sum of losses is divided by: `tokens`, the weights that `loss_sum`
-            returns; `samples`, which averages the mean losses of samples; `sum`, nothing. A
-            function returns the weight of one sample, in place of that of `loss_sum`.
+            returns; `samples`, which averages the mean losses of samples; `sum`, nothing.
         loss_sum: Returns the sum of the losses of a microbatch, and its weight, as the loss
             functions of `distmp.Engine` do. By default, the cross entropy over labels other than
             -100, and their number.
@@ -86,25 +77,28 @@ def check_gradient(
         ...     print(error.mismatches[0].kind)
         microbatch_means
     """
-    if not callable(weights) and weights not in WANTED:
-        raise ConfigError("weights", weights, f"use one of {', '.join(WANTED)}, or a function")
-    wanted = "token_mean" if callable(weights) else WANTED[weights]
-    copies = Reference(model, loss_sum or DefaultLoss(), reference)
-    check = _Check(train_step, model, copies, collate, weights, max_norm)
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    splits = [*make_splits([*samples], ranks, tokens=weights == "tokens")]
+    require(weights in WANTED, "weights", weights, f"use one of {', '.join(WANTED)}")
+    problem = "let loss_sum return the sum of the means of samples and their number, with 'tokens'"
+    require(weights != "samples" or loss_sum is None, "weights", weights, problem)
+    losses = [loss_sum] if loss_sum else [DefaultLoss(), DefaultLoss(of_samples=True)]
+    losses = losses[::-1] if weights == "samples" else losses
+    references = [Reference(reference or model, each) for each in losses]
+    check = _Check(train_step, model, references, collate, max_norm)
+    splits = [*make_splits([*samples], Ranks(None).world_size, tokens=weights == "tokens")]
     absent = [] if optimizer is None else [*in_no_optimizer(model, optimizer)]
-    for sample_means in (weights == "samples", True):
-        results = [check.run(split, sample_means=sample_means) for split in splits]
-        found = classify.over_ranks(
-            Ranks(None).gather([*classify.diagnose(results, wanted), *absent])
-        )
-        # Gradients of single samples take time, and explain nothing that is already explained.
-        if sample_means or not {"weighted", "unexplained"} & {each.kind for each in found}:
+    extra = "token_mean" if weights == "samples" else "sample_mean"
+    for compared in ("", extra)[: len(losses)]:
+        results = [check.run(split, compared) for split in splits]
+        local = [*classify.diagnose(results, WANTED[weights]), *absent]
+        found = classify.over_ranks(Ranks(None).gather(local))
+        # The other mean takes time, and explains nothing that is already explained.
+        if not {"weighted", "unexplained"} & {each.kind for each in found}:
             break
+    problem = "there is nothing to compare: pass others, with labels"
+    require(any(split.weights.any() for split in results), "weights of samples", 0, problem)
     if found:
-        lines = "\n".join(f"- {mismatch}" for mismatch in found)
-        problem = f"the gradient is wrong (see docs/testing.md):\n{lines}"
+        lines = [f"- {each}" for each in found]
+        problem = "\n".join(["the gradient is wrong (see docs/testing.md):", *lines])
         raise classify.GradientError(problem, found)
 
 
@@ -112,14 +106,13 @@ def in_no_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[classify.GradientMismatch]:
     """Yield the trained parameters that no optimizer of this process has, if there are any."""
-    held = held_parameters(model, optimizer)
-    for other in gc.get_objects():
+    held = gradients.held_parameters(model, optimizer)
+    trained = {name: p for name, p in gradients.named_parameters(model).items() if p.requires_grad}
+    for other in [] if held.issuperset(trained.values()) else gc.get_objects():
         if issubclass(type(other), torch.optim.Optimizer):
             held |= {p for group in other.param_groups for p in group["params"]}
-    trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-    if absent := tuple(name for name, p in trained.items() if p not in held):
-        kind = "in_no_optimizer"
-        yield classify.GradientMismatch(kind, absent, classify.CLASSES[kind])
+    if absent := [name for name, p in trained.items() if p not in held]:
+        yield classify.mismatch("in_no_optimizer", absent)
 
 
 @dataclass(frozen=True)
@@ -128,54 +121,31 @@ class _Check:
 
     train_step: TrainStep
     model: nn.Module
-    reference: Reference
+    references: Sequence[Reference]
     collate: Callable[[list[Any]], Any] | None
-    weights: str | Callable[[Any], float]
     max_norm: float | None
 
-    def run(self, split: Split, *, sample_means: bool) -> classify.SplitResult:
-        """Return what was measured; every rank has to call it."""
-        batches = [[collated(part, self.collate) for part in rank] for rank in split.samples]
-        rank = dist.get_rank() if len(batches) > 1 else 0
-        self.reference.load(self.model)
-        remove_gradients(self.model)
-        with recorded_forwards(self.model) as record, torch.random.fork_rng():
-            returned = self.train_step(self.model, batches[rank])
-        names = named_parameters(self.model).keys()
-        given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
-        gradients = full_gradients(self.model, given)
-        self.reference.set_modes(self.model)
-        own = self.reference.replay(batches[rank], record)
-        means = self._sample_means(split, own) if sample_means else {}
-        weights = own.weights
-        if callable(self.weights):
-            weights = [float(sum(map(self.weights, part))) for part in split.flat]
-        of_ranks = np.array(weights, dtype=np.float64).reshape(len(batches), -1)
-        empty = classify.SplitResult(split.name, rank, of_ranks, self.max_norm)
-        return measured(empty, gradients, own, means)
+    def run(self, split: Split, extra: str) -> classify.SplitResult:
+        """Return what was measured; every rank has to call it.
 
-    def _sample_means(self, split: Split, own: Gradients) -> dict[str, Tensor]:
-        """Return the part of each microbatch in the mean over samples.
-
-        There is none if all samples have the same weight, or if the loss of a microbatch is not
-        the sum of those of its samples.
+        Args:
+            split: The division.
+            extra: The class that the second reference computes; "" without.
         """
-        batches = [collated([each], self.collate) for part in split.flat for each in part]
-        single = self.reference.own(batches, [None] * len(batches))
-        weights = np.array(single.weights)
-        if len(set(weights[weights > 0])) < 2:
-            return {}
-        parts = np.repeat(np.arange(len(split.flat)), [len(part) for part in split.flat])
-        places = np.equal.outer(np.arange(len(split.flat)), parts).astype(float)
-        sums = single.summed(places)
-        pairs = [(sums[name], each) for name, each in own.stacked.items()]
-        difference = sum(float((one - other).square().sum()) for one, other in pairs)
-        if difference <= 1e-3 * sum(float(other.square().sum()) for _, other in pairs):
-            return single.summed(places * classify.inverse(weights) / (weights > 0).sum())
-        if self.weights == "samples":
-            problem = (
-                "the loss of a microbatch is not the sum of those of its samples, because of "
-                "dropout or batch statistics; call model.eval()"
-            )
-            raise ConfigError("weights", self.weights, problem)
-        return {}
+        first = Ranks(None).rank * split.each
+        samples = split.samples[first : first + split.each]
+        batches = [collated(each, self.collate) for each in samples]
+        record = ForwardRecord(state=gradients.full_state(self.model))
+        gradients.remove_gradients(self.model)
+        with recorded_forwards(self.model, lambda: record), torch.random.fork_rng():
+            returned = self.train_step(self.model, batches)
+        names = gradients.named_parameters(self.model).keys()
+        given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
+        measured = gradients.full_gradients(self.model, given)
+        # With another number of forwards, it is unknown which belongs to which microbatch.
+        known = len(record.forwards) == len(batches)
+        states = [each.generators for each in record.forwards] if known else [()] * len(batches)
+        record.forwards = [*map(Forward, batches, states)]
+        own = self.references[0].replay(record, exact=True)
+        other = self.references[1].replay(record).mean() if extra else {}
+        return own.compared(split.name, self.max_norm, measured, extra, other)

@@ -7,7 +7,7 @@ Several divisions of the same samples decide between classes that predict the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 # Relative error of FP32 arithmetic, beyond what the float64 reference shows of it.
 _TOLERANCE = 2e-5
+# Error of a parameter relative to the whole gradient, where its own is nothing but rounding errors.
+_FLOOR = 1e-6
 # A gradient whose rounding error is above this share shows nothing but rounding.
 _NOISE = 0.1
 # Relative error of 16-bit sums of few terms.
@@ -65,18 +67,13 @@ class Projection(NamedTuple):
     """A measured gradient of a parameter beside those of single microbatches.
 
     Attributes:
-        square: Squared norm of the measured gradient.
-        inner: Inner product with the gradient of each microbatch, of shape (terms,).
-        gram: Inner products between these, of shape (terms, terms).
+        products: Inner products between the gradients of microbatches, and the measured one as the
+            last, of shape (terms + 1, terms + 1).
         noise: Error that the dtypes of the run cause, relative to the gradient wanted.
-        in_16_bits: Whether the gradient is a sum of several terms that was rounded to 16 bits.
     """
 
-    square: float
-    inner: Array
-    gram: Array
+    products: Array
     noise: float = 0.0
-    in_16_bits: bool = False
 
 
 @dataclass
@@ -88,22 +85,29 @@ class SplitResult:
         rank: This rank.
         weights: Weight of each microbatch, of shape (ranks, microbatches).
         max_norm: What the gradient is clipped to on purpose.
-        parameters: By name, of parameters with a finite gradient. Terms after those of microbatches
-            are their parts of the mean over samples.
+        extra: What a term after those of microbatches is, if there is one: the `sample_mean` or
+            `token_mean`, if another one is wanted, or a gradient that may be `accumulated_twice`.
+        parameters: By name, of parameters with a finite gradient.
         missing: Names of parameters without a gradient that they should have.
         not_finite: Names of parameters whose gradient is NaN or infinite.
         shard_factors: Factors below 1 between parts of the measured and the wanted gradient, at
             most one per rank; none if there is one factor, or more.
+        rounded: Names of parameters whose gradient is a sum of several terms that was rounded to 16
+            bits.
+        unused: Names of parameters without a gradient, as they should be.
     """
 
     name: str
     rank: int
     weights: Array
     max_norm: float | None = None
+    extra: str = ""
     parameters: dict[str, Projection] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     not_finite: set[str] = field(default_factory=set)
     shard_factors: tuple[float, ...] = ()
+    rounded: set[str] = field(default_factory=set)
+    unused: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,13 @@ class GradientMismatch:
         return f"{listed(list(self.parameters))}: {self.text}{size}"
 
 
+def mismatch(
+    kind: str, names: Iterable[str], detail: str = "", size: float = float("nan")
+) -> GradientMismatch:
+    """Return a mismatch with the text of its class."""
+    return GradientMismatch(kind, tuple(names), f"{CLASSES[kind]}{detail}", size)
+
+
 class GradientError(DistmpError, AssertionError):
     """The gradient is not the one wanted.
 
@@ -143,28 +154,22 @@ class GradientError(DistmpError, AssertionError):
 # Predictions
 
 
-class _Label(NamedTuple):
-    row: int  # index of `_Predictions.kinds`
-    factor: int = 0  # index of `_factors`
-
-
-def _factors(ranks: int, microbatches: int, most: int) -> list[tuple[str, str, float]]:
-    """Return class, words and value of each factor; the simplest first."""
+def _factors(ranks: int, microbatches: int, most: int) -> list[tuple[str, float]]:
+    """Return class and value of each factor; the simplest first."""
     r, m = ranks, microbatches
     return [
-        ("right", "", 1.0),
-        ("ranks_twice", "1 / ranks", 1 / r),
-        ("ranks_never", "ranks", r),
-        ("microbatches_twice", "1 / microbatches", 1 / m),
-        ("microbatches_never", "microbatches", m),
-        ("short_update", "microbatches / those of a full update", m / most),
-        ("accumulated_twice", "2", 2.0),
-        ("halved", "1 / 2", 0.5),
-        ("ranks_twice", "1 / (ranks * microbatches)", 1 / (r * m)),
-        ("ranks_never", "ranks * microbatches", r * m),
-        ("ranks_twice", "1 / ranks ** 2", 1 / r**2),
-        ("ranks_never", "ranks ** 2", r**2),
-        ("microbatches_twice", "1 / microbatches ** 2", 1 / m**2),
+        ("right", 1.0),
+        ("ranks_twice", 1 / r),
+        ("ranks_never", r),
+        ("microbatches_twice", 1 / m),
+        ("microbatches_never", m),
+        ("short_update", m / most),
+        ("accumulated_twice", 2.0),
+        ("halved", 0.5),
+        ("ranks_twice", 1 / (r * m)),
+        ("ranks_never", r * m),
+        ("ranks_twice", 1 / r**2),
+        ("ranks_never", r**2),
     ]
 
 
@@ -173,91 +178,99 @@ def inverse(values: Array) -> Array:
     return np.where(values > 0, 1 / np.where(values > 0, values, 1), 0)
 
 
-def _coefficients(split: SplitResult, *, sample_means: bool) -> list[tuple[str, Array]]:
-    """Return class and weights of the terms of each prediction; the simplest first."""
+def _coefficients(split: SplitResult) -> Iterator[tuple[str, Array | float]]:
+    """Yield class and weights of the microbatches of each prediction; the simplest first."""
     w, (ranks, count) = split.weights, split.weights.shape
     total, position, rows = inverse(w.sum()), np.arange(count), np.arange(ranks)[:, None]
     by_rank, means = inverse(w.sum(1, keepdims=True)), inverse(w)
     last, own = position == count - 1, rows == split.rank
-    found = [
-        ("token_mean", total),
-        ("sum", 1.0),
-        ("rank_means", by_rank / ranks),
-        ("microbatch_means", means / (ranks * count)),
-        ("microbatch_means", means / max(1, int((w > 0).sum()))),
-        ("pass_means", inverse(w.sum(0)) / count),
-        ("reduced_again", total * float(ranks) ** (count - 1 - position)),
-        ("last_microbatch", last * total),
-        ("last_microbatch", last * inverse(w[:, -1].sum())),
-        ("last_microbatch", last * means / ranks),
-        *(("own_rank", own * each) for each in (total, by_rank, means / count, 1.0)),
-        *(("same_data", (rows == row) * by_rank) for row in range(ranks)),
-    ]
-    flat: list[tuple[str, Array]]
-    flat = [(kind, np.broadcast_to(each, w.shape).ravel()) for kind, each in found]
-    if not sample_means:
-        return flat
-    mean = np.repeat([0.0, 1.0], w.size)
-    return [*((k, np.append(row, 0 * row)) for k, row in flat), ("sample_mean", mean)]
+    yield "token_mean", total
+    yield "sum", 1.0
+    yield "rank_means", by_rank / ranks
+    yield "microbatch_means", means / (ranks * count)
+    yield "microbatch_means", means / max(1, int((w > 0).sum()))
+    yield "pass_means", inverse(w.sum(0)) / count
+    yield "reduced_again", total * float(ranks) ** (count - 1 - position)
+    yield "last_microbatch", last * total
+    yield "last_microbatch", last * inverse(w[:, -1].sum())
+    yield "last_microbatch", last * means / ranks
+    yield from (("own_rank", own * each) for each in (total, by_rank, means / count, 1.0))
+    yield from (("same_data", (rows == row) * by_rank) for row in range(ranks))
+
+
+def _norm(products: Array, combinations: Array) -> Array:
+    """Return the norms of combinations of gradients."""
+    squares = np.einsum("...k,kl,...l->...", combinations, products, combinations)
+    return np.sqrt(np.maximum(squares, 0))
 
 
 class _Predictions:
-    """All predictions for one division of the samples."""
+    """All predictions for one division of the samples, as combinations of its gradients.
+
+    Attributes:
+        kinds: Their classes, the wanted one first.
+        factors: Classes and values of their factors.
+        wanted: The combination that is right.
+        measured: The combination that is the measured gradient.
+    """
 
     def __init__(self, split: SplitResult, wanted: str, most: int) -> None:
-        self.split = split
-        terms = max((len(each.inner) for each in split.parameters.values()), default=0)
-        found = _coefficients(split, sample_means=terms > split.weights.size)
-        named = dict(reversed(found))
-        # Without terms of samples, all samples have the same weight.
-        right = named.get(wanted, named["token_mean"])
+        self.split, w = split, split.weights
+        terms = max((len(p.products) - 1 for p in split.parameters.values()), default=w.size)
+        self.measured = np.eye(terms + 1)[-1]
+        rest = np.zeros(terms + 1 - w.size)
+        extra = np.append(np.zeros(w.size), rest + 1) - self.measured
+        found = [
+            (kind, np.append(np.broadcast_to(each, w.shape), rest))
+            for kind, each in _coefficients(split)
+        ]
+        right = found[wanted == "sum"][1]
+        if split.extra:
+            found.append((split.extra, extra + right * (split.extra == "accumulated_twice")))
         self.kinds = ["right", *(kind for kind, _ in found)]
-        self._rows = np.stack([right, *(row for _, row in found)])
-        ranks, count = split.weights.shape
-        self.factors = _factors(ranks, count, most)
-        self._square = sum(each.square for each in split.parameters.values())
-        # Whatever the gradient is, it has been clipped by its own norm.
-        scales = np.tile([value for *_, value in self.factors], (len(self._rows), 1))
+        self.factors = _factors(len(w), w.shape[1], most)
+        rows = np.stack([right, *(row for _, row in found)])[:, None]
+        self._predicted = rows * np.array([[[value] for _, value in self.factors]])
+        self._products = self.summed(split.parameters)
         if split.max_norm is not None:
-            squares = [self._squares(each) for each in split.parameters.values()]
-            norms = np.sqrt(np.sum(squares, 0))[:, None] * scales
-            scales = scales * np.minimum(1, split.max_norm / (norms + 1e-6))
-        self._scales, self._wanted = scales, right * scales[0, 0]
+            # Whatever the gradient is, it has been clipped by its own norm.
+            norms = _norm(self._products, self._predicted)[..., None]
+            self._predicted = self._predicted * np.minimum(1, split.max_norm / (norms + 1e-6))
+        self.wanted = self._predicted[0, 0]
+        self._norm = _norm(self._products, self.wanted)
 
-    def _squares(self, p: Projection) -> Array:
-        return np.maximum(np.einsum("hk,kl,hl->h", self._rows, p.gram, self._rows), 0)
-
-    def summed(self, names: Iterable[str]) -> Projection:
-        """Return the projection of several parameters together, those that were measured."""
+    def summed(self, names: Iterable[str]) -> Array:
+        """Return the products of several parameters together, those that were measured."""
         parameters = self.split.parameters
-        found = [parameters[name] for name in names if name in parameters]
-        empty = 0 * self._wanted
-        inner = sum((p.inner for p in found), start=empty)
-        gram = sum((p.gram for p in found), start=np.outer(empty, empty))
-        noise = max((p.noise for p in found), default=0.0)
-        return Projection(sum(p.square for p in found), inner, gram, noise)
-
-    def against_wanted(self, p: Projection) -> tuple[float, float, float]:
-        """Return the squared norm of the gradient wanted, its product with it, and the error."""
-        norm, inner = float(self._wanted @ p.gram @ self._wanted), float(self._wanted @ p.inner)
-        return max(0.0, norm), inner, max(0.0, p.square - 2 * inner + norm)
+        found = [parameters[name].products for name in names if name in parameters]
+        return np.sum([np.zeros((len(self.measured),) * 2), *found], 0)
 
     def shows(self, name: str) -> bool:
         """Return whether there is a gradient that shows more than rounding errors."""
         p = self.split.parameters.get(name)
-        return p is not None and (p.noise <= _NOISE or p.square > 1e-4 * self._square)
+        return p is not None and (
+            p.noise <= _NOISE or p.products[-1, -1] > 1e-4 * self._products[-1, -1]
+        )
 
-    def allowed(self, p: Projection) -> float:
-        """Return the relative error that arithmetic explains."""
-        return min(_NOISE, _TOLERANCE + 2 * p.noise + _ROUNDED * p.in_16_bits)
+    def allowed(self, names: Iterable[str]) -> float:
+        """Return the relative error of several parameters that arithmetic explains."""
+        parameters = self.split.parameters
+        noise = [parameters[name].noise for name in names if name in parameters]
+        return min(_NOISE, _TOLERANCE + 2 * max(noise, default=0.0))
 
-    def fits(self, name: str) -> set[_Label]:
-        """Return the predictions that a parameter's gradient agrees with."""
+    def fits(self, name: str) -> set[tuple[int, int]]:
+        """Return the predictions that a parameter's gradient agrees with: kind and factor."""
         p = self.split.parameters[name]
-        squares = self._squares(p)[:, None] * self._scales**2
-        errors = p.square - 2 * (self._rows @ p.inner)[:, None] * self._scales + squares
-        agree = np.sqrt(np.maximum(errors, 0)) <= self.allowed(p) * np.sqrt(squares)
-        return {_Label(int(row), int(column)) for row, column in np.argwhere(agree)}
+        errors = _norm(p.products, self._predicted - self.measured)
+        share = self.allowed([name]) + _ROUNDED * (name in self.split.rounded)
+        allowed = share * _norm(p.products, self._predicted) + _FLOOR * self._norm
+        return {(int(row), int(column)) for row, column in np.argwhere(errors <= allowed)}
+
+    def size(self, names: Iterable[str]) -> float:
+        """Return the norm of the error of several parameters, relative to the gradient wanted."""
+        products = self.summed(names)
+        norm, error = _norm(products, np.stack([self.wanted, self.wanted - self.measured]))
+        return float(error / norm) if norm else float(error > 0)
 
 
 # The diagnosis of one rank
@@ -267,149 +280,128 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     """Return what is wrong with gradients, in the order of `CLASSES`.
 
     Args:
-        splits: What this rank has measured with each division of the samples.
+        splits: What this rank has measured with each division of the samples, one at least.
         wanted: The class that is right: `token_mean`, `sample_mean` or `sum`.
     """
-    most = max((split.weights.shape[1] for split in splits), default=1)
+    most = max(split.weights.shape[1] for split in splits)
     predictions = [_Predictions(split, wanted, most) for split in splits]
-    broken = sorted({name for split in splits for name in split.not_finite})
+    broken = {name for split in splits for name in split.not_finite}
     found = [*_absent("not_finite", splits, broken), *_compared(predictions, wanted)]
-    found += _rounded(predictions)
-    order = list(CLASSES)
-    return sorted(found, key=lambda mismatch: order.index(mismatch.kind))
+    # What one microbatch per rank shows is the reduction.
+    reduced = {n for split in splits for n in split.rounded if split.weights.shape[1] == 1}
+    summed = {name for split in splits for name in split.rounded} - reduced
+    for kind, names in (("summed_in_16_bits", summed), ("reduced_in_16_bits", reduced)):
+        size = _size(predictions, names)
+        found += [mismatch(kind, sorted(names), size=size)] if names else []
+    return sorted(found, key=lambda each: [*CLASSES].index(each.kind))
 
 
 def _absent(
-    kind: str, splits: Sequence[SplitResult], names: Iterable[str]
+    kind: str, splits: Sequence[SplitResult], names: Collection[str]
 ) -> Iterator[GradientMismatch]:
     """Report parameters whose gradient is `missing` or `not_finite` in some of the splits."""
-    absent = [name for name in names if any(name in getattr(split, kind) for split in splits)]
-    where = [split.name for split in splits if getattr(split, kind) & {*absent}]
-    if absent:
-        text = CLASSES[kind] + ("" if len(where) == len(splits) else f", with {where[0]}")
-        yield GradientMismatch(kind, tuple(absent), text)
+    where = [split.name for split in splits if getattr(split, kind).intersection(names)]
+    if where:
+        yield mismatch(kind, sorted(names), f", with {where[0]}" * (len(where) < len(splits)))
 
 
 def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
-    names = dict.fromkeys(n for each in predictions for n in each.split.parameters)
-    labels = {
-        name: set.intersection(*(each.fits(name) for each in predictions if each.shows(name)))
-        for name in names
-        if any(each.shows(name) for each in predictions)
-    }
-    left = [name for name, fits in labels.items() if _Label(0) not in fits]
-    order, kinds = list(CLASSES), predictions[0].kinds
+    names = dict.fromkeys(name for each in predictions for name in each.split.parameters)
+    fits = {n: [each.fits(n) for each in predictions if each.shows(n)] for n in names}
+    labels = {name: set.intersection(*each) for name, each in fits.items() if each}
+    left = [name for name, found in labels.items() if (0, 0) not in found]
+    order = [[*CLASSES].index(kind) for kind in predictions[0].kinds]
     while counts := [label for name in left for label in labels[name]]:
-        simplest = sorted(set(counts), key=lambda each: (order.index(kinds[each.row]), each))
+        simplest = sorted(set(counts), key=lambda label: (order[label[0]], label))
         best = max(simplest, key=counts.count)
-        explained = [name for name in left if best in labels[name]]
-        left = [name for name in left if name not in explained]
-        yield _mismatch(predictions, best, explained, wanted)
-    yield from _unexplained(predictions, left)
+        yield _predicted(predictions, best, [n for n in left if best in labels[n]], wanted)
+        left = [name for name in left if best not in labels[name]]
+    missing = {name for each in predictions for name in each.split.missing}.intersection(left)
+    yield from _absent("missing", [each.split for each in predictions], missing)
+    if left := [name for name in left if name not in missing]:
+        found = _common_factor(predictions, left) or _counted(predictions, left)
+        kind, detail = found or ("unexplained", "")
+        yield mismatch(kind, left, detail, _size(predictions, left))
 
 
-def _mismatch(
-    predictions: Sequence[_Predictions], label: _Label, names: list[str], wanted: str
+def _predicted(
+    predictions: Sequence[_Predictions], label: tuple[int, int], names: list[str], wanted: str
 ) -> GradientMismatch:
-    worst = max(predictions, key=lambda each: _size([each], names))
-    values = np.array([[value for *_, value in each.factors] for each in predictions])
+    worst, size = max(predictions, key=lambda each: each.size(names)), _size(predictions, names)
+    kind, mean = worst.kinds[label[0]], CLASSES[wanted].removeprefix("agrees with ")
+    values = np.array([[value for _, value in each.factors] for each in predictions])
     # Factors that are equal in every split.
-    same = np.flatnonzero((values == values[:, [label.factor]]).all(0))
-    kinds, words, (value, *_) = zip(*(worst.factors[column] for column in same), strict=True)
-    kind, mean, shape = kinds[0], CLASSES[wanted].removeprefix("agrees with "), _shape(worst.split)
-    if label.row == 0:
-        causes = ", or ".join(CLASSES[each] for each in dict.fromkeys(kinds))
-        text = f"gradient is {value:.3g} of {mean} at {shape}: {causes}"
-    else:
-        kind, times = worst.kinds[label.row], f", times {' or '.join(words)}" if words[0] else ""
-        text = f"{CLASSES[kind]}{times}, not with {mean}, at {shape}"
-    return GradientMismatch(kind, tuple(names), text, _size(predictions, names))
+    same = np.flatnonzero((values == values[:, [label[1]]]).all(0))
+    causes = [*dict.fromkeys(worst.factors[column][0] for column in same)]
+    factor, text = worst.factors[label[1]][1], ", or ".join(CLASSES[each] for each in causes)
+    if kind == "right":
+        text = f"gradient is {factor:.3g} of {mean}, with {worst.split.name}: {text}"
+        return GradientMismatch(causes[0], tuple(names), text, size)
+    times = "" if causes[0] == "right" else f", times {factor:.3g} ({text})"
+    former = ": the gradient of the step before was not removed" * (kind == "accumulated_twice")
+    return mismatch(kind, names, f"{times}, not with {mean}, with {worst.split.name}{former}", size)
 
 
-def _shape(split: SplitResult) -> str:
-    ranks, count = split.weights.shape
-    return f"{ranks} rank{'s' * (ranks > 1)} x {count} microbatch{'es' * (count > 1)}"
-
-
-def _size(predictions: Sequence[_Predictions], names: Iterable[str]) -> float:
-    sizes = [0.0]
-    for each in predictions:
-        norm, _, error = each.against_wanted(each.summed(names))
-        sizes.append((error / norm) ** 0.5 if norm else float(error > 0))
-    return max(sizes)
-
-
-def _rounded(predictions: Sequence[_Predictions]) -> Iterator[GradientMismatch]:
-    """Report gradients that were rounded to 16 bits after several terms had been added."""
-    # What one microbatch per rank shows is the reduction.
-    single = [each.split for each in predictions if each.split.weights.shape[1] == 1]
-    reduced = {n for split in single for n, p in split.parameters.items() if p.in_16_bits}
-    every = [n for each in predictions for n, p in each.split.parameters.items() if p.in_16_bits]
-    for kind in ("summed_in_16_bits", "reduced_in_16_bits"):
-        names = [n for n in dict.fromkeys(every) if (n in reduced) == kind.startswith("reduced")]
-        if names:
-            yield GradientMismatch(kind, tuple(names), CLASSES[kind], _size(predictions, names))
+def _size(predictions: Sequence[_Predictions], names: Collection[str]) -> float:
+    return max(each.size(names) for each in predictions)
 
 
 # What no prediction explains
 
 
-def _unexplained(
-    predictions: Sequence[_Predictions], names: list[str]
-) -> Iterator[GradientMismatch]:
-    splits = [each.split for each in predictions]
-    yield from _absent("missing", splits, names)
-    names = [name for name in names if not any(name in split.missing for split in splits)]
-    by_shard = next((split.shard_factors for split in splits if split.shard_factors), None)
-    if not names:
-        return
-    found = _common_factor(predictions, names)
-    if found is None and by_shard:
-        factors = ", ".join(f"{factor:.3g}" for factor in by_shard)
-        found = "shard_clipped", f"{CLASSES['shard_clipped']}: factors {factors}"
-    found = found or _counted(predictions, names) or ("unexplained", CLASSES["unexplained"])
-    yield GradientMismatch(found[0], tuple(names), found[1], _size(predictions, names))
-
-
-def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
+def _common_factor(
+    predictions: Sequence[_Predictions], names: Sequence[str]
+) -> tuple[str, str] | None:
     """Explain gradients that are parallel to the wanted ones."""
-    factors, norms = [], []
+    found = []
     for each in predictions:
-        p = each.summed(name for name in names if each.shows(name))
-        norm, inner, _ = each.against_wanted(p)
-        if norm * p.square == 0 or 1 - inner**2 / (norm * p.square) > each.allowed(p) ** 2:
+        shown = [name for name in names if each.shows(name)]
+        products = each.summed(shown)
+        wanted, measured = _norm(products, np.stack([each.wanted, each.measured]))
+        cosine = each.wanted @ products[-1] / (wanted * measured or 1.0)
+        if 1 - cosine**2 > each.allowed(shown) ** 2:
             return None
-        factors.append(inner / norm)
-        norms.append(p.square**0.5)
-    exponent, values = np.log2(np.abs(factors)), ", ".join(f"{each:.4g}" for each in factors)
-    if round(abs(exponent[0])) >= 3 and np.ptp([*exponent, round(exponent[0])]) < 1e-3:
-        return "loss_scale", f"{CLASSES['loss_scale']}: 2 ** {exponent[0]:.0f}"
-    reduced = [norm for norm, factor in zip(norms, factors, strict=True) if factor < 1 - 1e-3]
-    if reduced and max(factors) <= 1 + 1e-3 and max(reduced) <= 1.001 * min(reduced):
-        power = np.log2((predictions[0].split.max_norm or 0.0) / reduced[0] or 1.0)
-        if round(power) >= 3 and abs(power - round(power)) < 1e-3:
-            return "loss_scale", f"clipped before it was unscaled: to max_norm / 2 ** {power:.0f}"
-        return "clipped", f"{CLASSES['clipped']}, to the norm {reduced[0]:.4g}"
-    return "miscounted", f"{CLASSES['miscounted']}: gradient is {values} of the one wanted"
+        found.append((cosine * measured / wanted, measured))
+    factors, norms = np.transpose(found)
+    if power := _power_of_2(factors):
+        return "loss_scale", f": 2 ** {power}"
+    norms = norms[factors < 1 - 1e-3]
+    if len(norms) and factors.max() <= 1 + 1e-3 and norms.max() <= 1.001 * norms.min():
+        if power := _power_of_2([(predictions[0].split.max_norm or 0.0) / norms[0]]):
+            return "loss_scale", f": clipped before it was unscaled: to max_norm / 2 ** {power}"
+        return "clipped", f", to the norm {norms[0]:.4g}"
+    return "miscounted", f": {', '.join(f'{each:.4g}' for each in factors)} of the one wanted"
 
 
-def _counted(predictions: Sequence[_Predictions], names: list[str]) -> tuple[str, str] | None:
-    """Explain gradients by the weights with which microbatches count, from a least-squares fit."""
+def _power_of_2(values: Sequence[float]) -> int:
+    """Return the exponent of the loss scale that all values are; 0 if they are none."""
+    exponents = np.log2(np.abs(values) + 1e-300)
+    power = round(exponents[0])
+    return power if abs(power) >= 3 and np.abs(exponents - power).max() < 1e-3 else 0
+
+
+def _counted(predictions: Sequence[_Predictions], names: Sequence[str]) -> tuple[str, str] | None:
+    """Explain gradients by the factors of shards, ranks or microbatches."""
+    if shards := [each.split.shard_factors for each in predictions if each.split.shard_factors]:
+        return "shard_clipped", f": factors {', '.join(f'{each:.3g}' for each in shards[0])}"
+    texts, norms = [], []
     for each in predictions:
-        p, split = each.summed(names), each.split
-        terms, weights = slice(split.weights.size), split.weights.ravel()
-        counts = np.linalg.lstsq(p.gram[terms, terms], p.inner[terms], rcond=1e-9)[0]
-        residual = max(0.0, 1 - float(counts @ p.inner[terms]) / p.square) ** 0.5
-        if residual > 1e-3 + 2 * p.noise:
+        products, w = each.summed(names), each.split.weights
+        gram, inner = products[: w.size, : w.size], products[-1, : w.size]
+        counts = np.linalg.lstsq(gram, inner, rcond=1e-9)[0]
+        if 1 - counts @ inner / products[-1, -1] > (1e-3 + each.allowed(names)) ** 2:
             return None
-        shares = counts * weights.sum()
-        if np.abs(shares - 1)[weights > 0].max() > 1e-2:
-            places = [(n, *divmod(n, split.weights.shape[1])) for n in np.flatnonzero(weights)]
-            texts = [f"microbatch {m} of rank {r} counts {shares[n]:.3g}" for n, r, m in places]
-            text = f"{CLASSES['weighted']}, with {split.name}: {'; '.join(texts)} instead of 1"
-            return "weighted", text
-    return None
+        norms.append(_norm(gram, np.repeat(np.eye(len(w)), w.shape[1], 1) * counts))
+        shares = (counts.reshape(w.shape) * w.sum())[w > 0]
+        if np.abs(shares - 1).max() > 1e-2:
+            places = zip(np.argwhere(w), shares, strict=True)
+            counted = [f"microbatch {m} of rank {r} counts {s:.3g}" for (r, m), s in places]
+            texts.append(f", with {each.split.name}: {'; '.join(counted)} instead of 1")
+    clipped = np.array(norms) > 0.999 * np.max(norms)
+    if clipped.any(1).all() and clipped.sum() > 1:
+        return "clipped", f": the part of each rank alone, to the norm {np.max(norms):.4g}"
+    return ("weighted", texts[0]) if texts else None
 
 
 def over_ranks(by_rank: Sequence[Sequence[GradientMismatch]]) -> list[GradientMismatch]:
@@ -420,7 +412,7 @@ def over_ranks(by_rank: Sequence[Sequence[GradientMismatch]]) -> list[GradientMi
     for rank, mismatches in enumerate(by_rank):
         for each in mismatches:
             if shared and each.kind == "own_rank":
-                each = replace(each, kind="same_data", text=CLASSES["same_data"])
+                each = mismatch("same_data", each.parameters, size=each.size)
             found.setdefault((each.kind, each.parameters), []).append((rank, each))
     combined = []
     for same in found.values():

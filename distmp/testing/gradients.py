@@ -1,17 +1,17 @@
-"""Reads full parameters and gradients under any wrapper, and copies models without wrappers."""
+"""Reads full parameters and gradients under any wrapper, and computes without wrappers."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.utils.stateless import _reparametrize_module
 
-from distmp.errors import ConfigError
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import parameter_name
 
@@ -54,15 +54,13 @@ def innermost(model: nn.Module, optimizer: Any) -> Any:
 def unseen(model: nn.Module, optimizer: Any) -> str | None:
     """Return why an audit cannot see the gradients of a model; None if it can."""
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
-        return "the model is compiled; audit it without torch.compile"
+        return "is compiled; audit it without torch.compile"
     if is_fsdp1(model):
         return "shards of FSDP1 cannot be read here; use check_gradient"
     held = held_parameters(model, optimizer)
-    for p in model.parameters():
-        if hasattr(p, "_in_backward_optimizers") or (
-            p not in held and p._post_accumulate_grad_hooks
-        ):
-            return "optimizers run inside of backward; audit the model with one optimizer"
+    hooked = [p for p in model.parameters() if p not in held and p._post_accumulate_grad_hooks]
+    if hooked or any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
+        return "optimizers run inside of backward; audit the model with one optimizer"
     return None
 
 
@@ -88,15 +86,6 @@ def is_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
 
 
-@contextlib.contextmanager
-def _gathered(model: nn.Module, *, gradients: bool) -> Iterator[None]:
-    """Gather the flat parameters of FSDP1; other parameters are gathered one by one."""
-    summon = FullyShardedDataParallel.summon_full_params
-    options = {"writeback": False, "with_grads": gradients}
-    with summon(model, **options) if is_fsdp1(model) else contextlib.nullcontext():
-        yield
-
-
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by their names in the plain model; a tied one once."""
     return {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
@@ -104,7 +93,7 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the full parameters and buffers; every rank has to call it."""
-    with _gathered(model, gradients=False):
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         buffers = {plain_name(n): b for n, b in unwrapped(model).named_buffers()}
         held = {**named_parameters(model), **buffers}
         return {name: _full(tensor).clone() for name, tensor in held.items()}
@@ -113,7 +102,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 def full_gradients(
     model: nn.Module, gradients: Mapping[str, Tensor | None] | None = None
 ) -> dict[str, Tensor | None]:
-    """Return the full gradients of trained parameters in float64; every rank has to call it.
+    """Return the full gradients of trained parameters; every rank has to call it.
 
     Args:
         model: The model.
@@ -122,7 +111,7 @@ def full_gradients(
     Returns:
         Gradients by name; None for a parameter without a gradient on this rank.
     """
-    with _gathered(model, gradients=True):
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
         trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
         found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
         return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
@@ -137,11 +126,9 @@ def _held(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    if is_dtensor(parameter):
-        # Ranks without a gradient take part in the all-gather.
-        full = _full(torch.zeros_like(parameter) if gradient is None else gradient)
-        return None if gradient is None else full.double()
-    return None if gradient is None else gradient.detach().to_dense().double()
+    if gradient is None and is_dtensor(parameter):
+        _full(torch.zeros_like(parameter))  # takes part in the all-gather of other ranks
+    return None if gradient is None else _full(gradient).to_dense()
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -153,51 +140,29 @@ def _full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without wrappers and with full parameters.
+@contextlib.contextmanager
+def plain_model(
+    model: nn.Module, tensors: dict[str, Tensor], training: Mapping[str, bool]
+) -> Iterator[None]:
+    """Let a module compute with other tensors, without hooks of FSDP2 and ZeRO-3.
 
-    Every rank has to call it. Hooks of modules that FSDP2 or ZeRO-3 shards are not copied.
-
-    Raises:
-        ConfigError: If the model cannot be copied.
+    Args:
+        model: The module, without wrappers.
+        tensors: Full parameters and buffers by their names in it.
+        training: Whether parts are in training mode, by their names in the plain model.
     """
-    model = unwrapped(model)
-    if is_fsdp1(model):
-        problem = "cannot be copied while it is sharded; pass a plain model as reference=..."
-        raise ConfigError("model", type(model).__name__, problem)
+    kept = [(vars(part), {**vars(part)}) for part in model.modules()]
     try:
-        copied = _deep_copy(model)
-    except Exception as error:  # noqa: BLE001  (whatever a class raises in its own copy)
-        problem = f"cannot be copied ({error}); pass another one as reference=..."
-        raise ConfigError("model", type(model).__name__, problem) from None
-    for part in copied.modules():
-        # accelerate and TRL replace `forward` by functions that call the original model's.
-        if hasattr(vars(part).get("forward"), "__wrapped__"):
-            del part.forward
-    return copied
-
-
-def _deep_copy(model: nn.Module) -> nn.Module:
-    """Copy a model with full parameters, without hooks and states of FSDP2 and ZeRO-3."""
-    copies: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        full, trained = _full(tensor).clone(), tensor.requires_grad
-        is_parameter = isinstance(tensor, nn.Parameter)
-        copies[id(tensor)] = nn.Parameter(full, trained) if is_parameter else full
-    classes: dict[Any, type] = {part: type(part) for part in model.modules()}
-    try:
-        for part, kind in classes.items():
-            if issubclass(kind, FSDPModule):
-                part.reshard()
-                part.__class__ = kind.__mro__[2]  # after FSDPModule; its own class refuses copies
-            if issubclass(kind, FSDPModule) or hasattr(part, "ds_id"):
-                held = {name: copies.get(id(p)) for name, p in part._parameters.items()}
-                copies[id(part._parameters)] = held
-                hooks = [each for name, each in vars(part).items() if name.endswith("_hooks")]
-                copies |= {id(each): type(each)() for each in hooks}
-                states = [each for name, each in vars(part).items() if "composable_api" in name]
-                copies |= {id(each): None for each in states}
-        return copy.deepcopy(model, copies)
+        for name, part in model.named_modules():
+            mode = training.get(plain_name(name), part.training)
+            vars(part).update(training=mode, _compiled_call_impl=None)
+            if isinstance(part, FSDPModule) or hasattr(part, "ds_id"):
+                hooks = [key for key in vars(part) if key.endswith("_hooks")]
+                vars(part).update({key: OrderedDict() for key in hooks})
+                vars(part).update(_parameters={**part._parameters})
+        with _reparametrize_module(model, tensors, tie_weights=True):
+            yield
     finally:
-        for part, kind in classes.items():
-            part.__class__ = kind
+        for attributes, before in kept:
+            attributes.clear()
+            attributes.update(before)

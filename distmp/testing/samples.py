@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 
 # Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
@@ -29,26 +29,20 @@ def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Te
         ConfigError: If they are not a scalar with a gradient and a number.
     """
     found: Any = loss_sum(model, batch)
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise ConfigError("what loss_sum returns", type(found).__name__, f"{_PASS}, as a pair")
-    total, weight = found[0], _number(found[1])
-    if not 0 <= weight < np.inf:
-        problem = "return the number of tokens or samples"
-        raise ConfigError("the weight that loss_sum returns", found[1], problem)
-    if not isinstance(total, Tensor) or total.numel() != 1 or (weight and not total.requires_grad):
-        problem = "return a tensor with one element, computed from trained parameters of the model"
-        raise ConfigError("the loss that loss_sum returns", total, problem)
-    if not weight and abs(float(total.detach())) > 0:
-        problem = "is not 0; return the number of tokens or samples as its weight, not 0"
-        raise ConfigError("the loss that loss_sum returns", float(total.detach()), problem)
-    return total, weight
-
-
-def _number(value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return np.nan
+        total, weight = found[0], float(found[1])
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        problem = f"{_PASS}, as a pair"
+        raise ConfigError("what loss_sum returns", type(found).__name__, problem) from None
+    problem = "return the number of tokens or samples"
+    require(0 <= weight < np.inf, "the weight that loss_sum returns", found[1], problem)
+    problem = "return a tensor with one element, computed from trained parameters of the model"
+    valid = isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad >= (weight > 0)
+    require(valid, "the loss that loss_sum returns", total, problem)
+    problem = "is not 0; return the number of tokens or samples as its weight, not 0"
+    value = total.item()
+    require(weight > 0 or value == 0, "the loss that loss_sum returns", value, problem)
+    return total, weight
 
 
 class DefaultLoss:
@@ -58,16 +52,20 @@ class DefaultLoss:
     and integer labels. Whether a model shifts its labels, as causal language models do, is found
     from the loss that it returns.
 
+    Args:
+        of_samples: Whether it is the sum of the mean losses of samples, and their number.
+
     Attributes:
         is_guess: Whether training may use another loss: the model has returned none, or one that
             differs from the cross entropy by more than rounding.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_samples: bool = False) -> None:
         self.is_guess = True
-        self._form: int | None = None
+        self._shift: int | None = None
+        self._of_samples = of_samples
 
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return loss sum and weight of a microbatch."""
         if isinstance(batch, Mapping) and "labels" in batch:
             # With it, models of transformers divide by the tokens of a step.
@@ -75,58 +73,61 @@ class DefaultLoss:
             return self._of_output(model(**inputs), batch["labels"])
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if isinstance(labels, Tensor) and not labels.is_floating_point():
-            return _cross_entropy(model(batch[0]), labels)
+            return _cross_entropy(model(batch[0]), labels, self._of_samples)
         problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}. {_ENTERS}"
         raise ConfigError("microbatch", type(batch).__name__, problem)
 
-    def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, int]:
+    def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-        if "logits" not in found:
-            problem = f"has no logits; {_PASS}"
-            raise ConfigError("the output of the model", type(output).__name__, problem)
+        problem = f"has no logits; {_PASS}"
+        require("logits" in found, "the output of the model", type(output).__name__, problem)
         logits, mean = found["logits"], found.get("loss")
-        forms = [_cross_entropy(logits, labels)]
+        pairs = [(logits, labels)]
         if logits.dim() == 3:
-            forms.append(_cross_entropy(logits[:, :-1], labels[:, 1:]))
-        if self._form is None and mean is not None and all(weight for _, weight in forms):
-            errors = [abs(float((total / weight - mean).detach())) for total, weight in forms]
-            self._form = errors.index(min(errors))
-            rounding = 100 * torch.finfo(mean.dtype).eps
-            self.is_guess = not min(errors) <= rounding * abs(float(mean.detach()))
-            if not min(errors) <= 0.02 * abs(float(mean.detach())):
-                problem = f"is not the mean of the cross entropy over labels; {_PASS}"
-                raise ConfigError("the loss that the model returns", mean.item(), problem)
-        return forms[self._form or 0]
+            pairs.append((logits[:, :-1], labels[:, 1:]))
+        if self._shift is None and mean is not None and pairs[-1][1].ne(IGNORED).any():
+            self._find_shift(mean.detach(), [_cross_entropy(*pair) for pair in pairs])
+        return _cross_entropy(*pairs[self._shift or 0], self._of_samples)
+
+    def _find_shift(self, mean: Tensor, forms: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Find which of several losses the model has returned the mean of."""
+        size = mean.abs().clamp(min=1e-30)
+        errors = [float((total.detach() / n - mean).abs() / size) for total, n in forms]
+        self._shift = errors.index(min(errors))
+        self.is_guess = not min(errors) <= 100 * torch.finfo(mean.dtype).eps
+        problem = f"is not the mean of the cross entropy over labels; {_PASS}"
+        require(min(errors) <= 0.02, "the loss that the model returns", mean.item(), problem)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    if logits.dim() == labels.dim() + 1 and labels.dim() > 1:
-        logits, labels = logits.flatten(0, -2), labels.flatten()
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, of_samples: bool = False
+) -> tuple[Tensor, Tensor]:
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    return total, int((labels != IGNORED).sum())
+    flat = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    losses, tokens = (t.reshape(len(labels), -1).sum(1) for t in (flat, labels != IGNORED))
+    if of_samples:
+        return (losses / tokens.clamp(min=1)).sum(), (tokens > 0).sum()
+    return losses.sum(), tokens.sum()
 
 
 # Relative numbers of samples of consecutive microbatches.
 _PATTERN = (1, 3, 2, 5, 1, 4)
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """A division of samples.
 
     Attributes:
         name: What is special about it.
-        samples: Samples by rank and microbatch; all ranks have as many microbatches.
+        samples: Samples of each microbatch, those of rank 0 first.
+        each: Number of microbatches of each rank.
     """
 
     name: str
-    samples: tuple[tuple[tuple[Any, ...], ...], ...]
-
-    @property
-    def flat(self) -> list[tuple[Any, ...]]:
-        """Samples of all microbatches, those of rank 0 first."""
-        return [microbatch for rank in self.samples for microbatch in rank]
+    samples: Sequence[Sequence[Any]]
+    each: int
 
 
 def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator[Split]:
@@ -138,67 +139,38 @@ def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator
         tokens: Whether there are divisions in which microbatches or a rank have no labels.
 
     Raises:
-        ConfigError: If there are too few samples for three microbatches on each rank, or if all
-            labels are ignored.
+        ConfigError: If there are too few samples for three microbatches on each rank.
     """
-    if len(samples) < 3 * ranks:
-        problem = f"pass at least {3 * ranks} samples, for three microbatches on each rank"
-        raise ConfigError("number of samples", len(samples), problem)
-    unlabelled = [_without_labels(sample) for sample in samples]
-    pairs = zip(samples, unlabelled, strict=True)
-    if all(empty is not None and _labels(each).equal(_labels(empty)) for each, empty in pairs):
-        problem = "all are ignored, so that there is nothing to compare; pass some others"
-        raise ConfigError("labels of samples", IGNORED, problem)
+    problem = f"pass at least {3 * ranks} samples, for three microbatches on each rank"
+    require(len(samples) >= 3 * ranks, "number of samples", len(samples), problem)
     for count in (1, 2, 3):
-        yield _divided(samples, ranks, count)
-    if not tokens or any(sample is None for sample in unlabelled):
-        return
-    first, *others = range(2 * ranks)
-    yield _masked("a microbatch without labels", samples, unlabelled, ranks, {first})
-    if ranks > 1:
-        yield _masked("a rank without labels", samples, unlabelled, ranks, set(others[-2:]))
+        name = f"{count} uneven microbatch{'es' * (count > 1)} per rank"
+        yield Split(name, _divided(samples, ranks * count), count)
+    unlabelled = [_without_labels(sample) for sample in samples]
+    if tokens and all(sample is not None for sample in unlabelled):
+        parts = [*zip(_divided(samples, 2 * ranks), _divided(unlabelled, 2 * ranks), strict=True)]
+        first = [each[number < 1] for number, each in enumerate(parts)]
+        yield Split("a microbatch without labels", first, 2)
+        if ranks > 1:
+            last = [each[number >= len(parts) - 2] for number, each in enumerate(parts)]
+            yield Split("a rank without labels", last, 2)
 
 
-def _divided(samples: Sequence[Any], ranks: int, count: int) -> Split:
-    sizes = _sizes(len(samples), ranks * count)
-    ends = np.cumsum(sizes)
-    parts = [tuple(samples[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-    by_rank = [tuple(parts[rank * count : (rank + 1) * count]) for rank in range(ranks)]
-    return Split(f"{count} uneven microbatch{'es' * (count > 1)} per rank", tuple(by_rank))
-
-
-def _sizes(samples: int, parts: int) -> list[int]:
-    """Return sizes of at least 1, as uneven as `_PATTERN`."""
-    shares = np.array([_PATTERN[part % len(_PATTERN)] for part in range(parts)], dtype=float)
-    ends = np.round(np.cumsum(shares) / shares.sum() * (samples - parts)).astype(int)
-    return [1 + int(size) for size in np.diff(ends, prepend=0)]
-
-
-def _masked(
-    name: str, samples: Sequence[Any], unlabelled: Sequence[Any], ranks: int, masked: set[int]
-) -> Split:
-    labelled, without = (_divided(each, ranks, 2).samples for each in (samples, unlabelled))
-    chosen = tuple(
-        tuple((without if 2 * r + m in masked else labelled)[r][m] for m in range(2))
-        for r in range(ranks)
-    )
-    return Split(name, chosen)
+def _divided(samples: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    """Return consecutive samples, at least one each, in sizes as uneven as `_PATTERN`."""
+    shares = np.cumsum(np.resize(_PATTERN, parts))
+    ends = np.round(shares / shares[-1] * (len(samples) - parts)).astype(int) + 1 + np.arange(parts)
+    return [samples[start:end] for start, end in itertools.pairwise([0, *ends])]
 
 
 def _without_labels(sample: Any) -> Any:
     """Return the sample with all labels ignored; None if it has no integer labels."""
-    labels = _labels(sample)
+    is_pair = type(sample) in (tuple, list) and len(sample) == 2
+    labels = sample.get("labels") if isinstance(sample, Mapping) else sample[1] if is_pair else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     ignored = torch.full_like(labels, IGNORED)
-    is_mapping = isinstance(sample, Mapping)
-    return {**sample, "labels": ignored} if is_mapping else (sample[0], ignored)
-
-
-def _labels(sample: Any) -> Any:
-    if isinstance(sample, Mapping):
-        return sample.get("labels")
-    return sample[1] if type(sample) in (tuple, list) and len(sample) == 2 else None
+    return (sample[0], ignored) if is_pair else {**sample, "labels": ignored}
 
 
 def collated(samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None) -> Any:
@@ -207,10 +179,8 @@ def collated(samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None)
     Raises:
         ConfigError: If the samples cannot be stacked.
     """
-    if collate is not None:
-        return collate(list(samples))
     try:
-        return default_collate(list(samples))
+        return (collate or default_collate)(list(samples))
     except (RuntimeError, TypeError) as error:
         problem = f"cannot be stacked ({error}); pass collate=..., or pad samples"
-        raise ConfigError("samples", type(samples[0]).__name__, problem) from None
+        raise ConfigError("samples", type(samples[0]).__name__, problem) from error

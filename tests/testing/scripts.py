@@ -314,6 +314,13 @@ def clipped(model: nn.Module, microbatches: Microbatches) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
+def clipped_on_each_rank(model: nn.Module, microbatches: Microbatches) -> None:
+    """Clips what this rank has before it is reduced."""
+    backward_of_sums(model, microbatches, tokens_of(microbatches))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    all_reduce(model)
+
+
 def scaled(model: nn.Module, microbatches: Microbatches) -> None:
     """The loss scale of a GradScaler that is not removed."""
     token_mean(model, microbatches)
@@ -372,5 +379,6 @@ def distributed_wrong() -> Iterator[tuple[str, TrainStep]]:
     yield "reduced_again", reduced_again
     yield "reduced_in_16_bits", reduced_in_bf16
     yield "missing", head_on_one_rank
+    yield "clipped", clipped_on_each_rank
     yield "weighted", one_rank_counts_half
     yield "same_data", same_data

@@ -115,7 +115,9 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
     def installed() -> list[Any]:
         hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
         patched = [vars(clip_grad), vars(torch.amp.GradScaler), vars(dist)]
-        return [hooks, dict(optimizer._optimizer_step_pre_hooks), *map(dict, patched)]
+        ids = [{name: id(each) for name, each in vars(m).items()} for m in model.modules()]
+        ids += [{name: id(p) for name, p in model.named_parameters()}]
+        return [hooks, ids, dict(optimizer._optimizer_step_pre_hooks), *map(dict, patched)]
 
     before = installed()
     yield
@@ -131,6 +133,17 @@ def test_nothing_stays_installed() -> None:
     failing = pytest.raises(ArithmeticError)
     with unchanged(model, optimizer), failing, distmp.audit(model, optimizer):
         raise ArithmeticError
+
+
+def test_modes_are_those_of_the_forwards() -> None:
+    model = Labelled(dropout=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        token_mean(model, microbatches(0))
+        optimizer.step()
+        model.eval()
+    assert audit.report.exit_code == 0, str(audit.report)
+    assert not any(part.training for part in model.modules())
 
 
 def test_clipping_is_part_of_the_step() -> None:
@@ -185,7 +198,7 @@ def test_a_gradient_of_the_step_before() -> None:
             optimizer.step()
     ((kind, text),) = audit.report.mismatches
     assert kind == "accumulated_twice"
-    assert text.endswith("the gradient of the step before was not removed")
+    assert "the gradient of the step before was not removed" in text
 
 
 def test_parameters_without_gradient_are_not_decided() -> None:
@@ -194,7 +207,8 @@ def test_parameters_without_gradient_are_not_decided() -> None:
     report = audited(model, token_mean)
     assert (kinds(report), report.exit_code) == ([], 2)
     assert report.undecided == (
-        "unused.bias, unused.weight: no gradient: unused, or cut off from the loss",
+        "unused.bias: no gradient: unused, or cut off from the loss",
+        "unused.weight: no gradient: unused, or cut off from the loss",
     )
 
 
@@ -257,7 +271,7 @@ def test_what_is_not_seen_is_not_decided() -> None:
     assert "pass loss_sum" in audit.report.undecided[0]
     with distmp.audit(model, optimizer) as audit:
         pass
-    assert "the optimizer has not been called" in str(audit.report)
+    assert "optimizer: has not been called" in str(audit.report)
     with pytest.raises(ConfigError, match="weights = 'samples'"):
         distmp.audit(model, optimizer, "samples").__enter__()
 
@@ -304,7 +318,7 @@ def test_a_compiled_model_is_not_decided() -> None:
     with unchanged(model, optimizer), distmp.audit(model, optimizer) as audit:
         optimizer.step()
     assert (audit.report.exit_code, audit.report.steps) == (2, 0)
-    assert "compiled" in audit.report.undecided[0]
+    assert audit.report.undecided == ("model: is compiled; audit it without torch.compile",)
     with distmp.audit(torch.compile(Labelled(), backend="eager"), optimizer) as audit:
         pass
     assert "compiled" in str(audit.report)
@@ -413,8 +427,53 @@ def test_a_replaced_forward_that_calls_the_original_model(wrapped: bool) -> None
 
     model.forward = functools.wraps(type(model).forward)(forward) if wrapped else forward
     report = audited(model, token_mean)
-    assert report.exit_code == (0 if wrapped else 2), str(report)
-    assert wrapped or "does not depend on the parameters" in report.undecided[0]
+    assert report.exit_code == 0, str(report)
+    assert kinds(audited(model, mean_of_means)) == ["microbatch_means"]
+
+
+def test_a_loss_of_another_model_is_not_decided() -> None:
+    model, other = Labelled(), Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(
+        model, optimizer, loss_sum=lambda _, batch: (other(**batch)["loss"], 1)
+    ) as audit:
+        token_mean(model, microbatches(0))
+        optimizer.step()
+    assert audit.report.exit_code == 2
+    assert "does not depend on the parameters" in audit.report.undecided[0]
+
+
+@ranks(2)
+def test_clipping_before_the_reduction() -> None:
+    def clipped(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        token_mean(model, batches)
+        clip_grad_norm_(model.parameters(), 0.05)
+        scripts.all_reduce(model)
+        scripts.divide(model, scripts.ranks())
+
+    report = audited(Labelled(), clipped)
+    assert "clipped" in kinds(report), str(report)
+    assert "the part of each rank alone" in str(report)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_forward_that_is_only_looked_at_is_not_decided(last: bool) -> None:
+    def looked_at(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        model(**batches[0])["loss"].item()
+        token_mean(model, batches)
+        if last:
+            model(**batches[0])
+
+    report = audited(Labelled(dropout=0.2), looked_at)
+    assert (kinds(report), report.exit_code) == ([], 2)
+    (text,) = report.undecided
+    assert text.startswith(f"model: {4 if last else 2} forwards without backward")
+
+    def and_wrong(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        model(**batches[0])
+        mean_of_means(model, batches)
+
+    assert kinds(audited(Labelled(), and_wrong)) == ["microbatch_means"]
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

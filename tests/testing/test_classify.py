@@ -26,11 +26,9 @@ RANK = 1
 Counts = Callable[[Array], Array]
 
 
-def project(
-    gradient: Array, terms: Array, noise: float = 0.0, *, rounded: bool = False
-) -> Projection:
-    square = float(gradient @ gradient)
-    return Projection(square, terms @ gradient, terms @ terms.T, noise, rounded)
+def project(gradient: Array, terms: Array, noise: float = 0.0) -> Projection:
+    every = np.stack([*terms, gradient])
+    return Projection(every @ every.T, noise)
 
 
 def split(
@@ -162,9 +160,12 @@ def test_single_parameters_are_named() -> None:
         each.parameters["doubled"] = project(2 * right, terms)
         each.parameters["zero"] = project(0 * right, terms)
         each.missing.add("zero")
-        each.parameters["rounded"] = project(right * (1 + 1e-3), terms, rounded=True)
+        each.parameters["rounded"] = project(right * (1 + 1e-3), terms)
+        each.rounded.add("rounded")
         # Terms that cancel: nothing but rounding errors is left.
         each.parameters["noise"] = project(1e-9 * right, terms - terms.mean(0), noise=0.5)
+        # The same without a known noise, as of the bias of keys in attention.
+        each.parameters["tiny"] = project(1e-9 * right, terms - terms.mean(0))
         each.not_finite.add("broken")
     mismatches = {each.kind: each.parameters for each in diagnose(splits, "token_mean")}
     assert mismatches == {
@@ -195,17 +196,21 @@ def test_ranks_are_named_and_combined() -> None:
     assert over_ranks([[own], [same]]) == [same]
 
 
-def test_samples_and_sums_can_be_wanted() -> None:
+def test_other_gradients_and_sums() -> None:
     def with_samples(w: Array, counts: Array) -> SplitResult:
-        terms = np.random.default_rng(w.size).normal(size=(2 * w.size, 40))
-        gradient = counts @ terms
-        projection = project(gradient, terms)
-        return SplitResult("uneven", RANK, w, parameters={"weight": projection})
+        terms = np.random.default_rng(w.size).normal(size=(w.size + 1, 40))
+        parameters = {"weight": project(counts @ terms, terms)}
+        return SplitResult("uneven", RANK, w, extra="sample_mean", parameters=parameters)
 
-    means = [with_samples(w, np.repeat([0.0, 1.0], w.size)) for w in WEIGHTS]
-    tokens = [with_samples(w, np.repeat([1 / w.sum(), 0.0], w.size)) for w in WEIGHTS]
-    assert diagnose(means, "sample_mean") == []
+    means = [with_samples(w, np.append(np.zeros(w.size), 1.0)) for w in WEIGHTS]
     assert [each.kind for each in diagnose(means, "token_mean")] == ["sample_mean"]
-    assert [each.kind for each in diagnose(tokens, "sample_mean")] == ["token_mean"]
+    tokens = [with_samples(w, np.append(np.full(w.size, 1 / w.sum()), 0.0)) for w in WEIGHTS]
+    assert diagnose(tokens, "token_mean") == []
+    left = [with_samples(w, np.append(np.full(w.size, 1 / w.sum()), 1.0)) for w in WEIGHTS]
+    for each in left:
+        each.extra = "accumulated_twice"
+    (mismatch,) = diagnose(left, "token_mean")
+    assert mismatch.kind == "accumulated_twice"
+    assert "the gradient of the step before was not removed" in mismatch.text
     sums = [split(w, np.ones(w.shape)) for w in WEIGHTS]
     assert diagnose(sums, "sum") == []

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distmp.errors import ConfigError
+from distmp.testing import check_gradient
 from distmp.testing.samples import DefaultLoss, loss_and_weight, make_splits
 
 INPUTS, LABELS = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 2, -100])
@@ -52,7 +53,7 @@ def test_microbatch_without_labels_is_refused() -> None:
         (lambda loss: (1.0, 2), "= 1.0: return a tensor with one element"),
         (lambda loss: (loss.detach(), 2), "computed from trained parameters of the model"),
         (lambda loss: (loss.expand(2), 2), "return a tensor with one element"),
-        (lambda loss: (loss, None), "= None: return the number of tokens or samples"),
+        (lambda loss: (loss, None), "what loss_sum returns = 'tuple': .* as a pair"),
         (lambda loss: (loss, -1), "= -1: return the number"),
         (lambda loss: (loss, 0), "is not 0; return the number of tokens or samples as its weight"),
     ],
@@ -70,9 +71,24 @@ def test_loss_without_labels_may_have_no_gradient() -> None:
     assert (float(total), weight) == (0, 0)
 
 
-@pytest.mark.parametrize("tokens", [True, False])
-def test_samples_whose_labels_are_all_ignored_are_refused(tokens: bool) -> None:
+def test_samples_whose_labels_are_all_ignored_are_refused() -> None:
+    def train_step(model: nn.Module, microbatches: list[Any]) -> None:
+        for inputs, labels in microbatches:
+            cross_entropy(model(inputs), labels, reduction="sum").backward()
+
     samples = [(row, torch.tensor(-100)) for row in INPUTS]
-    with pytest.raises(ConfigError, match="labels of samples = -100: all are ignored"):
-        list(make_splits(samples, 1, tokens=tokens))
-    assert list(make_splits([*samples, (INPUTS[0], torch.tensor(1))], 1, tokens=tokens))
+    for weights in ("tokens", "samples", "sum"):
+        with pytest.raises(ConfigError, match="weights of samples = 0: there is nothing to compa"):
+            check_gradient(train_step, nn.Linear(2, 3), samples, weights)
+    check_gradient(train_step, nn.Linear(2, 3), [*samples, (INPUTS[0], LABELS[1])], "sum")
+
+
+def test_samples_are_divided_unevenly() -> None:
+    splits = {
+        split.name: split
+        for split in make_splits([*zip(INPUTS, LABELS, strict=True)], 1, tokens=True)
+    }
+    sizes = [[len(each) for each in split.samples] for split in splits.values()]
+    assert sizes == [[4], [1, 3], [1, 2, 1], [1, 3]]
+    masked = splits["a microbatch without labels"].samples
+    assert [[int(label) for _, label in part] for part in masked] == [[-100], [1, 2, -100]]
