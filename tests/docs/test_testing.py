@@ -1,4 +1,4 @@
-"""The table of classes on the page about gradients is that of the code."""
+"""The table of classes and the picture on the page about gradients are those of the code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 
 from benchmarks.figures import ROOT
 from distmp.testing.classify import CLASSES
+from tests.ranks import run_ranks
+from tests.testing.figure import PICTURE, panels
 
 
 def test_the_page_has_every_class() -> None:
@@ -13,3 +15,8 @@ def test_the_page_has_every_class() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", page, re.MULTILINE)
     assert dict(rows) == {kind: text for kind, text in CLASSES.items() if kind != "right"}
     assert [kind for kind, _ in rows] == [*CLASSES][1:]
+
+
+def test_the_picture_has_the_sizes_of_the_code() -> None:
+    shown = re.findall(r">(\w+(?:: [\d.e-]+ off)?)</text>", PICTURE.read_text())
+    assert shown == [panel.title for panel in run_ranks(panels, 2)[1]]
