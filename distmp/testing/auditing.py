@@ -237,7 +237,6 @@ class Audit:
         if self._unused:
             text = f"{self._unused} forwards without backward; look at them under torch.no_grad()"
             self._not_decided("model", text)
-        doubts = self._doubts(loss_sum)
         of_ranks = Ranks(None).gather((self._found, self._doubts(loss_sum)))
         doubts = {kind: text for _, each in of_ranks for kind, text in each.items()}
         found = over_ranks([each for each, _ in of_ranks])

@@ -78,7 +78,7 @@ def check_gradient(
         microbatch_means
     """
     require(weights in WANTED, "weights", weights, f"use one of {', '.join(WANTED)}")
-    problem = "of your own loss_sum: let it return sums of means over samples, and their number"
+    problem = "let loss_sum return the sum of the means of samples and their number, with 'tokens'"
     require(weights != "samples" or loss_sum is None, "weights", weights, problem)
     losses = [loss_sum] if loss_sum else [DefaultLoss(), DefaultLoss(of_samples=True)]
     losses = losses[::-1] if weights == "samples" else losses

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.ranks import Ranks
-from distmp.errors import ConfigError, require
+from distmp.errors import ConfigError, listed, require
 from distmp.testing.classify import Array, Projection, SplitResult
 from distmp.testing.gradients import is_fsdp1, plain_model, plain_name, unwrapped
 from distmp.testing.samples import LossSum, loss_and_weight
@@ -256,6 +256,8 @@ class Reference:
         """Return parameters and buffers in the dtype of a record, and a cast of inputs."""
         trained = {name: p.requires_grad for name, p in self._model.named_parameters()}
         names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
+        absent = [name for name in names if plain_name(name) not in record.state]
+        require(not absent, "reference", listed(absent), "has parameters that the model has not")
         held = {name: record.state[plain_name(name)] for name in names}
         device = next(iter(held.values())).device
         dtypes = {tensor.dtype for name, tensor in held.items() if name in trained}

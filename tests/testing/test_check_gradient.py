@@ -93,6 +93,9 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_gradient(scripts.token_mean, model, samples(2))
     with pytest.raises(SetupError, match="pass loss_sum"):
         check_gradient(lambda model, microbatches: None, model, [torch.zeros(3)] * 3)
+    other = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(SetupError, match=r"reference = .*: has parameters that the model"):
+        check_gradient(scripts.token_mean, model, samples(), reference=other)
     ragged: Any = [(torch.zeros(n), torch.zeros(n)) for n in (3, 4, 5)]
     with pytest.raises(ConfigError, match="pass collate"):
         check_gradient(scripts.token_mean, model, ragged)
