@@ -175,7 +175,7 @@ def shard(
 
 
 def _with_own_group(module: nn.Module, done: set[int]) -> list[nn.Module]:
-    """Return the modules with `own_group` outside of those that are done, without tied weights."""
+    """Return the modules with `own_group`, unless they are done or frozen, or share a weight."""
     names = Counter(map(id, (each for _, each in module.named_parameters(remove_duplicate=False))))
     inside = with_submodules([part for part in module.modules() if id(part) in done])
     return [
@@ -183,7 +183,7 @@ def _with_own_group(module: nn.Module, done: set[int]) -> list[nn.Module]:
         for part in module.modules()
         if getattr(part, "own_group", False)
         and id(part) not in inside
-        and all(names[id(parameter)] == 1 for parameter in part.parameters())
+        and all(each.requires_grad and names[id(each)] == 1 for each in part.parameters())
     ]
 
 
