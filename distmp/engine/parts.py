@@ -132,6 +132,7 @@ class EngineParts:
             updates.learning_rates.planned(updates.max_applied),
             [parameter.requires_grad for parameter in self.setup.strategy.model.parameters()],
             self.modes.evaluating(),
+            self.setup.buffers.shapes(),
         )
 
     def raise_difference(self) -> None:

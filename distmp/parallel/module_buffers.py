@@ -101,6 +101,12 @@ class ModuleBuffers:
         self._of_first: BufferValues | None = None
         _of_all_engines.add(self)
 
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the buffers that are not empty, which `broadcast` needs equal."""
+        return [
+            tuple(buffer.shape) for batch in self._batches.current() for buffer in batch.values()
+        ]
+
     def begin_step(self) -> None:
         """Copy the buffers; first revert what an unfinished step has written."""
         if self._before is not None:
@@ -151,8 +157,9 @@ class ModuleBuffers:
 class BufferValues:
     """Copies of a module's buffers by name, which can be written back.
 
-    Buffers that are registered later are left unchanged; a buffer that is replaced gets the value
-    of the former one in its dtype.
+    Buffers that are registered later are left unchanged, and so are those that have another shape,
+    such as a table of positions that grew with the sequence. Another buffer that is replaced gets
+    the value of the former one in its dtype.
 
     Args:
         batches: The buffers.
@@ -182,10 +189,11 @@ class BufferValues:
             _write(batch, _parts(batch, values))
 
     def _before(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """Return the former values of buffers, and the values of those that are new."""
+        """Return the former values of buffers, and the values of those with a new shape or name."""
+        former = [self._values.get(name, buffer) for name, buffer in batch.items()]
         return [
-            self._values.get(name, buffer).expand_as(buffer).to(buffer.dtype)
-            for name, buffer in batch.items()
+            value.to(buffer.dtype) if value.shape == buffer.shape else buffer
+            for value, buffer in zip(former, batch.values(), strict=True)
         ]
 
 

@@ -228,6 +228,13 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
             )
 
 
+def repeats_elements(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor are one number in memory."""
+    return tensor.layout == torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def check_model(model: object) -> None:
     """Refuse an object that is not a model, and a model that is already wrapped or sharded.
 
@@ -256,6 +263,8 @@ def check_model(model: object) -> None:
             problem = "was created in inference mode; build the model outside of it"
         elif is_dtensor(tensor):
             problem = "is already sharded; build a new model for another engine"
+        elif repeats_elements(tensor):  # a collective would write behind its memory
+            problem = "has several elements in one place, as expand() leaves it; use .contiguous()"
         else:
             continue
         raise ConfigError("model", name, problem)

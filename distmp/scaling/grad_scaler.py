@@ -272,8 +272,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
             RuntimeError: For an optimizer that was unscaled or stepped in this iteration.
             ValueError: If a gradient is a DTensor with the placement Partial, or a shard of FSDP1.
             TrainingError: Like `step`.
-            ConfigError: Like `step`.
+            ConfigError: Like `step`; and unless `max_norm` is above 0.
         """
+        if not max_norm > 0:  # it would turn the update around, or make the weights NaN
+            raise ConfigError("max_norm", max_norm, "use a number above 0")
         self._record_call("clip_grad_norm_")
         members = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         for member in members if self._ranks.world_size > 1 else ():

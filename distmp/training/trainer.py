@@ -176,6 +176,7 @@ class Trainer:
         self.rollback_from: StepResult | None = None
         self._stop = StopSignals()
         self._stopping = False
+        self._asked_by: str | None = None  # why this rank was asked to stop
         self._unfinished = False
         # Why the run ends early and counts as finished; None if it does not.
         self._finished_early: str | None = None
@@ -194,7 +195,7 @@ class Trainer:
             elif not finished:
                 self.console.message(
                     f"stopped after step {self.progress.step} "
-                    f"({self._stop_reason() or 'another rank was asked to stop'}); continue with "
+                    f"({self._asked_by or 'another rank was asked to stop'}); continue with "
                     "--resume auto"
                 )
         return finished
@@ -357,7 +358,8 @@ class Trainer:
 
     def is_asked_to_stop(self) -> bool:
         """Return whether this rank has a request to stop, from a signal or a callback."""
-        return self._stop_reason() is not None
+        self._asked_by = self._asked_by or self._stop_reason()
+        return self._asked_by is not None
 
     def stop_unfinished(self) -> None:
         """Stop after this step as unfinished: the run has to be resumed. Call it on every rank."""

@@ -330,6 +330,52 @@ def test_modes_that_differ_between_ranks_are_refused(part: str) -> None:
     engine.step([pair(6)])
 
 
+class Growing(nn.Linear):
+    """Has a table of positions that grows with its input."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("table", torch.ones(2, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > len(self.table):
+            self.table = torch.ones(len(inputs), 1)
+        return super().forward(inputs) * self.table[: len(inputs)]
+
+
+def test_a_buffer_may_grow_in_forward() -> None:
+    torch.manual_seed(0)
+    engine, plain = make(model=Growing()), nn.Linear(3, 2)
+    plain.load_state_dict(engine.model.state_dict(), strict=False)
+    for samples in (2, 5, 9, 4):
+        batch = pair(samples)
+        engine.step([batch])
+        gradients = torch.autograd.grad(F.cross_entropy(plain(batch[0]), batch[1]), plain.weight)
+        with torch.no_grad():
+            plain.weight -= 0.1 * gradients[0]
+            plain.bias.copy_(engine.model.bias)
+    torch.testing.assert_close(engine.model.weight, plain.weight)
+    assert len(engine.model.table) == 9
+
+
+@ranks(2)
+def test_buffers_that_grow_differently_on_ranks_are_refused() -> None:
+    engine = make(model=Growing(), strategy="ddp", first_step_checks=False)
+    engine.step([pair(5)])
+    message = r"buffers\[0\] = table \(6, 1\) float32 on rank 0; table \(7, 1\) float32 on rank 1"
+    with pytest.raises(ConfigError, match=message):
+        engine.step([pair(6 + dist.get_rank())])
+
+
+@pytest.mark.parametrize("name", ["weight", "table"])
+def test_tensors_whose_elements_share_memory_are_refused(name: str) -> None:
+    model = Growing()
+    repeated = torch.ones(2, 1).expand(2, 3)
+    setattr(model, name, nn.Parameter(repeated) if name == "weight" else repeated)
+    with pytest.raises(ConfigError, match=f"model = '{name}': has several elements in one place"):
+        make(model=model)
+
+
 @ranks(2)
 def test_the_same_data_on_all_ranks_is_warned_of() -> None:
     with warnings.catch_warnings(record=True) as found:

@@ -274,10 +274,13 @@ def test_a_buffer_replaced_by_another_dtype_or_shape() -> None:
     assert model.count.item() == 2**53 + 1
     assert (model.scale.dtype, model.scale.item()) == (torch.float16, 0.5)
     assert model.filled.tolist() == [1, 1, 1]
-    buffers.begin_step()
-    model.filled = torch.ones(2)
-    with pytest.raises(RuntimeError, match="expanded size"):
-        buffers.end_step(torch.zeros(()))
+    for skipped in (0.0, 1.0):
+        buffers.begin_step()
+        model.filled = torch.arange(len(model.filled) + 1.0)
+        model.count += 1
+        buffers.end_step(torch.tensor(skipped))
+    assert model.filled.tolist() == [0, 1, 2, 3, 4]
+    assert model.count.item() == 2**53 + 2
 
 
 @pytest.mark.gpu

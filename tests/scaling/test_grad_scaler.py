@@ -243,6 +243,20 @@ def test_factors_that_fp32_cannot_hold_give_the_scales_of_torch() -> None:
     assert scales[0] == scales[1]
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("max_norm", [math.nan, -1.0, 0.0])
+def test_gradients_are_not_clipped_to_a_norm_that_is_not_above_zero(
+    max_norm: float, enabled: bool
+) -> None:
+    optimizer = one_parameter(3.0, 4.0)
+    scaler = DistributedGradScaler("cpu", enabled=enabled, optimizers=[optimizer])
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ConfigError, match=r"max_norm = \S+: use a number above 0"):
+        scaler.clip_grad_norm_(optimizer, max_norm)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    assert parameter.grad.tolist() == [3, 4]
+
+
 def test_disabled_scaler_does_nothing() -> None:
     optimizer = one_parameter(3.0, 4.0)
     scaler = DistributedGradScaler("cpu", enabled=False, optimizers=[optimizer])

@@ -124,6 +124,20 @@ def test_time_limit_stops_all_ranks(tmp_path: Path) -> None:
     _time_is_over_on_rank_1(tmp_path)
 
 
+def test_time_limit_is_reported_although_the_last_save_took_less_than_estimated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus(tmp_path / "corpus")
+    limited = trainer(tmp_path, "--max-minutes=5")
+    large = 10_000_000_000  # bytes: more than a minute and a half is reserved for the save
+    time_limit(limited).budget = TimeBudget(
+        5.0, large, 0.0, clock=lambda: 200.0 if limited.progress.step >= 2 else 0.0
+    )
+    assert not limited.run(StopSignals())
+    assert not time_limit(limited).budget.is_spent()
+    assert "stopped after step 3 (max_minutes = 5)" in capsys.readouterr().out
+
+
 @ranks(2)
 def _stop_in_the_last_validation(directory: Path) -> None:
     stop = StopSignals()
