@@ -70,7 +70,7 @@ def rendered(name: str, race: Result) -> str:
                 f"{name}, {race['size']}": loop
                 if counts
                 else f"{loop}: computes in {result['computes']}",
-                "tokens/s": Spread.of([race["tokens"] / one for one in result["seconds"]]),
+                "tokens/s": f"{race['tokens'] / Spread.of(result['seconds']).median:,.0f}",
                 "time relative to the fastest": time_ratio if counts else "",
                 "peak memory, MB": f"{result['memory'] / 1e6:.0f}",
                 "memory relative to the smallest": f"{memory_ratio:.2f}" if counts else "",

@@ -114,7 +114,7 @@ def peers(result: dict[str, Any]) -> str:
     return (
         "\n\n".join([*tables, *filter(None, [races.excluded(result["races"])])])
         + f"\n\nIn all races {result['ranks']} ranks with "
-        f"{result['microbatches']} microbatches a step; tokens/s is the median (min to max) "
+        f"{result['microbatches']} microbatches a step; tokens/s is the median "
         f"of {result['turns']} alternating rounds of one step; relative time is the median of the "
         "ratios per round, with its 95% confidence interval: loops whose interval contains 1 are "
         f"equally fast. Losses of {result['steps']} steps. {versions}; {machine_line(result)}"
