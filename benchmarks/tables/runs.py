@@ -50,19 +50,19 @@ def explain_memory(result: dict[str, Any]) -> str:
 
 
 def growth(result: dict[str, Any]) -> str:
-    """Return the table of `benchmarks.growth`: all measured ranks, and two larger numbers."""
+    """Return the table of `benchmarks.growth`: measured numbers of ranks, and two larger ones."""
     rows: list[dict[str, object]] = []
     for method, by_ranks in result["ways"].items():
         for ranks, found in by_ranks.items():
-            if "measured_memory" not in found and int(ranks) not in (64, 4096):
+            if ranks == "1" or ("measured_memory" not in found and int(ranks) not in (64, 4096)):
                 continue
             row: dict[str, object] = {"method": method, "ranks": f"{int(ranks):,}"}
             for quantity, title in (("memory", "memory"), ("wire", "sent per step")):
                 predicted, measured = found[quantity], found.get(f"measured_{quantity}", 0)
                 row[f"{title}: predicted, MB"] = f"{predicted / 1e6:.1f}"
-                # A single rank sends nothing; its writes are other output.
-                real = measured if predicted else 0
-                row[f"{title}: predicted / real"] = f"{predicted / real:.3f}" if real else ""
+                row[f"{title}: predicted / real"] = (
+                    f"{predicted / measured:.3f}" if measured else ""
+                )
             rows.append(row)
     return (
         f"{table(rows)}\n\n22 M parameters, bf16, {result['samples_per_rank']} samples on every "
