@@ -382,11 +382,11 @@ def _common_factor(predictions: Sequence[_Predictions], names: list[str]) -> tup
             return None
         factors.append(inner / norm)
         norms.append(p.square**0.5)
-    exponent, values = np.log2(np.abs(factors)), ", ".join(f"{each:.4g}" for each in factors)
+    exponent, values = np.log2(np.abs(factors)), ", ".join(f"{each:.5g}" for each in factors)
     if round(abs(exponent[0])) >= 3 and np.ptp([*exponent, round(exponent[0])]) < 1e-3:
         return "loss_scale", f"{CLASSES['loss_scale']}: 2 ** {exponent[0]:.0f}"
     reduced = [norm for norm, factor in zip(norms, factors, strict=True) if factor < 1 - 1e-3]
-    if reduced and max(factors) <= 1 + 1e-3 and max(reduced) <= 1.001 * min(reduced):
+    if reduced and max(factors) <= 1 + 1e-3 and max(norms) <= 1.001 * min(reduced):
         power = np.log2((predictions[0].split.max_norm or 0.0) / reduced[0] or 1.0)
         if round(power) >= 3 and abs(power - round(power)) < 1e-3:
             return "loss_scale", f"clipped before it was unscaled: to max_norm / 2 ** {power:.0f}"
