@@ -141,10 +141,15 @@ class _SummedFile:
     def __init__(self, file: Any) -> None:
         self._file = file
         self.sum = FileSum()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.sum = self.sum.extended(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -164,7 +169,10 @@ class _Files(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as file:
             summed = _SummedFile(file)
-            yield summed
+            try:
+                yield summed
+            except RuntimeError as error:  # torch's writer replaces the error of a full disk
+                raise summed.error or error from None
         self.sums[path.name] = summed.sum
 
     def rename(self, path: Any, new_path: Any) -> None:

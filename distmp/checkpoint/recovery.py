@@ -99,7 +99,7 @@ def resolve(
             checkpoint is used.
         directory: Directory of this run's checkpoints, for "auto".
         setting: Name of the setting, for errors.
-        missing_ok: Whether a path without a checkpoint is no error.
+        missing_ok: Whether a path without a checkpoint is no error, unless it is a file.
 
     Returns:
         The checkpoint, verified; None only for "auto" or with `missing_ok`, if there is none yet.
@@ -112,11 +112,12 @@ def resolve(
     ranks = Ranks(None)
     if resume != "auto":
         directory = locate(setting, resume)
-    exists, is_checkpoint, of_run = rank_0_or_checkpoint_error(
+    exists, is_file, is_checkpoint, of_run = rank_0_or_checkpoint_error(
         ranks,
         f"look for checkpoints in {directory}",
         lambda: (
             directory.exists(),
+            directory.is_file(),
             resume != "auto" and _names_checkpoint(directory),
             resume != "auto" and (directory / "checkpoints").is_dir(),
         ),
@@ -142,7 +143,7 @@ def resolve(
         raise CheckpointError(
             f"no checkpoint in {directory} can be used: {'; '.join(unusable)}; {hint}"
         )
-    if result.checkpoint is None and resume != "auto" and not missing_ok:
+    if result.checkpoint is None and resume != "auto" and (is_file or not missing_ok):
         problem = "is not a checkpoint and contains none" if exists else "does not exist"
         raise ConfigError(setting, resume, f"{directory.absolute()} {problem}")
     if ranks.rank == 0:

@@ -65,7 +65,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Include the weights after the last step, unless it was skipped. The host does not wait.
+        """Include the weights, if a step was applied since the last call. The host does not wait.
 
         Call it once after each `Engine.step`.
 
@@ -112,7 +112,7 @@ class WeightAverage:
 
     def _begin(self) -> None:
         self._loads, self._is_updated = self._engine.loads, False
-        self._first_counts = self._engine.step_counts.clone()
+        self._applied = self._engine.step_counts[0].clone()
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
@@ -162,7 +162,7 @@ class WeightAverage:
             )
 
     def _warn_if_never_updated(self) -> None:
-        applied = self._engine.step_counts[0] != self._first_counts[0]
+        applied = self._engine.step_counts[0] != self._applied
         if self._is_updated or self._engine.world.rank != 0 or not applied:
             return
         self._is_updated = True  # warns once
@@ -172,10 +172,11 @@ class WeightAverage:
         )
 
     def _share(self) -> Tensor:
-        """Return the share of the weights in this update, FP32 0-dim; 0 after a skipped step."""
-        applied, _, skipped_in_a_row = self._engine.step_counts.to(torch.float64).unbind()
-        share = torch.full_like(applied, 1 - self._config.decay)
-        return torch.where(skipped_in_a_row == 0, share, 0.0).float()
+        """Return the share of the weights in this update, FP32 0-dim; 0 without a new update."""
+        applied, before = self._engine.step_counts[0], self._applied
+        self._applied = applied.clone()
+        share = torch.full_like(applied, 1 - self._config.decay, dtype=torch.float32)
+        return torch.where(applied == before, 0.0, share)
 
     @torch.no_grad()
     def _exchange(self, kept: dict[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
 from distmp.engine.settings import DivergenceConfig, PrecisionPhase, check_order
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
 from distmp.precision import PolicyLike
 from distmp.scaling.settings import LossScaleConfig
@@ -126,7 +126,12 @@ def with_settings(config: EngineConfig | None, settings: EngineSettings) -> Engi
 
     Raises:
         ConfigError: For a value of the wrong type or out of range.
+        TypeError: For an unknown name.
     """
+    names = [field.name for field in fields(EngineConfig)]
+    if unknown := [name for name in settings if name not in names]:
+        advice = nearest(unknown[0], names)
+        raise TypeError(f"Engine() got an unexpected keyword argument {unknown[0]!r}: {advice}")
     return replace(config or EngineConfig(), **settings)
 
 

@@ -67,8 +67,7 @@ class FirstStep(StepObserver):
 
     def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
         """Refuse a negative weight, and find mistakes in the result of the loss function."""
-        weight = float(weight)
-        check_weight(weight)
+        check_weight(float(weight))
         self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
 
     def after(self) -> list[str]:
@@ -218,7 +217,13 @@ def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _loss_warnings(batch: Any, loss: Tensor, weight: float) -> Iterator[str]:
+def _loss_warnings(batch: Any, loss: Tensor, weight: Tensor | float) -> Iterator[str]:
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize < 4:
+        yield (
+            f"the weight is counted in {dtype_name(weight.dtype)}, which rounds large numbers; sum "
+            "integers or FP32, such as mask.sum(dtype=torch.float32)"
+        )
+    weight = float(weight)
     if dtype := _low_precision_dtype(loss):
         yield (
             f"the loss is computed in {dtype_name(dtype)}, too coarse for a sum over "

@@ -261,13 +261,13 @@ def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
 
 
 def _checked(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
-    own = dict(numbers or {})
+    advice = "pass a dict of numbers, strings, lists, and dicts with string keys"
     try:
+        own = dict(numbers or {})
         loaded = json.loads(json.dumps(own))
-    except (TypeError, ValueError):  # the save reports it
-        return own
-    advice = f"would load as {loaded!r}; pass numbers, strings, lists, and dicts with string keys"
-    require(repr(loaded) == repr(own), "numbers", own, advice)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("numbers", numbers, f"cannot be stored ({error}); {advice}") from error
+    require(repr(loaded) == repr(own), "numbers", own, f"would load as {loaded!r}; {advice}")
     return own
 
 

@@ -91,6 +91,7 @@ class EmaConfig:
     like the weights."""
 
     def __post_init__(self) -> None:
+        check_types(self, "ema")
         hint = "use a number from 0 to below 1, such as 0.999"
         require(0 <= self.decay < 1, "ema.decay", self.decay, hint)
 

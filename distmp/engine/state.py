@@ -236,10 +236,15 @@ class EngineState:
             live: The result of `prepare`.
 
         Raises:
-            CheckpointError: If a tensor is missing or has another shape.
+            CheckpointError: If a tensor is missing or has another shape, or the state has a weight
+                that the model does not have.
         """
         if missing := live.keys() - state.keys():
             raise CheckpointError(f"the state lacks {listed(sorted(missing))}")
+        if others := {name for name in state.keys() - live.keys() if name.startswith("model/")}:
+            raise CheckpointError(
+                f"the state holds {listed(sorted(others))}, which this model does not have"
+            )
         check_shapes(state, live)
         for name, tensor in live.items():
             tensor.copy_(state[name])

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from distmp.data.dataloader import DataLoader
+from distmp.data.evaluation import ForwardOnly
 from distmp.errors import ConfigError
 from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.utils.dtypes import dtype_name
@@ -68,6 +69,10 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
     if count is not None and count != len(listed):
         found = "more" if len(listed) > count else len(listed)
         raise ConfigError("count", count, f"there are {found} microbatches; {LOADER_ADVICE}")
+    if any(isinstance(item, ForwardOnly) for item in listed):
+        raise ConfigError(
+            "microbatches", "loader.once()", f"is for engine.evaluate; {LOADER_ADVICE}"
+        )
     if not listed:
         raise ConfigError(
             "microbatches", [], "is empty; a step needs at least one microbatch on every rank"

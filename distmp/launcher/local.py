@@ -259,6 +259,9 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
     if code > 128:
         log(f"rank {rank} was stopped by {_signal_name(code - 128)}")
         return code
+    if code == LOST_PEER_EXIT_CODE:
+        log(f"rank {rank} ended because another rank was lost; see the output of that rank")
+        return code
     if code > 0:
         log(f"rank {rank} failed with exit code {code}; see its messages above")
         return code

@@ -48,7 +48,15 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
         if base.__name__ in _REFUSED:
             raise ConfigError("optimizer", kind.__name__, _REFUSED[base.__name__])
     tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
-    if issubclass(kind, torch.optim.Muon) and any(map(is_traceable_wrapper_subclass, tensors)):
+    if not any(map(is_traceable_wrapper_subclass, tensors)):
+        return
+    if issubclass(kind, torch.optim.Adafactor | torch.optim.Rprop):
+        raise ConfigError(
+            "optimizer",
+            kind.__name__,
+            "cannot compute with sharded parameters (DTensor); use the strategy 'ddp', or AdamW",
+        )
+    if issubclass(kind, torch.optim.Muon):
         raise ConfigError(
             "optimizer",
             kind.__name__,

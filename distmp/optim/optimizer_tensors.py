@@ -19,6 +19,8 @@ from distmp.optim.muon import Muon
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.dtypes import is_dtensor
 
+logger = logging.getLogger("distmp")
+
 _EXAMPLE = "lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-3)"
 
 
@@ -50,6 +52,13 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         )
     check_kind(optimizer)
     _check_tensors(optimizer, parameters)
+    are_copies = not all(isinstance(tensor, nn.Parameter) for _, tensor in parameters)
+    if are_copies and not all(group["params"] for group in optimizer.param_groups):
+        logger.warning(
+            "a parameter group of %s is empty; the function that builds it gets FP32 copies or "
+            "shards, so choose tensors by name or shape, not among model.parameters()",
+            type(optimizer).__name__,
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
             "optimizer", "differentiable=True", "keeps graphs of updates; remove the argument"
@@ -219,8 +228,6 @@ ELEMENTWISE = (
 )
 # Words in the names of optimizers that use full matrices or norms of full parameters.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "lars", "muon", "shampoo", "soap")
-
-logger = logging.getLogger("distmp")
 
 
 def build_on_shards(

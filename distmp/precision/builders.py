@@ -36,7 +36,7 @@ CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
 def autocast_context(
-    policy: PrecisionPolicy, device: torch.device
+    policy: PrecisionPolicy, device: torch.device | str
 ) -> contextlib.AbstractContextManager[Any]:
     """Return the context for forward: autocast if the policy uses it, otherwise a null context.
 
@@ -44,7 +44,7 @@ def autocast_context(
         ConfigError: If matrix products of the policy have fewer than 16 bits.
     """
     refuse_low_precision_matmuls(policy)
-    return autocast_of_dtypes(policy, device)
+    return autocast_of_dtypes(policy, torch.device(device))
 
 
 def autocast_of_dtypes(

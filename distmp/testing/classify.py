@@ -380,12 +380,13 @@ def _common_factor(
     factors, norms = np.transpose(found)
     if power := _power_of_2(factors):
         return "loss_scale", f": 2 ** {power}"
-    norms = norms[factors < 1 - 1e-3]
-    if len(norms) and factors.max() <= 1 + 1e-3 and norms.max() <= 1.001 * norms.min():
-        if power := _power_of_2([(predictions[0].split.max_norm or 0.0) / norms[0]]):
+    reduced = norms[factors < 1 - 1e-3]
+    # Gradients below the limit are not clipped, and no larger one is left as it is.
+    if len(reduced) and factors.max() <= 1 + 1e-3 and norms.max() <= 1.001 * reduced.min():
+        if power := _power_of_2([(predictions[0].split.max_norm or 0.0) / reduced[0]]):
             return "loss_scale", f": clipped before it was unscaled: to max_norm / 2 ** {power}"
-        return "clipped", f", to the norm {norms[0]:.4g}"
-    return "miscounted", f": {', '.join(f'{each:.4g}' for each in factors)} of the one wanted"
+        return "clipped", f", to the norm {reduced[0]:.4g}"
+    return "miscounted", f": {', '.join(f'{each:.5g}' for each in factors)} of the one wanted"
 
 
 def _power_of_2(values: Sequence[float]) -> int:

@@ -17,6 +17,7 @@ from distmp.checkpoint import dcp, store
 from distmp.checkpoint.storage import LocalStorage
 from distmp.errors import CheckpointError
 from tests.checkpoint import listing
+from tests.disks import disk
 from tests.ranks import ranks, run_ranks
 
 NUMBERS = {"step": 7, "loss": 0.1 + 0.2, "name": "run", "nested": {"list": [1, None, True]}}
@@ -279,6 +280,15 @@ def test_failure_leaves_previous_checkpoint(tmp_path: Path, point: str, failing_
     error = f"cannot save {path}: rank {failing_rank}: OSError: [Errno 28] No space left on device"
     assert results == [(error, 1.0)] * 2
     assert [p.name for p in tmp_path.glob("step-*") if p.suffix != ".writing"] == ["step-000001"]
+
+
+def test_disk_that_fills_during_a_save_is_named(tmp_path: Path) -> None:
+    cause = r"OSError: \[Errno 28\] No space left on device"
+    with (
+        disk(tmp_path / "disk", "size=1m") as directory,
+        pytest.raises(CheckpointError, match=cause),
+    ):
+        store.save(directory, 1, {"large": torch.zeros(2**20)}, {}, keep=1)
 
 
 def _save_step_3(directory: Path) -> None:

@@ -125,6 +125,23 @@ def test_a_save_in_the_background_has_the_weights_and_not_their_average(tmp_path
     assert_same_bits(snapshot(engine), saved)
 
 
+def test_each_applied_step_counts_once() -> None:
+    engine = make_engine(strategy="single")
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    before = {name: value.clone() for name, value in average.values.items()}
+    engine.step(microbatches(0, ONE_RANK[0], 0))
+    for _ in range(2):
+        average.update()
+    for name, value in weights(engine).items():
+        expected = DECAY * before[name].double() + (1 - DECAY) * value.double()
+        torch.testing.assert_close(average.values[name].double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_decay_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ema\.decay = '0\.9': must be a number, not text"):
+        EmaConfig("0.9")  # type: ignore[arg-type]
+
+
 @ranks(4, timeout=150)
 def test_the_average_of_replicated_shards_follows_its_recurrence() -> None:
     sharding = ShardingConfig(shard_size=2, accumulate="hybrid")

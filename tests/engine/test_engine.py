@@ -653,6 +653,16 @@ def test_state_lacking_something_is_refused() -> None:
         engine.load_state_dict(state)
 
 
+def test_state_of_a_larger_model_is_refused() -> None:
+    engine = make_engine()
+    state = snapshot(engine)
+    with pytest.raises(
+        CheckpointError, match=r"holds model/more\.weight, which this model does not"
+    ):
+        engine.load_state_dict({**state, "model/more.weight": torch.ones(1)})
+    engine.load_state_dict({**state, "of_a_callback": torch.ones(1)})
+
+
 def test_invalid_state_is_refused_with_one_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -906,5 +916,8 @@ def test_the_memory_of_a_step_does_not_grow_with_its_microbatches() -> None:
 
 
 def test_an_unknown_argument_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'max_grad_norm'"):
+    message = (
+        r"^Engine\(\) got an unexpected keyword argument 'max_grad_norm': did you mean 'max_norm'"
+    )
+    with pytest.raises(TypeError, match=message):
         make_engine(max_grad_norm=1.0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from distmp.data.dataloader import DataLoader
+from distmp.data.evaluation import ForwardOnly
 from distmp.engine import Engine
 from distmp.engine.setup import Setup
 from distmp.errors import ConfigError, TrainingError
@@ -61,6 +62,7 @@ def make(
         (iter(TorchDataLoader([pair()])), "gives all batches of an epoch"),
         (DataLoader([pair()] * 2, 2, 1), "gives all batches of an epoch"),
         ([], "is empty; a step needs at least one microbatch"),
+        ([pair(), ForwardOnly(pair())], r"'loader.once\(\)': is for engine.evaluate"),
     ],
 )
 def test_invalid_microbatches_are_refused(microbatches: Any, message: str) -> None:
@@ -418,6 +420,18 @@ def test_a_loss_that_is_computed_in_16_bits_is_warned_of(
     found = [str(warning.message) for warning in recwarn]
     assert len(found) == (warned is not None)
     assert all(text.startswith(f"the loss is computed in {warned}, too coarse") for text in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_a_weight_that_is_counted_in_16_bits_is_warned_of(
+    dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    engine = make(lambda model, batch: (summed(model, batch)[0], torch.tensor(4, dtype=dtype)))
+    for _ in range(2):
+        engine.step([pair()])
+    name = str(dtype).removeprefix("torch.")
+    expected = [f"the weight is counted in {name}, which rounds"] * (dtype.itemsize == 2)
+    assert [str(found.message).partition(" large")[0] for found in recwarn] == expected
 
 
 # Updates that would be lost

@@ -429,6 +429,7 @@ class Failure:
     [
         pytest.param([(1, 7), (-9, 7)], "rank 1 was killed by SIGKILL", id="the peer of a crash"),
         pytest.param([(3, 7), (1, 8)], "rank 1 failed with exit code 1", id="a lost peer"),
+        pytest.param([(3, 7)], "rank 0 ended because another rank was lost", id="another machine"),
         pytest.param([(143, 7), (143, 7)], "rank 0 was stopped by SIGTERM", id="orderly stop"),
         pytest.param([(255, 7)], "rank 0 was stopped by signal 127", id="no such signal"),
         pytest.param([(-6, 7), (5, 7)], "rank 1 failed with exit code 5", id="NCCL's watchdog"),

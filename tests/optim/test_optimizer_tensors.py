@@ -153,6 +153,25 @@ def test_sharded_updates_agree_with_whole_parameters(
         assert torch.equal(shard, value)
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_empty_group_of_copies_is_warned_of(copied: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    own = {*model.parameters()}
+    named = [
+        (name, value.detach().clone().requires_grad_() if copied else value)
+        for name, value in model.named_parameters()
+    ]
+
+    def by_identity(named: Any) -> torch.optim.Optimizer:
+        groups = [
+            [value for _, value in named if (value in own) is there] for there in (False, True)
+        ]
+        return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+    build_on(by_identity, named)
+    assert ("a parameter group of SGD is empty" in caplog.text) is copied
+
+
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_whole_matrix_optimizers_are_refused_for_shards(name: str) -> None:
     kind = getattr(torch.optim, name, None)

@@ -281,6 +281,13 @@ def test_torchs_muon_is_refused_for_shards() -> None:
         Engine(model, loss, lambda named: torch.optim.Muon(named), policy="fp32", strategy="fsdp")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
+@ranks(1)
+def test_optimizers_that_torch_cannot_run_on_shards_are_refused(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=f"'{kind.__name__}': cannot compute with sharded"):
+        Engine(nn.Linear(4, 4), loss, lambda named: kind(named), policy="fp32", strategy="fsdp")
+
+
 @ranks(2)
 def test_shards_that_muon_does_not_know_are_refused_on_all_ranks() -> None:
     whole = nn.Linear(1, 1, bias=False)  # rank 0 has all rows

@@ -136,6 +136,16 @@ def test_clipping() -> None:
         assert [each.kind for each in diagnose(splits, "token_mean")] == kinds
 
 
+def test_a_smaller_gradient_is_not_clipped_if_larger_ones_are_not() -> None:
+    factors = [1.0] * (len(WEIGHTS) - 1) + [0.01]
+    splits = [
+        split(w, np.full(w.shape, factor / w.sum()))
+        for w, factor in zip(WEIGHTS, factors, strict=True)
+    ]
+    (mismatch,) = diagnose(splits, "token_mean")
+    assert mismatch.kind == "miscounted"
+
+
 @pytest.mark.parametrize("factors", [(0.3, 0.3), (0.3, 0.7)])
 def test_clipping_has_one_factor(factors: tuple[float, float]) -> None:
     splits = []

@@ -71,7 +71,7 @@ def check_policy(policy: PrecisionPolicy) -> None:
         ConfigError: Naming the field.
     """
     if policy.param_dtype != torch.float32:
-        problem = "has no FP32 weights, and Lightning would sum its gradients in 16 bits"
+        problem = "would sum its gradients in 16 bits, like its weights; use bf16-autocast"
     elif policy.reduce_dtype != torch.float32:
         problem = "reduces gradients in 16 bits; use reduce=fp32"
     elif policy.output_dtype != torch.float32:

@@ -95,10 +95,8 @@ class EarlyStopping(Callback):
 
     def _finish_if_out_of_patience(self, trainer: TrainingLoop) -> None:
         if self._without_improvement >= self._config.patience:
-            best = (
-                "no value" if self._best is None else f"{self._best:.4g} at step {self._best_step}"
-            )
+            best = f"has not improved on {self._best or 0:.4g} at step {self._best_step}"
             trainer.finish_early(
-                f"{self._config.metric} has not improved on {best} for "
+                f"{self._config.metric} {'was NaN' if self._best is None else best} for "
                 f"{self._without_improvement} validations (early_stopping.patience)"
             )

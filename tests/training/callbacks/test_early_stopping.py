@@ -85,6 +85,14 @@ def test_early_stop_ends_all_ranks_and_keeps_best(tmp_path: Path) -> None:
         assert checkpoints(longer) == ["step-000016", "step-000018"]
 
 
+def test_metric_that_is_never_a_number_is_reported(tmp_path: Path) -> None:
+    run = trainer(tmp_path, [math.nan] * 3)
+    (message,) = messages(run)
+    assert (
+        message == "finished after step 6: loss was NaN for 3 validations (early_stopping.patience)"
+    )
+
+
 @pytest.mark.nightly
 @ranks(1)
 def test_resumed_run_keeps_its_patience_count(tmp_path: Path) -> None:
