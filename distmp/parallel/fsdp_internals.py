@@ -97,10 +97,11 @@ def accumulate_in_fp32(model: nn.Module) -> None:
 
 
 def _init_in_fp32(parameter: Any) -> None:
-    """Create the gathered parameter as FSDP2 does, at its first gather, with FP32 gradients."""
+    """Let FSDP2 prepare a gathered parameter, and make its gradients FP32 at the first gather."""
+    is_new = not _was_gathered(parameter)
     type(parameter).init_unsharded_param(parameter)
     gathered = parameter._unsharded_param
-    if gathered.is_floating_point():  # frozen parameters too: they may be unfrozen later
+    if is_new and gathered.is_floating_point():  # frozen parameters too: they may be unfrozen later
         gathered.grad_dtype = torch.float32
 
 

@@ -204,15 +204,15 @@ MUTANTS = [
     Mutant(
         "the reduce-scatter of FSDP is not waited for",
         "distmp/parallel/fsdp_collectives.py",
-        "reduce_scatter(output_tensor, input_tensor, *self._groups).wait()",
-        "reduce_scatter(output_tensor, input_tensor, *self._groups)",
+        "reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)",
+        "dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, async_op=True)",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
         "the all-gather of FSDP is not waited for",
         "distmp/parallel/fsdp_collectives.py",
-        "        work.wait()\n        return None",
-        "        return None",
+        "all_gather_on_stream(output_tensor, input_tensor, group)\n        return None",
+        "all_gather(output_tensor, input_tensor, group)\n        return None",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(

@@ -209,8 +209,8 @@ MUTANTS = [
     Mutant(
         "nobody compares the optimizer's tensors with those to be updated",
         "distmp/optim/optimizer_tensors.py",
-        "    _check_tensors(optimizer, parameters)\n    if any(",
-        "    if any(",
+        "    check_kind(optimizer)\n    _check_tensors(optimizer, parameters)\n",
+        "    check_kind(optimizer)\n",
         "misuse",
     ),
     Mutant(

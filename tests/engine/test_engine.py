@@ -309,6 +309,7 @@ def test_finite_gradients_of_any_size_are_applied(
         model,
         lambda model, factor: ((model.weight * gradient).sum() * factor, 1),
         optimizer,
+        policy="fp32",
         max_norm=max_norm,
         device="cpu",
     )

@@ -49,12 +49,12 @@ def test_building_gathers_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather of all units would take most of the start, and memory for the largest of them."""
     gathers: list[int] = []
 
-    def all_gather(output: torch.Tensor, *args: Any) -> Any:
+    def gather(output: torch.Tensor, *args: Any) -> Any:
         gathers.append(output.numel())
         return original(output, *args)
 
-    original = fsdp_collectives.all_gather
-    monkeypatch.setattr(fsdp_collectives, "all_gather", all_gather)
+    original = fsdp_collectives.all_gather_on_stream
+    monkeypatch.setattr(fsdp_collectives, "all_gather_on_stream", gather)
     engine = make_engine(**sharded("fsdp"))
     assert gathers == []
     engine.step([Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))])
