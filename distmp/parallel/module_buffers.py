@@ -216,12 +216,22 @@ def _values_of_engines(except_for: nn.Module) -> list[BufferValues]:
     return [BufferValues(each._batches) for each in others]
 
 
+def repeats_elements(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor are one number in memory."""
+    return tensor.layout == torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def _grouped(module: nn.Module) -> list[dict[str, Tensor]]:
-    """Group buffers that are not empty by device and dtype, up to `BATCH_BYTES` or one buffer."""
+    """Group buffers by device and dtype, up to `BATCH_BYTES` or one buffer.
+
+    Without those that are empty or cannot be written to.
+    """
     batches: list[dict[str, Tensor]] = []
     last: dict[tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], int]] = {}
     for name, buffer in module.named_buffers():
-        if buffer.numel() == 0:
+        if buffer.numel() == 0 or repeats_elements(buffer):
             continue
         kind = (buffer.device, buffer.dtype)
         batch, nbytes = last.get(kind, ({}, 0))

@@ -20,7 +20,7 @@ from distmp.optim import OptimizerFactory
 from distmp.optim.optimizer_tensors import build_on
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.collective_order import CollectiveOrder
-from distmp.parallel.module_buffers import ModuleTree
+from distmp.parallel.module_buffers import ModuleTree, repeats_elements
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization import LowPrecisionLayers
 from distmp.scaling import GradientPart
@@ -226,13 +226,6 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
                 f"trains FP32 weights, but parameter {name!r} is {dtype_name(parameter.dtype)}; "
                 "convert the model with .float() first",
             )
-
-
-def repeats_elements(tensor: Tensor) -> bool:
-    """Return whether several elements of a tensor are one number in memory."""
-    return tensor.layout == torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def check_model(model: object) -> None:

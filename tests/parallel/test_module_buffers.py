@@ -280,6 +280,10 @@ def test_a_buffer_replaced_by_another_dtype_or_shape() -> None:
         model.count += 1
         buffers.end_step(torch.tensor(skipped))
     assert model.filled.tolist() == [0, 1, 2, 3, 4]
+    buffers.begin_step()
+    model.filled = torch.ones(1).expand(3)  # cannot be written to
+    buffers.end_step(torch.ones(()))
+    assert model.filled.tolist() == [1, 1, 1]
     assert model.count.item() == 2**53 + 2
 
 
