@@ -186,7 +186,7 @@ def test_buckets_sum_like_float64_where_grad_rounds(tmp_path: Path) -> None:
     assert memory["FP32 buckets"] == pytest.approx(4, rel=0.05)  # buckets are padded
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # `make docs` executes its notebook
 def test_cost_agrees_with_formulas(tmp_path: Path) -> None:
     fields = ("parameters", "memory_bytes", "communication_bytes", "between_machines_bytes")
     reading = f"{{name: getattr(run, name) for name in {fields}}}"
