@@ -257,7 +257,9 @@ class Reference:
         trained = {name: p.requires_grad for name, p in self._model.named_parameters()}
         names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
         absent = [name for name in names if plain_name(name) not in record.state]
-        require(not absent, "reference", listed(absent), "has parameters that the model has not")
+        require(
+            not absent, "reference", listed(absent), "has parameters that the model does not have"
+        )
         held = {name: record.state[plain_name(name)] for name in names}
         device = next(iter(held.values())).device
         dtypes = {tensor.dtype for name, tensor in held.items() if name in trained}
