@@ -33,7 +33,7 @@ from distmp.parallel.settings import (
 )
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
-from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential, dangerous
+from distmp.utils.annotations import HARMLESS, IGNORED, consequential, dangerous
 from distmp.utils.settings import command_line, to_mapping
 from distmp.utils.settings.convert import flat
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distmp.errors import ConfigError, nearest
+from distmp.utils.annotations import HARMLESS, consequential
 from distmp.utils.imports import check_arguments, load_callable
-from distmp.utils.resume_rules import HARMLESS, consequential
 
 # Processes per rank; more than a machine has cores only compete.
 _MAX_WORKERS = 512

@@ -12,12 +12,11 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.probe import ForwardOverflow
 from distmp.errors import rank_names
 
 FP16_LARGEST = 65504.0
@@ -37,6 +36,19 @@ Cause = Literal[
     "reduction",
     "not_repeated",
 ]
+
+
+class ForwardOverflow(NamedTuple):
+    """The first module that returned a non-finite value in forward.
+
+    Attributes:
+        module: Name of the module; empty for the model itself.
+        side: "input" if its input was already non-finite, because of an operation between modules;
+            otherwise "output".
+    """
+
+    module: str
+    side: Literal["input", "output"]
 
 
 @dataclass(frozen=True)

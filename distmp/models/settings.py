@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
+from distmp.utils.annotations import IGNORED, dangerous
 from distmp.utils.imports import check_arguments, load_callable
-from distmp.utils.resume_rules import IGNORED, dangerous
 
 if TYPE_CHECKING:
     from distmp.models.transformer import TransformerConfig

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -28,7 +30,6 @@ from distmp.training.components import (
     stored_progress,
 )
 from distmp.training.restarts import Restarts
-from distmp.training.run import Run
 from distmp.training.run_directory import RunDirectory, try_to_write
 from distmp.training.run_fingerprint import (
     Changes,
@@ -37,9 +38,40 @@ from distmp.training.run_fingerprint import (
     run_fingerprint,
     weights_directory,
 )
-from distmp.training.run_lease import DirectoryChoice, this_job
+from distmp.training.run_lease import DirectoryChoice, RunLease, this_job
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import settings
+
+
+@dataclass(frozen=True)
+class Run:
+    """The components of a training run on one rank, as `build_run` returns them.
+
+    Attributes:
+        config: The configuration.
+        world: The ranks.
+        console: Prints messages; quiet on all ranks but the first.
+        components: Data, loss, and the model before it was distributed.
+        engine: Takes the optimizer steps. The state of the checkpoint, if any, has been loaded.
+        fingerprint: Properties of the run that a checkpoint stores, see `run_fingerprint`.
+        directory: The directory of the run.
+        restarts: Earlier attempts of this job.
+        checkpoint: The checkpoint that was loaded; None for a new run.
+        progress: Steps and samples up to now.
+        lease: On rank 0, the right to write to the directory; None on the others.
+    """
+
+    config: RunConfig
+    world: World
+    console: Console
+    components: RunComponents
+    engine: Engine
+    fingerprint: dict[str, Any]
+    directory: RunDirectory
+    restarts: Restarts
+    checkpoint: store.StoredCheckpoint | None
+    progress: Progress
+    lease: RunLease | None
 
 
 def build_run(config: RunConfig, world: World, console: Console, restarts: Restarts) -> Run:

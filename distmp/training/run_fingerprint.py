@@ -22,8 +22,8 @@ from distmp.models.architecture import architecture
 from distmp.optim.settings import ScheduleConfig
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
+from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
-from distmp.utils.resume_rules import ResumeRule, resume_rules
 from distmp.utils.settings import leaf_names, to_mapping
 from distmp.utils.settings.convert import digest, flat
 

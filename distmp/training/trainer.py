@@ -20,10 +20,9 @@ from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry.console import Console
 from distmp.telemetry.measurements import StepTimer
 from distmp.training.build import build_run
-from distmp.training.callback_state import CallbackStates
 from distmp.training.callbacks import Callback, PendingStep, StepResult
 from distmp.training.callbacks.callback import Rollback, action_for
-from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.callbacks.checkpointing import CallbackStates, Checkpointing
 from distmp.training.callbacks.order import check_hooks, in_order, load_callbacks
 from distmp.training.components import Progress, restore, training_batches
 from distmp.training.restarts import Restarts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distmp.config import BatchConfig, RunConfig
-from distmp.training.out_of_memory import advice
+from distmp.training.failures import advice
 from distmp.utils.host_memory import is_out_of_memory
 
 CUDA = (

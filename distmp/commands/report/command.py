@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="output file (default: RUN_DIR/report.html)")
     arguments = parser.parse_args(argv)
     require_package("RUN_DIR", str(arguments.run_dir), "matplotlib", "report")
-    from distmp.commands.report.page import page
-    from distmp.commands.report.run import RecordedRun
+    from distmp.commands.report.page import RecordedRun, page
 
     directories = [arguments.run_dir, *([arguments.other] if arguments.other else [])]
     runs = [RecordedRun.read(directory) for directory in directories]

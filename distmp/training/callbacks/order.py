@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from distmp.callback_settings import find_callback
 from distmp.errors import ConfigError, nearest
+from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.checks import (
@@ -16,13 +17,10 @@ from distmp.training.callbacks.checks import (
     StragglerDetection,
 )
 from distmp.training.callbacks.early_stopping import EarlyStopping
-from distmp.training.callbacks.ema import Ema
-from distmp.training.callbacks.profiling import Profiling
 from distmp.training.callbacks.sample import TextSample
-from distmp.training.callbacks.step_logger import StepLogger
+from distmp.training.callbacks.step_logger import Profiling, StepLogger
 from distmp.training.callbacks.time_limit import TimeLimit
-from distmp.training.callbacks.validation import Validation
-from distmp.training.run import Run
+from distmp.training.callbacks.validation import Ema, Validation
 from distmp.utils.imports import Entry
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from distmp.cli import main
-from distmp.commands.report.page import draw, smoothed
-from distmp.commands.report.run import RecordedRun
+from distmp.commands.report.page import RecordedRun, draw, smoothed
 from distmp.telemetry.records import RecordWriter, StepRecord
 from tests.telemetry.samples import record
 
