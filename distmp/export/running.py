@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.export.files import MAX_SHARD_SIZE, check_shard_size, write
-from distmp.export.sources import EngineWeights
 from distmp.export.weights import PREFIX
 from distmp.models import huggingface
 from distmp.models.architecture import TRANSFORMER
 from distmp.models.transformer import Transformer
 from distmp.utils.files import check_directory_name
+from distmp.utils.flat_shard import gathered, global_shape
 
 
 class RunningEngine(Protocol):
@@ -37,6 +37,39 @@ class RunningEngine(Protocol):
 
     def updated_by_optimizer(self) -> set[str]:
         """Return the names of the tensors that only an update of the optimizer changes."""
+
+
+class EngineWeights:
+    """The weights and buffers of a running engine; all ranks together read each tensor.
+
+    Args:
+        state: Result of `Engine.state_dict`.
+        keep: Whether `read` returns them on this rank.
+
+    Attributes:
+        specs: Shape and dtype of each tensor, as tensors on the meta device.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor], *, keep: bool) -> None:
+        self._keep = keep
+        self._state = {
+            name.removeprefix(PREFIX): tensor
+            for name, tensor in state.items()
+            if name.startswith(PREFIX)
+        }
+        self.specs = {
+            name: torch.empty(global_shape(tensor), dtype=tensor.dtype, device="meta")
+            for name, tensor in self._state.items()
+        }
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Gather tensors; return them on the CPU if this rank keeps them, else nothing."""
+        tensors = {}
+        for name in names:
+            full = gathered(self._state[name])
+            if self._keep:
+                tensors[name] = full.detach().to("cpu")
+        return tensors
 
 
 def save_weights(

@@ -16,7 +16,7 @@ from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.export.export import export
 from distmp.export.files import write
-from distmp.export.sources import EngineWeights
+from distmp.export.running import EngineWeights
 from distmp.models import huggingface
 from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss, takes_targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 
-from distmp.callback_settings import find_callback
+from distmp.config import find_callback
 from distmp.errors import ConfigError, nearest
 from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback

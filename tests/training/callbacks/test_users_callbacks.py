@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from distmp.callback_settings import parse_callbacks
-from distmp.config import load
+from distmp.config import load, parse_callbacks
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
 from distmp.engine.setup import Setup
