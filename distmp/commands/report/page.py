@@ -8,15 +8,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from distmp import __version__
 from distmp.errors import ConfigError
@@ -33,6 +30,8 @@ if TYPE_CHECKING:
 
 # The summary shows the mean loss of this many last steps.
 LAST_STEPS = 50
+# Maximum number of listed skipped steps; the records have all of them.
+MAX_SKIPPED = 200
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,12 @@ class RecordedRun:
         records: The step records; never empty.
         config: The resolved configuration by dotted name; empty if missing.
         environment: Machine and versions by dotted name; empty if missing.
-        low_precision_matmuls: Lines on the low-precision matmuls; empty without any.
     """
 
     name: str
     records: list[StepRecord]
     config: dict[str, object]
-    environment: dict[str, object]
-    low_precision_matmuls: tuple[str, ...] = ()
+    environment: dict[str, str]
 
     @classmethod
     def read(cls, path: Path) -> RecordedRun:
@@ -71,15 +68,13 @@ class RecordedRun:
         config: dict[str, object] = {}
         if directory.config.is_file():
             config = flat(read_yaml(directory.config))
-        environment: dict[str, object] = {}
-        low_precision = None
+        environment: dict[str, str] = {}
         if directory.manifest.is_file():
             last = dict(manifest.read(directory.manifest)[-1])
             last.pop("configuration", None)
-            low_precision = last.pop("low_precision_matmuls", None)
-            environment = flat(last)
-        name = path.resolve().name
-        return cls(name, records, config, environment, tuple(_described(low_precision)))
+            last.pop("low_precision_matmuls", None)
+            environment = {name: as_text(value) for name, value in flat(last).items()}
+        return cls(path.resolve().name, records, config, environment)
 
     @property
     def throughput_unit(self) -> str:
@@ -111,20 +106,27 @@ class RecordedRun:
             "peak memory of a rank": bytes_text(max(record.memory_bytes for record in records)),
         }
 
+    def skipped(self) -> list[tuple[str, ...]]:
+        """Return step, loss scale, cause and advice of each skipped step."""
+        records = [record for record in self.records if record.skipped]
+        rows = []
+        for record in records[:MAX_SKIPPED]:
+            overflow = record.overflow or {}
+            cause = overflow.get("diagnosis", "no overflow: no gradients to apply")
+            scale = scale_text(record.loss_scale)
+            rows.append((f"{record.step:,}", scale, cause, overflow.get("advice", "")))
+        more = len(records) - MAX_SKIPPED
+        return [*rows, (f"and {more:,} more, in steps.jsonl",)] if more > 0 else rows
 
-def _described(low_precision: dict[str, Any] | None) -> Iterator[str]:
-    """Yield lines from the result of `distmp.quantization.layers.formats_record`."""
-    if low_precision is not None:
-        layers = low_precision["low_precision"]
-        total = len(layers) + len(low_precision["high_precision"])
-        yield (
-            f"{'; '.join(low_precision['formats'])}; {len(layers)} of {total} linear layers "
-            f"have low-precision matmuls, {low_precision['backend']}"
-        )
-        yield from (
-            f"{layer} is in high precision because of {why}"
-            for layer, why in low_precision["high_precision"].items()
-        )
+    def out_of_bounds(self) -> Iterator[tuple[str, ...]]:
+        """Yield step, problem and action of each spike and rollback."""
+        for record in self.records:
+            divergence = record.divergence or {}
+            if (back := divergence.get("rolled_back")) is not None:
+                problem = f"step {back['from_step']}: {back['problem']}"
+                yield f"{record.step:,}", problem, f"back to step {back['to_step']}"
+            elif divergence:
+                yield f"{record.step:,}", divergence["problem"], divergence["action"]
 
 
 def as_text(value: object) -> str:
@@ -132,8 +134,6 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-# With at most this many steps, a smoothed line would coincide with the line itself.
-FEW_POINTS = 80
 # Lines of more ranks cannot be distinguished.
 MAX_RANKS = 16
 INCHES = (11.0, 2.4)
@@ -196,9 +196,6 @@ def curves(run: RecordedRun) -> Iterator[Curve]:
     """Yield the curves of a run, in the order of the charts."""
     of_steps = partial(_curve, records=run.records, label="each step")
     yield from of_steps("Loss", value=lambda r: r.loss)
-    if len(run.records) > FEW_POINTS:
-        (loss,) = of_steps("Loss", value=lambda r: r.loss)
-        yield loss._replace(label="smoothed", values=smoothed(loss.values))
     validated = [record for record in run.records if record.validation_loss is not None]
     yield from _curve("Loss", validated, "validation", lambda r: r.validation_loss, "o")
     yield from _metrics(run)
@@ -233,15 +230,6 @@ def _curve(
         yield Curve(chart, label, [record.step for record in records], values, style)
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Average over a centered window of 1/40 of the run, so that the line does not lag."""
-    window = np.ones(2 * (len(values) // 80) + 1)
-    known = np.isfinite(values)
-    sums = np.convolve(np.where(known, values, 0.0), window, "same")
-    counts = np.convolve(known, window, "same")
-    return [float(x) for x in np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)]
-
-
 def _metrics(run: RecordedRun) -> Iterator[Curve]:
     """Yield each metric on held-out data; that of the average is in the same chart."""
     for name in dict.fromkeys(n for r in run.records for n in r.validation_metrics or {}):
@@ -267,110 +255,27 @@ def _compute_seconds(record: StepRecord, rank: int) -> float | None:
     return record.rank_seconds[rank] if record.rank_seconds else None
 
 
-# Maximum number of listed skipped steps; the records have all of them.
-MAX_SKIPPED = 200
-
-
 def page(runs: Sequence[RecordedRun]) -> str:
-    """Return the HTML of a report on one run, or on two side by side.
+    """Return the HTML of a report on one run, or on two side by side."""
+    from jinja2 import Template
 
-    All text from the runs is escaped, so that the report shows it and never executes it.
-    """
-    names = escape(" and ".join(run.name for run in runs))
-    style = resources.files("distmp.commands.report").joinpath("report.css").read_text()
-    charts = base64.b64encode(image(runs)).decode()
-    sections = [
-        _section("Summary", _summary(runs)),
-        f'<img alt="charts" src="data:image/png;base64,{charts}">',
-        *(section for run in runs for section in _of_run(run, runs)),
-        _section("Configuration", _configuration(runs)),
-        f"<footer>distmp {escape(__version__)}</footer>",
-    ]
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{names}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{names}</h1>\n{''.join(sections)}\n</main>\n</body>\n</html>\n"
+    summaries = [run.summary() for run in runs]
+    columns = [{name: as_text(value) for name, value in run.config.items()} for run in runs]
+    settings = _rows(columns, "null")
+    template = resources.files("distmp.commands.report").joinpath("report.html").read_text()
+    return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
+        title=" and ".join(run.name for run in runs),
+        runs=runs,
+        names=["", *(run.name for run in runs)],
+        summary=_rows(summaries, ""),
+        charts=base64.b64encode(image(runs)).decode(),
+        settings=settings,
+        different=[row for row in settings if len(set(row[1:])) > 1],
+        version=__version__,
     )
 
 
-def _of_run(run: RecordedRun, runs: Sequence[RecordedRun]) -> Iterator[str]:
-    of = "" if len(runs) == 1 else f" of {run.name}"
-    yield _section(f"Low-precision matmuls{of}", _paragraphs(run.low_precision_matmuls))
-    yield _section(f"Skipped steps{of}", _skipped(run) or "<p>None.</p>")
-    yield _section(f"Out of bounds{of}", _divergence(run))
-    pairs = [(name, as_text(value)) for name, value in run.environment.items()]
-    yield _section(f"Environment{of}", _folded(f"{len(pairs)} values", ["", ""], pairs))
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>\n" if content else ""
-
-
-def _paragraphs(lines: Iterable[str]) -> str:
-    return "".join(f"<p>{escape(line)}</p>" for line in lines)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of escaped texts; nothing without rows."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    return f'<div class="wide"><table>{row(head, "th")}{body}</table></div>' if rows else ""
-
-
-def _folded(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that is shown on demand; nothing without rows."""
-    table = _table(head, rows)
-    return f"<details><summary>{title}</summary>{table}</details>" if rows else ""
-
-
-def _summary(runs: Sequence[RecordedRun]) -> str:
-    columns = [run.summary() for run in runs]
+def _rows(columns: Sequence[Mapping[str, str]], missing: str) -> list[tuple[str, ...]]:
+    """Return a row for each name in any column: the name, and its value in each column."""
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
-    return _table(["", *(run.name for run in runs)], rows)
-
-
-def _skipped(run: RecordedRun) -> str:
-    skipped = [record for record in run.records if record.skipped]
-    rows = [
-        (f"{record.step:,}", scale_text(record.loss_scale), *_causes(record))
-        for record in skipped[:MAX_SKIPPED]
-    ]
-    more = len(skipped) - MAX_SKIPPED
-    rest = f"<p>and {more:,} more, in steps.jsonl</p>" if more > 0 else ""
-    return _table(["step", "loss scale", "why", "what to do"], rows) + rest
-
-
-def _causes(record: StepRecord) -> Iterator[str]:
-    overflow = record.overflow or {}
-    yield str(overflow.get("diagnosis", "no overflow: no gradients to apply"))
-    yield str(overflow.get("advice", ""))
-
-
-def _divergence(run: RecordedRun) -> str:
-    events = [record for record in run.records if record.divergence]
-    rows = [(f"{record.step:,}", *_event(record)) for record in events[:MAX_SKIPPED]]
-    return _table(["step", "problem", "action"], rows)
-
-
-def _event(record: StepRecord) -> Iterator[str]:
-    divergence = record.divergence or {}
-    rollback = divergence.get("rolled_back")
-    if rollback is None:
-        yield str(divergence.get("problem", ""))
-        yield str(divergence.get("action", ""))
-    else:
-        yield f"step {rollback.get('from_step')}: {rollback.get('problem')}"
-        yield f"back to step {rollback.get('to_step')}"
-
-
-def _configuration(runs: Sequence[RecordedRun]) -> str:
-    names = dict.fromkeys(name for run in runs for name in run.config)
-    rows = [(name, *(as_text(run.config.get(name)) for run in runs)) for name in names]
-    head = ["", *(run.name for run in runs)]
-    different = [row for row in rows if len(set(row[1:])) > 1]
-    return _table(head, different) + _folded(f"all {len(rows)} settings", head, rows)
+    return [(name, *(column.get(name, missing) for column in columns)) for name in names]

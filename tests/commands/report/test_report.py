@@ -8,11 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from distmp.cli import main
-from distmp.commands.report.page import RecordedRun, draw, smoothed
+from distmp.commands.report.page import RecordedRun, draw
 from distmp.telemetry.records import RecordWriter, StepRecord
 from tests.telemetry.samples import record
 
@@ -103,17 +102,6 @@ def test_page_of_long_run_stays_small(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", records)
     assert report(directory)
     assert (directory / "report.html").stat().st_size < 500_000
-
-
-@pytest.mark.parametrize("count", [1, 80, 1001])
-def test_smoothing_is_centered_mean_of_finite_values(count: int) -> None:
-    values = np.random.default_rng(count).normal(size=count)
-    values[::3] = math.nan
-    half = count // 80
-    for center, mean in enumerate(smoothed(list(values))):
-        window = values[max(0, center - half) : center + half + 1]
-        known = window[~np.isnan(window)]
-        assert mean == pytest.approx(known.mean() if known.size else math.nan, nan_ok=True)
 
 
 def test_page_is_self_contained(tmp_path: Path) -> None:
