@@ -91,26 +91,19 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
         raise
 
 
+@dataclass(frozen=True)
 class _Builder:
     """Builds a run; on rank 0, `choice` claims its directory."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        console: Console,
-        restarts: Restarts,
-        choice: DirectoryChoice | None,
-    ) -> None:
-        self._config = config
-        self._world = world
-        self._console = console
-        self._restarts = restarts
-        self._choice = choice
+    config: RunConfig
+    world: World
+    console: Console
+    restarts: Restarts
+    choice: DirectoryChoice | None
 
     def build(self) -> Run:
         """Return the run; see `build_run`."""
-        config, world, ranks = self._config, self._world, self._world.ranks
+        config, world, ranks = self.config, self.world, self.world.ranks
         components = ranks.all_or_none(self._prepare)
         checkpoint = self._find_checkpoint()
         progress = Progress() if checkpoint is None else stored_progress(checkpoint)
@@ -131,7 +124,7 @@ class _Builder:
         fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
         fingerprint |= describe_model(components.model, config)
         if checkpoint is None and _freezes_random_weights(config):
-            self._console.message(
+            self.console.message(
                 "model.peft: the model has random weights, and they stay frozen; name its weights "
                 "with hf:DIRECTORY or model.weights"
             )
@@ -142,38 +135,38 @@ class _Builder:
                 ranks.all_or_none(lambda: changes.refuse(str(checkpoint)))
         directory = self._choose_directory(checkpoint)
         for line in _summary(chosen, world, components, engine, parameters, reason):
-            self._console.message(line)
+            self.console.message(line)
         self._record_start(directory, checkpoint, progress.step, engine)
         if checkpoint is not None:
             self._continue_from(checkpoint, progress, engine, changes)
-        if (attempt := self._restarts.describe_attempt(progress.step)) is not None:
-            self._console.message(attempt)
+        if (attempt := self.restarts.describe_attempt(progress.step)) is not None:
+            self.console.message(attempt)
         return Run(
             config,
             world,
-            self._console,
+            self.console,
             components,
             engine,
             fingerprint,
             directory,
-            self._restarts,
+            self.restarts,
             checkpoint,
             progress,
-            None if self._choice is None else self._choice.lease,
+            None if self.choice is None else self.choice.lease,
         )
 
     def _prepare(self) -> RunComponents:
-        components = prepare(self._config, self._world)
-        check_datasets(self._config, components.datasets)
+        components = prepare(self.config, self.world)
+        check_datasets(self.config, components.datasets)
         return components
 
     def _find_checkpoint(self) -> store.StoredCheckpoint | None:
         """Claim the directory to continue, and return the checkpoint to continue from."""
-        config = self._config
+        config = self.config
 
         def claim() -> str | None:
-            assert self._choice is not None
-            directory = self._choice.continued(self._restarts.directory)
+            assert self.choice is not None
+            directory = self.choice.continued(self.restarts.directory)
             return None if directory is None else str(directory.path)
 
         def configured() -> store.StoredCheckpoint | None:
@@ -182,20 +175,20 @@ class _Builder:
             directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
             return find_checkpoint(config, directory)
 
-        path = self._world.ranks.from_rank_0(claim)
-        return self._world.ranks.all_or_none(lambda: self._restarts.checkpoint(configured))
+        path = self.world.ranks.from_rank_0(claim)
+        return self.world.ranks.all_or_none(lambda: self.restarts.checkpoint(configured))
 
     def _choose_directory(self, checkpoint: store.StoredCheckpoint | None) -> RunDirectory:
         """Return the directory of the run that wrote the checkpoint, or create one, on rank 0."""
 
         def choose() -> str:
-            assert self._choice is not None
-            directory = self._restarts.directory or self._choice.final(checkpoint)
-            self._restarts.begin(directory, checkpoint)
+            assert self.choice is not None
+            directory = self.restarts.directory or self.choice.final(checkpoint)
+            self.restarts.begin(directory, checkpoint)
             return str(directory.path)
 
-        path = self._world.ranks.from_rank_0(choose)
-        return RunDirectory(Path(path), self._config.checkpoint.path)
+        path = self.world.ranks.from_rank_0(choose)
+        return RunDirectory(Path(path), self.config.checkpoint.path)
 
     def _record_start(
         self,
@@ -205,7 +198,7 @@ class _Builder:
         engine: Engine,
     ) -> None:
         """Write the configuration and the manifest, and print the directory of the run."""
-        config, log = self._config, self._console.message
+        config, log = self.config, self.console.message
         log(f"run directory: {directory.path}")
         if checkpoint is not None:
             log(f"continuing from {checkpoint}")
@@ -214,12 +207,12 @@ class _Builder:
                     f"nothing is left to train: the checkpoint is of step {step}, and "
                     f"steps = {config.steps}"
                 )
-        if self._world.rank == 0:
+        if self.world.rank == 0:
             try_to_write(directory.config, lambda path: settings.write_yaml(config, path), log)
         layers = engine.low_precision_matmuls.layers
         manifest.record(
             directory.manifest,
-            self._world,
+            self.world,
             settings.to_mapping(config),
             first_step=step,
             low_precision_matmuls=None if layers is None else formats_record(layers),
@@ -233,14 +226,14 @@ class _Builder:
         changes: Changes,
     ) -> None:
         """Report what changed since the checkpoint, and load it."""
-        if progress.step >= self._config.steps:
+        if progress.step >= self.config.steps:
             # A change of `steps` affects the learning rates of later steps, and none are left.
             changes.consequential.pop("steps", None)
         current_phase.enter("loading a checkpoint", transfers=True)
-        if self._world.rank == 0:
-            changes.report(self._console.message)
+        if self.world.rank == 0:
+            changes.report(self.console.message)
         same_optimizer = "optim.name" not in changes.dangerous
-        self._world.ranks.all_or_none(
+        self.world.ranks.all_or_none(
             lambda: load_checkpoint(engine, checkpoint, optimizer=same_optimizer)
         )
 

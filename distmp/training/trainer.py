@@ -54,7 +54,12 @@ def roll_back(
     """
     assert result.spike is not None
     step, problem = result.step, result.spike.problem
-    check_limit(step, problem, before.rollbacks)
+    if before.rollbacks >= MAX_ROLLBACKS:
+        raise TrainingError(
+            f"step {step}: {problem}, and the run has already rolled back {before.rollbacks} "
+            "times; lower optim.lr or optim.max_norm, or inspect the data, and continue with "
+            "--resume and the path of an earlier checkpoint"
+        )
     checkpoint = checkpoint_before(directory, step)
     guard = engine.divergence
     statistics = {name: value.clone() for name, value in guard.state_dict().items()}
@@ -63,35 +68,6 @@ def roll_back(
     progress = Progress(stored.step, result.samples, before.rollbacks + 1, stored.step)
     done = Rollback(step, stored.step, problem, result.samples - stored.samples)
     return checkpoint, progress, done
-
-
-def message(rollback: Rollback, progress: Progress) -> str:
-    """Return the line that reports a rollback.
-
-    Args:
-        rollback: The rollback.
-        progress: The progress after the rollback.
-    """
-    first_sample = progress.samples - rollback.samples_skipped
-    return (
-        f"step {rollback.from_step}: {rollback.problem}; back to step {rollback.to_step}, "
-        f"continuing with sample {progress.samples} instead of {first_sample} (rollback "
-        f"{progress.rollbacks} of at most {MAX_ROLLBACKS})"
-    )
-
-
-def check_limit(step: int, problem: str, rollbacks: int) -> None:
-    """Raise if the run has used up its rollbacks.
-
-    Raises:
-        TrainingError: On every rank.
-    """
-    if rollbacks >= MAX_ROLLBACKS:
-        raise TrainingError(
-            f"step {step}: {problem}, and the run has already rolled back {rollbacks} times; lower "
-            "optim.lr or optim.max_norm, or inspect the data, and continue with --resume and the "
-            "path of an earlier checkpoint"
-        )
 
 
 def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
@@ -338,7 +314,12 @@ class Trainer:
             callback.on_rollback(self, done)
         # After the hooks, which may replace the state of their callbacks.
         self.checkpointing.save_now(self)
-        self.console.message(message(done, self.progress))
+        samples = self.progress.samples
+        self.console.message(
+            f"step {done.from_step}: {done.problem}; back to step {done.to_step}, continuing with "
+            f"sample {samples} instead of {samples - done.samples_skipped} (rollback "
+            f"{self.progress.rollbacks} of at most {MAX_ROLLBACKS})"
+        )
 
     def report_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
         """Pass loss and metrics on held-out data to the record of the step and to all callbacks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from distmp.training.callbacks.validation import weight_unit
 from distmp.utils import settings
 
 
+@dataclass
 class StepLog:
     """Logs the record of every step; only the first rank writes anything.
 
@@ -32,26 +34,21 @@ class StepLog:
         steps: Number of steps of the run.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        after_step: int,
-        trackers: Trackers,
-        console: Console,
-        steps: int,
-    ) -> None:
-        self._path = path
-        self._trackers = trackers
-        self._console = console
-        self._steps = steps
-        self._writer = self._opened(after_step)
+    path: Path | None
+    after_step: int
+    trackers: Trackers
+    console: Console
+    steps: int
+
+    def __post_init__(self) -> None:
+        self._writer = self._opened(self.after_step)
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step to all destinations."""
         if self._writer is not None:
             self._writer.write(record)
-        self._trackers.write(record)
-        self._console.step(record, self._steps)
+        self.trackers.write(record)
+        self.console.step(record, self.steps)
 
     def rewind(self, last_step: int) -> None:
         """Drop the records of later steps."""
@@ -61,9 +58,9 @@ class StepLog:
 
     def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Add the numbers of a validation to the record of the last step, if that is `step`."""
-        if self._path is None:
+        if self.path is None:
             return
-        records = read_records(self._path)
+        records = read_records(self.path)
         self.rewind(step - 1)
         if self._writer is not None and records and records[-1].step == step:
             self._writer.write(
@@ -76,12 +73,12 @@ class StepLog:
         """Close the record file, and flush the trackers."""
         if self._writer is not None:
             self._writer.close()
-        self._trackers.close()
+        self.trackers.close()
 
     def _opened(self, after_step: int) -> RecordWriter | None:
-        if self._path is None:
+        if self.path is None:
             return None
-        return RecordWriter(self._path, after_step, self._console.message)
+        return RecordWriter(self.path, after_step, self.console.message)
 
 
 class StepLogger(Callback):
