@@ -34,8 +34,8 @@ from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
 from distmp.utils.annotations import HARMLESS, IGNORED, consequential, dangerous
 from distmp.utils.imports import Entry, check_arguments, load_callable, parse_entries
-from distmp.utils.settings import command_line, to_mapping
-from distmp.utils.settings.convert import flat
+from distmp.utils.settings import flat, to_mapping
+from distmp.utils.settings.command_line import command_line
 
 if TYPE_CHECKING:
     from distmp.engine.config import EngineConfig

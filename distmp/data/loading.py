@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,45 +81,6 @@ def _as_tensor(value: Any) -> Any:
 Batch = dict[str, Tensor]
 Collate = Callable[[list[Any]], Any]
 """Combines the samples of a microbatch."""
-
-
-def step_batches(
-    dataset: Any,
-    *,
-    first_sample: int,
-    global_batch_size: int,
-    microbatch_size: int,
-    rank: int,
-    world_size: int,
-    **options: Any,
-) -> Generator[list[Batch], None, None]:
-    """Return an endless generator of the microbatches of this rank, one list per step.
-
-    Args:
-        dataset: Map-style or iterable dataset, see `steps`.
-        first_sample: Number of samples that all ranks together have consumed before.
-        global_batch_size: Samples of one step, over all ranks.
-        microbatch_size: Samples of one forward and backward.
-        rank: This rank.
-        world_size: Number of ranks that share the batch.
-        options: Further arguments of `steps`.
-
-    Returns:
-        A generator. Its workers end when it is closed or deleted.
-
-    Raises:
-        ConfigError: Immediately, if the global batch cannot be divided over the ranks.
-    """
-    division = Division(first_sample, global_batch_size, microbatch_size, rank, world_size)
-    return _microbatches_of(steps(dataset, division, **options))
-
-
-def _microbatches_of(
-    all_steps: Generator[Step, None, None],
-) -> Generator[list[Batch], None, None]:
-    with closing(all_steps):
-        for step in all_steps:
-            yield step.microbatches
 
 
 def steps(

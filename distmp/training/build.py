@@ -41,6 +41,7 @@ from distmp.training.run_fingerprint import (
 from distmp.training.run_lease import DirectoryChoice, RunLease, this_job
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import settings
+from distmp.utils.settings.yaml_files import write_yaml
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class _Builder:
                     f"steps = {config.steps}"
                 )
         if self.world.rank == 0:
-            try_to_write(directory.config, lambda path: settings.write_yaml(config, path), log)
+            try_to_write(directory.config, lambda path: write_yaml(config, path), log)
         layers = engine.low_precision_matmuls.layers
         manifest.record(
             directory.manifest,

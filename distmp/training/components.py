@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from distmp.checkpoint import store
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
-from distmp.data.loading import Batch, is_stream, step_batches
-from distmp.data.order import microbatches_per_rank
+from distmp.data.loading import Batch, is_stream, steps
+from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.seeded import SeededMicrobatches
 from distmp.distributed.world import World
 from distmp.engine import Engine
@@ -275,18 +276,25 @@ def training_batches(
     config: RunConfig, parts: RunComponents, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
     """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
-    return step_batches(
+    batch = config.batch
+    division = Division(
+        progress.samples,
+        batch.global_batch_size,
+        batch.microbatch_size,
+        world.rank,
+        world.world_size,
+    )
+    all_steps = steps(
         parts.datasets.train,
+        division,
         seed=config.seed,
-        first_sample=progress.samples,
-        global_batch_size=config.batch.global_batch_size,
-        microbatch_size=config.batch.microbatch_size,
-        rank=world.rank,
-        world_size=world.world_size,
         workers=config.data.workers,
         pin_memory=world.device.type == "cuda",
         group=world.group,
     )
+    with closing(all_steps):
+        for step in all_steps:
+            yield step.microbatches
 
 
 def find_checkpoint(

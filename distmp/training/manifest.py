@@ -21,7 +21,7 @@ from distmp.masking import masked
 from distmp.training.run_directory import try_to_write
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.files import PRIVATE, replacing
-from distmp.utils.settings.convert import digest
+from distmp.utils.settings import digest
 
 logger = logging.getLogger("distmp")
 

@@ -34,7 +34,7 @@ from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.distributed.world import World, join
 from distmp.errors import LISTED, ConfigError, SetupError, rank_names, ranks_by_value
 from distmp.training.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
-from distmp.utils.settings.convert import digest
+from distmp.utils.settings import digest
 from distmp.utils.units import bytes_text
 
 # A network file system may show a new file late.

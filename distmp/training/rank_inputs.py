@@ -21,7 +21,7 @@ from distmp.models.huggingface_files import locate
 from distmp.utils import settings
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.files import sampled_digests
-from distmp.utils.settings.convert import flat
+from distmp.utils.settings import flat
 
 # Kinds of inputs.
 VERSIONS, SETTINGS, ENVIRONMENT = "versions", "settings", "environment"

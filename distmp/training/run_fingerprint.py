@@ -24,8 +24,7 @@ from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
 from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
-from distmp.utils.settings import leaf_names, to_mapping
-from distmp.utils.settings.convert import digest, flat
+from distmp.utils.settings import digest, flat, leaf_names, to_mapping
 
 _OTHER_SAMPLES = "the position in the data refers to other samples"
 

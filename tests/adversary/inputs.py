@@ -376,8 +376,7 @@ CASES = (
 @functools.cache
 def _defaults() -> dict[str, Any]:
     from distmp.config import RunConfig
-    from distmp.utils.settings import leaf_names, to_mapping
-    from distmp.utils.settings.convert import flat
+    from distmp.utils.settings import flat, leaf_names, to_mapping
 
     return flat(to_mapping(RunConfig()), frozenset(leaf_names(RunConfig)))
 

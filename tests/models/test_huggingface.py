@@ -24,7 +24,8 @@ from distmp.models.settings import ModelConfig
 from distmp.telemetry.records import read_records
 from distmp.training.components import build_engine, prepare, start_from_weights
 from distmp.training.train import main
-from distmp.utils.settings import from_mapping, read_yaml
+from distmp.utils.settings import from_mapping
+from distmp.utils.settings.yaml_files import read_yaml
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits
 from tests.torchrun import corpus

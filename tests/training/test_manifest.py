@@ -22,7 +22,7 @@ from distmp.training import manifest
 from distmp.training.manifest import read, record, revision
 from distmp.training.run_fingerprint import changes_since
 from distmp.training.train import main
-from distmp.utils.settings.convert import digest
+from distmp.utils.settings import digest
 from tests.ranks import run_ranks
 from tests.telemetry.test_trackers import Recorder
 from tests.torchrun import tiny

@@ -15,8 +15,7 @@ from distmp.config import load
 from distmp.telemetry.records import read_records
 from distmp.training import manifest
 from distmp.training.train import main
-from distmp.utils.settings import to_mapping
-from distmp.utils.settings.convert import digest
+from distmp.utils.settings import digest, to_mapping
 from tests.elastic import Job, run_jobs
 from tests.torchrun import corpus, environment, tiny, torchrun
 

@@ -21,8 +21,8 @@ from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
-from distmp.utils.settings import read_yaml
-from distmp.utils.settings.convert import flat
+from distmp.utils.settings import flat
+from distmp.utils.settings.yaml_files import read_yaml
 from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
 
 if TYPE_CHECKING:
