@@ -267,18 +267,14 @@ def problem_of(dataset: Any) -> str | None:
             "IterableDataset, or a list of its samples"
         )
     if is_stream(dataset):
-        return _problem_of_stream(dataset)
+        if getattr(dataset, "_distributed", None) is None:  # of Hugging Face
+            return None
+        return (
+            "is divided over the ranks by split_dataset_by_node; pass the dataset before that, "
+            "because distmp divides it, too"
+        )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (
             "is not a dataset: it needs __len__ and __getitem__ (map-style), or __iter__ (iterable)"
         )
     return None if len(dataset) else "has no sample"
-
-
-def _problem_of_stream(dataset: Any) -> str | None:
-    if getattr(dataset, "_distributed", None) is None:  # of Hugging Face
-        return None
-    return (
-        "is divided over the ranks by split_dataset_by_node; pass the dataset before that, "
-        "because distmp divides it, too"
-    )

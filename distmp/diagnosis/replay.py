@@ -66,6 +66,7 @@ class Probe:
         module: The model.
         units: Names and modules that gather their parameters before forward; the model itself if
             parameters are not sharded.
+        activations: Whether `exponents` also counts the gradients of the outputs of modules.
 
     Attributes:
         forward: The first module that returned a non-finite value; None if none did.
@@ -74,14 +75,23 @@ class Probe:
         exponents: Counts of the exponents of all gradients, see `count_exponents`.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        *,
+        activations: bool = False,
+    ) -> None:
         self.module = module
+        self.activations = activations
         self.units = units
         self.forward: ForwardOverflow | None = None
         self.bad_parameters: list[str] = []
         self.exponents = count_exponents(torch.zeros(0))
         self._summaries: dict[str, Tensor] = {}
-        self._watched: set[int] = set()
+        # By id; the reference makes sure that the id is not reused by another tensor.
+        self._watched: dict[int, Tensor] = {}
+        self._latest_output: Tensor | None = None
         self._hooks = ExitStack()
 
     def __enter__(self) -> Probe:
@@ -95,6 +105,8 @@ class Probe:
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
+        self._watched.clear()
+        self._latest_output = None
 
     def gradients(self) -> dict[str, GradientSummary]:
         """Return statistics of each gradient by the parameter's name, in the order of backward."""
@@ -118,7 +130,7 @@ class Probe:
             sharded = is_traceable_wrapper_subclass(parameter)
             if sharded or not parameter.requires_grad or id(parameter) in self._watched:
                 continue
-            self._watched.add(id(parameter))
+            self._watched[id(parameter)] = parameter
             name = _joined(unit, local_name)
             self._check_finite(name, parameter)
             self._keep(parameter.register_hook(self._gradient_hook(name)))
@@ -132,13 +144,26 @@ class Probe:
         def check(gradient: Tensor) -> None:
             if gradient.numel():
                 self._summaries[name] = _summary(gradient)
-                self.exponents = self.exponents.to(gradient.device) + count_exponents(gradient)
+                self._count(gradient)
 
         return check
+
+    def _count(self, gradient: Tensor) -> None:
+        self.exponents = self.exponents.to(gradient.device) + count_exponents(gradient)
+
+    def _watch_outputs(self, output: Any) -> None:
+        for tensor in pytree.tree_leaves(output):
+            # A container returns the output of its last module.
+            is_new = isinstance(tensor, Tensor) and tensor is not self._latest_output
+            if is_new and tensor.requires_grad:
+                self._latest_output = tensor
+                tensor.register_hook(self._count)
 
     def _output_hook(self, name: str) -> Any:
         @torch.no_grad()
         def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.activations:
+                self._watch_outputs(output)
             if self.forward is None and count_non_finite(output):
                 bad_input = count_non_finite((args, kwargs), but_negative_inf=True)
                 self.forward = ForwardOverflow(name, "input" if bad_input else "output")
@@ -223,6 +248,7 @@ class StepReplay:
         """Return statistics of this rank at the step's scale and, if it is lower, at `lowest`."""
         probes, repeated_losses = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
+        counts = [probe.exponents.cpu() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
         weights = self._strategy.optimizer_parameters()
         return RankOverflowStats(
@@ -241,7 +267,7 @@ class StepReplay:
             overflowing_weights=_non_finite(weights, compute_dtype),
             parameters=first_overflows(gradients, self._rank),
             largest=max(map(_largest_finite, gradients)),
-            histogram=_histogram(probes),
+            histogram=ExponentHistogram(torch.stack(counts).sum(dim=0)),
             largest_at_lowest=self._largest_at(lowest) if lowest < scale else None,
         )
 
@@ -309,11 +335,6 @@ def _largest(gradients: dict[str, GradientSummary]) -> float:
     if any(summary.inf or summary.nan for summary in gradients.values()):
         return float("inf")
     return _largest_finite(gradients)
-
-
-def _histogram(probes: Sequence[Probe]) -> ExponentHistogram:
-    counts = [probe.exponents.cpu() for probe in probes]
-    return ExponentHistogram(torch.stack(counts).sum(dim=0))
 
 
 @contextmanager

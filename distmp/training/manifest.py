@@ -57,12 +57,9 @@ def record(
 
     def write(path: Path) -> None:
         start = describe_start(configuration)
-        low_precision = (
-            {}
-            if low_precision_matmuls is None
-            else {"low_precision_matmuls": low_precision_matmuls}
-        )
-        append(path, {**start, **low_precision, "first_step": first_step, "ranks": ranks})
+        if low_precision_matmuls is not None:
+            start["low_precision_matmuls"] = low_precision_matmuls
+        append(path, {**start, "first_step": first_step, "ranks": ranks})
 
     world.ranks.from_rank_0(lambda: try_to_write(path, write, logger.warning))
 

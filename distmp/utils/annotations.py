@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -85,7 +85,9 @@ def accepts(annotation: Any, value: Any) -> bool:
         # True == 1, so equality alone would confuse them.
         return any(value == item and type(value) is type(item) for item in get_args(annotation))
     if origin is tuple:
-        return isinstance(value, (list, tuple)) and _right_length(annotation, value)
+        *_, last = items = get_args(annotation)
+        fits = isinstance(value, (list, tuple))
+        return fits and (last is Ellipsis or len(items) == len(value))
     if origin is dict:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if annotation is float:
@@ -95,11 +97,6 @@ def accepts(annotation: Any, value: Any) -> bool:
     if dataclasses.is_dataclass(annotation):
         return False
     raise TypeError(f"a setting cannot have the type {annotation!r}")
-
-
-def _right_length(annotation: Any, value: Sequence[Any]) -> bool:
-    items = get_args(annotation)
-    return items[-1] is Ellipsis or len(items) == len(value)
 
 
 _DESCRIPTIONS = {

@@ -58,7 +58,18 @@ def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:
     Raises:
         ConfigError: If an entry does not return a `Callback`.
     """
-    return [_load(entry) for entry in entries]
+    callbacks = []
+    for entry in entries:
+        callback = find_callback(entry)(**entry.options)
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                "callbacks",
+                entry.name,
+                f"returned a {type(callback).__name__}; return a "
+                "distmp.training.callbacks.Callback",
+            )
+        callbacks.append(callback)
+    return callbacks
 
 
 def check_hooks(callbacks: Iterable[Callback]) -> None:
@@ -97,14 +108,3 @@ def _check_names(callback: Callback) -> None:
                 f"its {name} is not a hook, so it would never be called: {nearest(name, hooks)}; "
                 "give a method of your own another name",
             )
-
-
-def _load(entry: Entry) -> Callback:
-    callback = find_callback(entry)(**entry.options)
-    if not isinstance(callback, Callback):
-        raise ConfigError(
-            "callbacks",
-            entry.name,
-            f"returned a {type(callback).__name__}; return a distmp.training.callbacks.Callback",
-        )
-    return callback
