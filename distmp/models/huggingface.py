@@ -23,8 +23,8 @@ from distmp.errors import ConfigError, listed, nearest
 from distmp.models.huggingface_files import CONFIG_FILE, locate
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.models.settings import ModelConfig
-from distmp.utils.host_memory import is_out_of_memory
 from distmp.utils.imports import require_package
+from distmp.utils.processes import is_out_of_memory
 
 logger = logging.getLogger("distmp")
 

@@ -31,8 +31,7 @@ from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, Setup
 from distmp.faults.watchdog import Ending, Watchdog, record
 from distmp.masking import print_message
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.utils.cgroups import memory_limit
-from distmp.utils.host_memory import is_out_of_memory
+from distmp.utils.processes import is_out_of_memory, memory_limit
 from distmp.utils.units import bytes_text
 
 # Time in which the launcher has to end a rank; it needs well under a second.
