@@ -16,10 +16,9 @@ from distmp.training.callbacks.checks import (
     RankConsistency,
     StragglerDetection,
 )
-from distmp.training.callbacks.early_stopping import EarlyStopping
 from distmp.training.callbacks.sample import TextSample
 from distmp.training.callbacks.step_logger import Profiling, StepLogger
-from distmp.training.callbacks.time_limit import TimeLimit
+from distmp.training.callbacks.stopping import EarlyStopping, TimeLimit
 from distmp.training.callbacks.validation import Ema, Validation
 from distmp.utils.imports import Entry
 
