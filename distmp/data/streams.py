@@ -47,7 +47,7 @@ class Stream:
     Args:
         dataset: Every `iter(dataset)` begins a new pass. Before each, `set_epoch(epoch)` is
             called if the dataset has it.
-        seed: Seed of random numbers that the dataset draws, see `distmp.data.seeded`.
+        seed: Seed of random numbers that the dataset draws, see `SeededMicrobatches`.
         first_sample: Number of samples to skip. With a method `skip(n)`, as datasets of Hugging
             Face have it, and with `__len__`, fewer of them are read.
 

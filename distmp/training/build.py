@@ -24,6 +24,7 @@ from distmp.training.components import (
     RunComponents,
     build_engine,
     check_datasets,
+    configured_weights,
     find_checkpoint,
     prepare,
     start_from_weights,
@@ -36,7 +37,6 @@ from distmp.training.run_fingerprint import (
     changes_since,
     describe_model,
     run_fingerprint,
-    weights_directory,
 )
 from distmp.training.run_lease import DirectoryChoice, RunLease, this_job
 from distmp.training.strategy_choice import choose_strategy
@@ -124,7 +124,7 @@ class _Builder:
             start_from_weights(components, engine)
         fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
         fingerprint |= describe_model(components.model, config)
-        if checkpoint is None and _freezes_random_weights(config):
+        if checkpoint is None and self._freezes_random_weights():
             self.console.message(
                 "model.peft: the model has random weights, and they stay frozen; name its weights "
                 "with hf:DIRECTORY or model.weights"
@@ -135,8 +135,10 @@ class _Builder:
             if not config.resume_force:
                 ranks.all_or_none(lambda: changes.refuse(str(checkpoint)))
         directory = self._choose_directory(checkpoint)
-        for line in _summary(chosen, world, components, engine, parameters, reason):
+        for line in self._summary(components, engine, parameters):
             self.console.message(line)
+        if reason:
+            self.console.message(f"strategy: {chosen.strategy} ({reason})")
         self._record_start(directory, checkpoint, progress.step, engine)
         if checkpoint is not None:
             self._continue_from(checkpoint, progress, engine, changes)
@@ -160,6 +162,11 @@ class _Builder:
         components = prepare(self.config, self.world)
         check_datasets(self.config, components.datasets)
         return components
+
+    def _freezes_random_weights(self) -> bool:
+        model = self.config.model
+        known = model.peft is not None and not model.is_import_path
+        return known and configured_weights(model) is None
 
     def _find_checkpoint(self) -> store.StoredCheckpoint | None:
         """Claim the directory to continue, and return the checkpoint to continue from."""
@@ -190,6 +197,25 @@ class _Builder:
 
         path = self.world.ranks.from_rank_0(choose)
         return RunDirectory(Path(path), self.config.checkpoint.path)
+
+    def _summary(self, components: RunComponents, engine: Engine, parameters: str) -> Iterator[str]:
+        """Yield lines about the run, with the reason for every automatic choice."""
+        config, world, batch = self.config, self.world, self.config.batch
+        yield f"data: {components.datasets.description}"
+        yield (
+            f"model: {config.model.name}, {parameters}; "
+            f"precision {engine.policy.name} ({engine.policy_reason})"
+        )
+        if engine.low_precision_matmuls.layers is not None:
+            yield f"formats: {describe_formats(engine.low_precision_matmuls.layers)}"
+        yield (
+            f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
+            f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
+            f"batch {batch.global_batch_size} = {world.world_size} ranks x "
+            f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
+        )
+        if isinstance(engine.optimizer, Muon):
+            yield f"optimizer: {engine.optimizer.describe()}"
 
     def _record_start(
         self,
@@ -237,40 +263,6 @@ class _Builder:
         self.world.ranks.all_or_none(
             lambda: load_checkpoint(engine, checkpoint, optimizer=same_optimizer)
         )
-
-
-def _summary(
-    config: RunConfig,
-    world: World,
-    components: RunComponents,
-    engine: Engine,
-    parameters: str,
-    strategy_reason: str,
-) -> Iterator[str]:
-    """Yield lines about the run, with the reason for every automatic choice."""
-    batch = config.batch
-    yield f"data: {components.datasets.description}"
-    yield (
-        f"model: {config.model.name}, {parameters}; "
-        f"precision {engine.policy.name} ({engine.policy_reason})"
-    )
-    if engine.low_precision_matmuls.layers is not None:
-        yield f"formats: {describe_formats(engine.low_precision_matmuls.layers)}"
-    yield (
-        f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
-        f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
-        f"batch {batch.global_batch_size} = {world.world_size} ranks x "
-        f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
-    )
-    if isinstance(engine.optimizer, Muon):
-        yield f"optimizer: {engine.optimizer.describe()}"
-    if strategy_reason:
-        yield f"strategy: {config.strategy} ({strategy_reason})"
-
-
-def _freezes_random_weights(config: RunConfig) -> bool:
-    known = config.model.peft is not None and not config.model.is_import_path
-    return known and weights_directory(config) is None
 
 
 def _count_parameters(model: nn.Module) -> str:
