@@ -33,7 +33,7 @@ from distmp.parallel.settings import (
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
 from distmp.utils.annotations import HARMLESS, IGNORED, consequential, dangerous
-from distmp.utils.imports import Entry, check_arguments, load_callable, parse_entries
+from distmp.utils.imports import Entry, load_function, parse_entries
 from distmp.utils.settings import flat, to_mapping
 from distmp.utils.settings.command_line import command_line
 
@@ -573,15 +573,8 @@ def find_callback(entry: Entry) -> Any:
     Raises:
         ConfigError: If it does not exist, or does not take the options.
     """
-    found = load_callable("callbacks", entry.name)
-    check_arguments(
-        "callbacks",
-        entry.name,
-        found,
-        entry.options,
-        f"cannot be called with the options {entry.options} ({{reason}}); {_NOTATION}",
-    )
-    return found
+    problem = f"cannot be called with the options {entry.options} ({{reason}}); {_NOTATION}"
+    return load_function("callbacks", entry.name, entry.options, problem)
 
 
 def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[Entry]:
