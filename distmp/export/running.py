@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,7 @@ from distmp.distributed.world import World
 from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.export.files import MAX_SHARD_SIZE, check_shard_size, write
 from distmp.export.weights import PREFIX
-from distmp.models import huggingface
-from distmp.models.architecture import TRANSFORMER
-from distmp.models.transformer import Transformer
+from distmp.models.architecture import described
 from distmp.utils.files import check_directory_name
 from distmp.utils.flat_shard import gathered, global_shape
 
@@ -84,11 +81,11 @@ def save_weights(
     check_shard_size("max_shard_size", max_shard_size)
     writes = engine.world.rank == 0
     weights = EngineWeights(_checked(state, engine.state_dict()), keep=writes)
-    described = _description(engine.model)
+    architecture = described(engine.model)
     # Collective, and a rank that fails still takes part in all reads.
     engine.world.ranks.all_or_none(
         lambda: write(
-            Path(directory), weights, described, torch.float32, max_shard_size, writes=writes
+            Path(directory), weights, architecture, torch.float32, max_shard_size, writes=writes
         ),
         error=lambda failures, _: CheckpointError(min(failures.items())[1].message),
     )
@@ -146,12 +143,3 @@ def trained_weights(engine: RunningEngine) -> dict[str, Tensor]:
         for wanted in weights.specs
         for name, value in weights.read([wanted]).items()
     }
-
-
-def _description(model: nn.Module) -> dict[str, Any] | None:
-    """Return the content of config.json for models that have one."""
-    if isinstance(model, Transformer):
-        return {"model_type": TRANSFORMER, **asdict(model.config)}
-    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
-        return huggingface.configuration(model)
-    return None
