@@ -7,6 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -256,6 +257,9 @@ def _ignore_stop_signals(worker: int) -> None:
 # A dataset that crops, masks or shuffles draws from torch, numpy or Python's `random`. Seeding them
 # for each position gives a resumed run the same samples that it would have had without the
 # interruption, with any number of workers and ranks.
+
+
+@dataclass
 class SeededMicrobatches:
     """A dataset indexed by (position, index) that seeds the generators with the position.
 
@@ -267,19 +271,13 @@ class SeededMicrobatches:
         collate_draws: Whether `collate` may draw random numbers, too.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        seed: int,
-        collate: Callable[[list[Any]], Any],
-        *,
-        collate_draws: bool = True,
-    ) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.collate = collate
-        self._collate_draws = collate_draws
-        self._draws = not getattr(dataset, "draws_nothing", False)
+    dataset: Any
+    seed: int
+    collate: Callable[[list[Any]], Any]
+    collate_draws: bool = True
+
+    def __post_init__(self) -> None:
+        self._draws = not getattr(self.dataset, "draws_nothing", False)
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
         """Return a collated microbatch; torch's data loader calls this method.
@@ -287,7 +285,7 @@ class SeededMicrobatches:
         Args:
             places: (position, index) of each sample.
         """
-        if not (self._draws or self._collate_draws):
+        if not (self._draws or self.collate_draws):
             return self.collate([self.dataset[index] for _, index in places])
         with generators_kept():
             samples = self._samples(places)
