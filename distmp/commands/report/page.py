@@ -118,24 +118,12 @@ class RecordedRun:
         more = len(records) - MAX_SKIPPED
         return [*rows, (f"and {more:,} more, in steps.jsonl",)] if more > 0 else rows
 
-    def out_of_bounds(self) -> Iterator[tuple[str, ...]]:
-        """Yield step, problem and action of each spike and rollback."""
-        for record in self.records:
-            divergence = record.divergence or {}
-            if (back := divergence.get("rolled_back")) is not None:
-                problem = f"step {back['from_step']}: {back['problem']}"
-                yield f"{record.step:,}", problem, f"back to step {back['to_step']}"
-            elif divergence:
-                yield f"{record.step:,}", divergence["problem"], divergence["action"]
-
 
 def as_text(value: object) -> str:
     """Return a setting's value as in YAML."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-# Lines of more ranks cannot be distinguished.
-MAX_RANKS = 16
 INCHES = (11.0, 2.4)
 # Bases of logarithmic axes.
 LOGARITHMS = {"Gradient norm before clipping": 10, "Loss scale": 2}
@@ -211,7 +199,6 @@ def curves(run: RecordedRun) -> Iterator[Curve]:
     later = [record for record in run.records if record.step > 1]
     unit = run.throughput_unit
     yield from _curve(f"Throughput, {unit}", later, "each step", lambda r: r.weight_per_second)
-    yield from _rank_times(run)
     memory = "Peak memory of the first rank, MiB"
     yield from of_steps(memory, value=lambda r: r.memory_bytes / 2**20)
 
@@ -240,19 +227,6 @@ def _metrics(run: RecordedRun) -> Iterator[Curve]:
 
 def _metric(record: StepRecord, name: str) -> float | None:
     return (record.validation_metrics or {}).get(name)
-
-
-def _rank_times(run: RecordedRun) -> Iterator[Curve]:
-    """Yield the compute time of every rank, if ranks were compared."""
-    compared = [record for record in run.records if record.rank_seconds]
-    ranks = min((len(record.rank_seconds or ()) for record in compared), default=0)
-    for rank in range(min(ranks, MAX_RANKS)):
-        times = partial(_compute_seconds, rank=rank)
-        yield from _curve("Time of each rank without waiting, s", compared, f"rank {rank}", times)
-
-
-def _compute_seconds(record: StepRecord, rank: int) -> float | None:
-    return record.rank_seconds[rank] if record.rank_seconds else None
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
