@@ -24,7 +24,6 @@ from distmp.export.files import write, write_directory
 from distmp.export.weights import PREFIX
 from distmp.models import huggingface_files
 from distmp.models.adapters import exported_name, is_adapter
-from distmp.models.huggingface_files import has_tokenizer
 from distmp.precision.policy import DTYPE_WORDS
 from distmp.utils.files import check_directory_name
 
@@ -180,7 +179,7 @@ def export(
 def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
     """Return the directory of the tokenizer of a run, if it exists; log if there is none."""
     known = checkpoint.numbers.get("tokenizer")
-    if known is not None and has_tokenizer(Path(known)):
+    if known is not None and huggingface_files.has_tokenizer(Path(known)):
         return Path(known)
     if known is not None:
         logger.warning("no tokenizer is exported: %s has no files of one any more", known)

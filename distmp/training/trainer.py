@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from distmp.checkpoint import store
-from distmp.checkpoint.store import StoredCheckpoint
 from distmp.config import RunConfig, parse_callbacks
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
@@ -204,7 +203,7 @@ class Trainer:
             self._restore_callbacks(self._checkpoint)
             self._checkpoint = None
 
-    def _restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
+    def _restore_callbacks(self, checkpoint: store.StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""
         message = self.world.ranks.all_or_none(lambda: self.states.restore(checkpoint))
         if message is not None:
