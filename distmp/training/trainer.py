@@ -13,7 +13,6 @@ from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World
-from distmp.engine import Engine
 from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry.console import Console
 from distmp.telemetry.measurements import StepTimer
@@ -27,46 +26,6 @@ from distmp.training.restarts import Restarts
 from distmp.utils.generators import seed_generators
 
 MAX_ROLLBACKS = 5
-
-
-def roll_back(
-    engine: Engine, directory: Path, result: StepResult, before: Progress
-) -> tuple[store.StoredCheckpoint, Progress, Rollback]:
-    """Load a checkpoint from before a step into the engine, and skip the data up to that step.
-
-    The statistics of the spike check stay: early in a run, older ones would still be in their
-    warm-up. Collective over all ranks.
-
-    Args:
-        engine: Receives the state.
-        directory: Holds the checkpoints of the run.
-        result: The step that is out of bounds.
-        before: The progress up to that step.
-
-    Returns:
-        The checkpoint, the new progress, and what was done. The caller saves the new position, so
-        that a restart does not train on the skipped data.
-
-    Raises:
-        TrainingError: On every rank, after `MAX_ROLLBACKS` rollbacks, or if there is no checkpoint
-            to go back to.
-    """
-    assert result.spike is not None
-    step, problem = result.step, result.spike.problem
-    if before.rollbacks >= MAX_ROLLBACKS:
-        raise TrainingError(
-            f"step {step}: {problem}, and the run has already rolled back {before.rollbacks} "
-            "times; lower optim.lr or optim.max_norm, or inspect the data, and continue with "
-            "--resume and the path of an earlier checkpoint"
-        )
-    checkpoint = checkpoint_before(directory, step)
-    guard = engine.divergence
-    statistics = {name: value.clone() for name, value in guard.state_dict().items()}
-    stored = engine.world.ranks.all_or_none(lambda: restore(engine, checkpoint))
-    guard.load_state_dict(statistics)
-    progress = Progress(stored.step, result.samples, before.rollbacks + 1, stored.step)
-    done = Rollback(step, stored.step, problem, result.samples - stored.samples)
-    return checkpoint, progress, done
 
 
 def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
@@ -301,9 +260,7 @@ class Trainer:
         current_phase.enter("going back to a checkpoint", transfers=True)
         writer = self.checkpointing.writer
         writer.finish()
-        checkpoint, self.progress, done = roll_back(
-            self.engine, self.directory.checkpoints, result, self.progress
-        )
+        checkpoint, done = self._load_earlier(result)
         self._restore_callbacks(checkpoint)
         writer.resumed(self.progress.step, saved=False)
         self.rollback_from = None
@@ -319,6 +276,33 @@ class Trainer:
             f"sample {samples} instead of {samples - done.samples_skipped} (rollback "
             f"{self.progress.rollbacks} of at most {MAX_ROLLBACKS})"
         )
+
+    def _load_earlier(self, result: StepResult) -> tuple[store.StoredCheckpoint, Rollback]:
+        """Load a checkpoint from before a step, and skip the data up to that step. Collective.
+
+        The statistics of the spike check stay: early in a run, older ones would still be in their
+        warm-up. The caller saves the new position, so that a restart does not train on the skipped
+        data.
+
+        Raises:
+            TrainingError: On every rank, after `MAX_ROLLBACKS` rollbacks, or if there is no
+                checkpoint to go back to.
+        """
+        assert result.spike is not None
+        step, problem, before = result.step, result.spike.problem, self.progress.rollbacks
+        if before >= MAX_ROLLBACKS:
+            raise TrainingError(
+                f"step {step}: {problem}, and the run has already rolled back {before} times; "
+                "lower optim.lr or optim.max_norm, or inspect the data, and continue with "
+                "--resume and the path of an earlier checkpoint"
+            )
+        checkpoint = checkpoint_before(self.directory.checkpoints, step)
+        guard = self.engine.divergence
+        statistics = {name: value.clone() for name, value in guard.state_dict().items()}
+        stored = self.world.ranks.all_or_none(lambda: restore(self.engine, checkpoint))
+        guard.load_state_dict(statistics)
+        self.progress = Progress(stored.step, result.samples, before + 1, stored.step)
+        return checkpoint, Rollback(step, stored.step, problem, result.samples - stored.samples)
 
     def report_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
         """Pass loss and metrics on held-out data to the record of the step and to all callbacks."""
