@@ -18,7 +18,6 @@ from distmp.engine.saving import load_checkpoint
 from distmp.optim import Muon
 from distmp.quantization.layers import describe_formats, formats_record
 from distmp.telemetry.console import Console
-from distmp.training import manifest
 from distmp.training.components import (
     Progress,
     RunComponents,
@@ -31,7 +30,7 @@ from distmp.training.components import (
     stored_progress,
 )
 from distmp.training.restarts import Restarts
-from distmp.training.run_directory import RunDirectory, try_to_write
+from distmp.training.run_directory import RunDirectory, record_start, try_to_write
 from distmp.training.run_fingerprint import (
     Changes,
     changes_since,
@@ -237,7 +236,7 @@ class _Builder:
         if self.world.rank == 0:
             try_to_write(directory.config, lambda path: write_yaml(config, path), log)
         layers = engine.low_precision_matmuls.layers
-        manifest.record(
+        record_start(
             directory.manifest,
             self.world,
             settings.to_mapping(config),

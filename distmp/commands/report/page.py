@@ -19,8 +19,7 @@ from distmp import __version__
 from distmp.errors import ConfigError
 from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord, read_records
-from distmp.training import manifest
-from distmp.training.run_directory import RunDirectory
+from distmp.training.run_directory import RunDirectory, read_starts
 from distmp.utils.settings import flat
 from distmp.utils.settings.yaml_files import read_yaml
 from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
@@ -70,7 +69,7 @@ class RecordedRun:
             config = flat(read_yaml(directory.config))
         environment: dict[str, str] = {}
         if directory.manifest.is_file():
-            last = dict(manifest.read(directory.manifest)[-1])
+            last = dict(read_starts(directory.manifest)[-1])
             last.pop("configuration", None)
             last.pop("low_precision_matmuls", None)
             environment = {name: as_text(value) for name, value in flat(last).items()}
