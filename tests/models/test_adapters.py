@@ -26,9 +26,9 @@ from distmp.errors import ConfigError
 from distmp.export.export import CheckpointWeights, write_adapter
 from distmp.models import adapters
 from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.train import main
 from distmp.training.components import build_engine, prepare, start_from_weights
 from distmp.training.run_fingerprint import describe_model
-from distmp.training.train import main
 from distmp.utils.flat_shard import gathered
 from tests.models.test_huggingface import GPT2, LLAMA, directory, distance
 from tests.ranks import run_ranks

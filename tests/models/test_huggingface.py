@@ -22,8 +22,8 @@ from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss, takes_targets
 from distmp.models.settings import ModelConfig
 from distmp.telemetry.records import read_records
+from distmp.train import main
 from distmp.training.components import build_engine, prepare, start_from_weights
-from distmp.training.train import main
 from distmp.utils.settings import from_mapping
 from distmp.utils.settings.yaml_files import read_yaml
 from tests.ranks import run_ranks

@@ -18,9 +18,9 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
 from distmp.masking import HIDDEN, masked
 from distmp.telemetry.records import read_records
+from distmp.train import main
 from distmp.training.run_directory import append_start, read_starts, record_start, revision
 from distmp.training.run_fingerprint import changes_since
-from distmp.training.train import main
 from distmp.utils.settings import digest
 from tests.ranks import run_ranks
 from tests.telemetry.test_trackers import Recorder

@@ -13,8 +13,8 @@ import pytest
 
 from distmp.config import load
 from distmp.telemetry.records import read_records
+from distmp.train import main
 from distmp.training.run_directory import read_starts
-from distmp.training.train import main
 from distmp.utils.settings import digest, to_mapping
 from tests.elastic import Job, run_jobs
 from tests.torchrun import corpus, environment, tiny, torchrun

@@ -16,7 +16,7 @@ from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.config import load_as
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.parallel.settings import ShardingConfig
-from distmp.training.train import end_process, run_as_rank
+from distmp.train import end_process, run_as_rank
 
 load = functools.partial(
     load_as,
