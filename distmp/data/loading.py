@@ -80,6 +80,8 @@ def _as_tensor(value: Any) -> Any:
 
 
 Batch = dict[str, Tensor]
+# Compares a description of the data between ranks.
+_Check = Callable[[str], None]
 Collate = Callable[[list[Any]], Any]
 """Combines the samples of a microbatch."""
 
@@ -124,14 +126,15 @@ def steps(
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     combine = collate_fn or collate_of(dataset)
+    check = functools.partial(_check_same, group, setting) if _has_peers(group) else None
     if is_stream(dataset):
-        read = StreamSteps(dataset, division, seed, combine, compared=_has_peers(group))
+        read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
-        return _compared(loader, division, group, setting)
+        return _compared(loader, division, check)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
     seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
     loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
-    return _grouped(loader, sampler, seeded, group, setting)
+    return _grouped(loader, sampler, seeded, check)
 
 
 def check_same_data(
@@ -170,9 +173,8 @@ def _check_same(group: dist.ProcessGroup | None, setting: str, description: str)
     Raises:
         ConfigError: On every rank, with the descriptions by rank.
     """
-    if _has_peers(group):
-        with explain_lost_peers(group):
-            check_same(group, device_of_host_values(group), {setting: description}, _SAME_DATA)
+    with explain_lost_peers(group):
+        check_same(group, device_of_host_values(group), {setting: description}, _SAME_DATA)
 
 
 _SAME_DATA = (
@@ -186,13 +188,12 @@ def _grouped(
     loader: TorchDataLoader[Any],
     sampler: MicrobatchSampler,
     seeded: SeededMicrobatches,
-    group: dist.ProcessGroup | None,
-    setting: str,
+    check: _Check | None,
 ) -> Generator[Step, None, None]:
     """Yield the microbatches of a map-style dataset, step by step."""
     division, size = sampler.division, sampler.size
-    if _has_peers(group):
-        _check_same(group, setting, _description(sampler, seeded))
+    if check is not None:
+        check(_description(sampler, seeded))
     with _iterator_of(loader) as microbatches:
         for first in division.steps():
             own = [next(microbatches) for _ in range(division.microbatches)]
@@ -211,20 +212,17 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
 
 
 def _compared(
-    loader: TorchDataLoader[Any],
-    division: Division,
-    group: dist.ProcessGroup | None,
-    setting: str,
+    loader: TorchDataLoader[Any], division: Division, check: _Check | None
 ) -> Generator[Step, None, None]:
     """Yield the steps of a stream."""
     with _iterator_of(loader) as all_steps:
         for first, step in zip(division.steps(), all_steps, strict=False):
-            _check_same(
-                group,
-                setting,
-                f"a stream with checksum {step.checksum:08x} of its sample at position {first:,}, "
-                f"and {step.offset:,} samples into pass {step.next_epoch + 1} after this step",
-            )
+            if check is not None:
+                check(
+                    f"a stream with checksum {step.checksum:08x} of its sample at position "
+                    f"{first:,}, and {step.offset:,} samples into pass {step.next_epoch + 1} "
+                    "after this step"
+                )
             yield step
 
 
