@@ -264,7 +264,7 @@ class Engine:
             observers = [observer for observer in self._observers if not observer.is_done]
             for observer in observers:
                 observer.before(batches[0])
-            self._calls.counts["engine.step"] += 1
+            self._calls.count_step(microbatches)
             outcome, stats = take_step(self._parts, batches, observers, stop=bool(stop))
             self._replays.keep(outcome, batches, stats)
             warned = [warning for observer in observers for warning in observer.after()]
