@@ -12,7 +12,8 @@
 #   `begin_step` clears `.grad`, which is a view of the bucket after a step.
 # - Our hook copies the first gradient of a step into the bucket, so that no pass over memory is
 #   needed to zero a bucket, except for parameters without a gradient (`_zero_missing`). It adds
-#   later ones, and sets `.grad` to None.
+#   later ones, and sets `.grad` to None. Small gradients wait, to be copied in one operation: until
+#   `WAITING_ELEMENTS` of them wait, their bucket is complete, or backward ends.
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
@@ -60,6 +61,16 @@ from distmp.distributed.compare_ranks import check_same, describe_parameters
 from distmp.distributed.ranks import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.norms import CHUNK, chunk_norms
+
+# Number of elements of a gradient that waits to be copied together with others, at most, and of all
+# gradients that wait: up to 4 MiB.
+SMALL_ELEMENTS = 2**16
+WAITING_ELEMENTS = 2**20
+
+MOVED = (
+    "was converted or moved together with its gradient, for example by model.to(); convert or move "
+    "the model before you build the engine, or build a new engine"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -190,6 +201,11 @@ class Fp32GradBuckets:
         # got complete in the first step (None afterwards).
         self._order = list(range(len(self.layouts)))
         self._observed: list[int] | None = []
+        # Views of the buckets, and the gradients that wait to be copied there.
+        self._waiting: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._waiting_elements = 0
+        # The stream of backward. Gradients of other streams do not wait.
+        self._stream: object = None
         self._slots = list(self._make_slots())
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
@@ -260,7 +276,8 @@ class Fp32GradBuckets:
         for slot in self._slots:
             slot.has_gradient = False
             slot.parameter.grad = None
-            slot.target.grad = None
+            if slot.target is not slot.parameter:
+                slot.target.grad = None
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce a backward; buckets are reduced during the one announced as `last`.
@@ -282,7 +299,7 @@ class Fp32GradBuckets:
         if self._sums is not None:
             for slot in self._slots:
                 slot.has_gradient = False
-        if last:
+        if last and self._reduction is not None:
             self._missing = [
                 {slot for slot in slots if slot.parameter.requires_grad}
                 for slots in self._by_bucket
@@ -300,27 +317,22 @@ class Fp32GradBuckets:
                 parameter that the loss uses once is added without an FP32 copy: 10 instead of 18
                 bytes are read and written per element. With None all gradients are copied to FP32.
         """
-        slots = self._unhooked_slots()
-        unconverted: list[nn.Parameter] = []
-        if self._has_16_bit_parameters and loss is not None:
-            used_once = weights_used_once(loss)
-            unconverted = [
-                slot.parameter
-                for slot in slots
-                if id(slot.parameter) in used_once and not slot.parameter._backward_hooks
-            ]
-        for slot in slots:
-            if slot.has_gradient and self._sums is None:
-                slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
+        self._copy_waiting()
+        self._stream = _current_stream(self.layouts[0].device)
+        added, unconverted = self._added_in_place(), self._unconverted(loss)
+        for slot in added:
+            slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
         for parameter in unconverted:
             parameter.grad_dtype = None
         try:
             yield
         finally:
-            for slot in slots:
+            for slot in added:
                 slot.parameter.grad = None
             for parameter in unconverted:
+                parameter.grad = None  # backward has failed
                 parameter.grad_dtype = torch.float32
+            self._copy_waiting()
 
     @torch.no_grad()
     def microbatch_is_finite(self) -> Tensor | None:
@@ -331,6 +343,7 @@ class Fp32GradBuckets:
         """
         if not self._drop_non_finite:
             return None
+        self._copy_waiting()
         for bucket in range(len(self.layouts)):
             self._zero_missing(bucket)
         return torch.stack(
@@ -345,6 +358,7 @@ class Fp32GradBuckets:
             kept: 0-dim bool, usually the result of `microbatch_is_finite`; if False the microbatch
                 is dropped, and the caller has to drop its loss and weight. None keeps it.
         """
+        self._copy_waiting()
         self.used.end_microbatch(kept)
         if kept is not None:
             for buffer in self._leaf.buffers:
@@ -379,8 +393,9 @@ class Fp32GradBuckets:
                 self._total = self._sums.total_after(self._leaf)
             self._sync_order()
             self.used.exchange_flags()
+        unused = self.used.unused_in_step
         for slot in self._slots:
-            self._set_gradient(slot)
+            self._set_gradient(slot, steps=slot.parameter.requires_grad and slot.name not in unused)
 
     def check_storage(self) -> None:
         """Refuse gradients that are no longer in the buckets.
@@ -388,18 +403,11 @@ class Fp32GradBuckets:
         Raises:
             ConfigError: Naming the first parameter whose gradient was converted or moved.
         """
-        for slot in self._slots:
-            view = self._total.views[slot.bucket][slot.index]
-            if (
-                view.dtype != torch.float32
-                or view.device != self._total.buffers[slot.bucket].device
-            ):
-                raise ConfigError(
-                    "model",
-                    slot.name,
-                    "was converted or moved together with its gradient, for example by model.to(); "
-                    "convert or move the model before you build the engine, or build a new engine",
-                )
+        for layout, views in zip(self.layouts, self._total.views, strict=True):
+            device = layout.device
+            for name, view in zip(layout.names, views, strict=True):
+                if view.dtype is not torch.float32 or view.device != device:
+                    raise ConfigError("model", name, MOVED)
 
     def end_step(self, skipped: Tensor) -> None:
         """Record whether the optimizer skipped the step; without a call it did not.
@@ -422,6 +430,7 @@ class Fp32GradBuckets:
             self._reduction.finish()
         self._last_microbatch = self._accumulating = False
         self._stage = ""
+        self._forget_waiting()
         if self._sums is not None:
             self._sums.clear()
 
@@ -440,15 +449,23 @@ class Fp32GradBuckets:
                 parameter.register_post_accumulate_grad_hook(hook)
                 yield _Slot(name, parameter, bucket, index, target=parameter)
 
-    def _unhooked_slots(self) -> list[_Slot]:
-        """Return the parameters whose gradients no other hook reads in the next backward."""
-        if not self._accumulating:
+    def _added_in_place(self) -> list[_Slot]:
+        """Return the parameters whose next gradient autograd adds to their bucket."""
+        if not self._accumulating or self._sums is not None:
             return []
+        return [slot for slot in self._slots if slot.has_gradient and _is_unhooked(slot.parameter)]
+
+    def _unconverted(self, loss: Tensor | None) -> list[nn.Parameter]:
+        """Return the 16-bit parameters whose next gradient needs no FP32 copy."""
+        if not self._accumulating or not self._has_16_bit_parameters or loss is None:
+            return []
+        used_once = weights_used_once(loss)
         return [
-            slot
+            slot.parameter
             for slot in self._slots
-            if slot.parameter.grad is None
-            and len(slot.parameter._post_accumulate_grad_hooks) == 1  # no hook of the user
+            if id(slot.parameter) in used_once
+            and _is_unhooked(slot.parameter)
+            and not slot.parameter._backward_hooks
         ]
 
     def _take_gradient(self, slot: _Slot, gradient: Tensor) -> None:
@@ -460,7 +477,7 @@ class Fp32GradBuckets:
                 "hold no graph; call backward() without it, and use torch.autograd.grad for "
                 "derivatives of gradients"
             )
-        if self._last_microbatch and slot.bucket in self._order[: self._launched]:
+        if self._launched and slot.bucket in self._order[: self._launched]:
             raise TrainingError(
                 f"the gradient of {slot.name!r} arrived a second time in the last microbatch, "
                 "after its bucket was reduced: call backward once for each microbatch, and use "
@@ -468,16 +485,38 @@ class Fp32GradBuckets:
             )
         view = self._leaf.views[slot.bucket][slot.index]
         if gradient is not view:
-            if gradient.layout is not torch.strided:
-                gradient = gradient.float().to_dense()  # sums values of the same index
-            if slot.has_gradient:
-                view += gradient
-            else:
-                view.copy_(gradient)
+            self._add_to(view, gradient, is_first=not slot.has_gradient)
             slot.has_gradient = True
         slot.parameter.grad = None
         if self._last_microbatch and self._reduction is not None:
             self._mark_ready(slot)
+
+    def _add_to(self, view: Tensor, gradient: Tensor, *, is_first: bool) -> None:
+        """Add a gradient to a view of a bucket; a small one, if it is the first, later."""
+        if gradient.layout is not torch.strided:
+            gradient = gradient.float().to_dense()  # sums values of the same index
+        size = gradient.numel()
+        if not is_first:
+            self._copy_waiting()  # the first gradient may be among them
+            view += gradient
+        elif size > SMALL_ELEMENTS or _current_stream(view.device) != self._stream:
+            view.copy_(gradient)
+        else:
+            self._waiting[0].append(view)
+            self._waiting[1].append(gradient)
+            self._waiting_elements += size
+            if self._waiting_elements > WAITING_ELEMENTS:
+                self._copy_waiting()
+
+    def _copy_waiting(self) -> None:
+        """Copy the gradients that wait to their buckets."""
+        if self._waiting_elements:
+            with torch.no_grad():
+                torch._foreach_copy_(*self._waiting)
+        self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
+        self._waiting, self._waiting_elements = ([], []), 0
 
     def _mark_ready(self, slot: _Slot) -> None:
         """Launch the reductions of all buckets that are complete and next in order."""
@@ -495,6 +534,7 @@ class Fp32GradBuckets:
     # Sums over microbatches and ranks
 
     def _launch_up_to(self, end: int) -> None:
+        self._copy_waiting()
         for bucket in self._order[self._launched : end]:
             # Count it first: from now on, a gradient for this bucket is an error.
             self._launched += 1
@@ -534,15 +574,16 @@ class Fp32GradBuckets:
         self._order = common.tolist()
         self._observed = None
 
-    def _set_gradient(self, slot: _Slot) -> None:
+    def _set_gradient(self, slot: _Slot, *, steps: bool) -> None:
         """Set `.grad` of a parameter and of its target to views of the reduced bucket."""
-        steps = slot.parameter.requires_grad and not self.used.is_unused(slot.name)
+        if not steps:
+            slot.parameter.grad = slot.target.grad = None
+            return
         view = self._total.views[slot.bucket][slot.index]
         if not self.sharded:
-            slot.parameter.grad = view if steps else None
+            slot.parameter.grad = view
         if slot.target is not slot.parameter:
-            gradient = self._shard_view(slot) if self.sharded else view
-            slot.target.grad = gradient if steps else None
+            slot.target.grad = self._shard_view(slot) if self.sharded else view
 
     def _shard_view(self, slot: _Slot) -> Tensor:
         """Return this rank's elements of a gradient, a 1-dim view of the bucket."""
@@ -550,6 +591,15 @@ class Fp32GradBuckets:
         elements = layout.shard_range(slot.index, layout.shard(self.rank, self.world_size))
         flat = self._total.buffers[slot.bucket]
         return flat[layout.offsets[slot.index] :][elements]
+
+
+def _is_unhooked(parameter: nn.Parameter) -> bool:
+    """Return whether no hook of the user reads the gradient of a parameter."""
+    return parameter.grad is None and len(parameter._post_accumulate_grad_hooks) == 1
+
+
+def _current_stream(device: torch.device) -> object:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _hook(

@@ -104,9 +104,10 @@ class UsedParameters:
         """
         self._skipped = skipped
 
-    def is_unused(self, parameter: str) -> bool:
-        """Return whether no rank has used a parameter up to this step, so it is not updated."""
-        return parameter in self._unused and parameter not in self._newly_used
+    @property
+    def unused_in_step(self) -> set[str]:
+        """The parameters that no rank has used up to this step, so they are not updated."""
+        return self._unused.keys() - self._newly_used
 
     @property
     def unused(self) -> list[str]:

@@ -79,18 +79,13 @@ class OptimizerTensors:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
         self.optimizer = optimizer
-        self._parameters: list[tuple[str, Tensor]] = []
+        self._parameters = parameters
         self._is_stepping = False
-        self.add(parameters)
-        optimizer.register_step_pre_hook(self._refuse_step)
-
-    def add(self, parameters: NamedParameters) -> None:
-        """Include tensors that were added to the optimizer."""
-        self._parameters += parameters
-        self._groups = self.optimizer.param_groups
+        self._groups = optimizer.param_groups
         self._updated = self._tensor_ids()
         # The kernel that each group was built for; loading a state overwrites the flag.
         self._fused = [group.get("fused") for group in self._groups]
+        optimizer.register_step_pre_hook(self._refuse_step)
 
     def step(self) -> None:
         """Step the optimizer."""

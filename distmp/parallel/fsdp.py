@@ -203,9 +203,10 @@ class FullySharded(Strategy):
     def finish_gradients(self) -> None:
         # FSDP waits for its reductions at the end of each backward.
         self.used.exchange_flags()
+        unused = self.used.unused_in_step
         for name, parameter in self._trainable:
             self._check_gradient(parameter)
-            if self.used.is_unused(name) or not parameter.requires_grad:
+            if name in unused or not parameter.requires_grad:
                 # FSDP reduces all parameters of a group, even those that were frozen later.
                 parameter.grad = None
             elif parameter.grad is None:

@@ -137,20 +137,20 @@ MUTANTS = [
     Mutant(
         "a parameter frozen during training keeps being updated with its last gradient",
         "distmp/buckets/gradients.py",
-        "steps = slot.parameter.requires_grad and not self.used.is_unused(slot.name)",
-        "steps = not self.used.is_unused(slot.name)",
+        "steps=slot.parameter.requires_grad and slot.name not in unused",
+        "steps=slot.name not in unused",
     ),
     Mutant(
         "a parameter that no rank has used is updated under fsdp",
         "distmp/parallel/fsdp.py",
-        "if self.used.is_unused(name) or not parameter.requires_grad:",
+        "if name in unused or not parameter.requires_grad:",
         "if not parameter.requires_grad:",
     ),
     Mutant(
         "a parameter frozen during training is updated under fsdp",
         "distmp/parallel/fsdp.py",
-        "if self.used.is_unused(name) or not parameter.requires_grad:",
-        "if self.used.is_unused(name):",
+        "if name in unused or not parameter.requires_grad:",
+        "if name in unused:",
     ),
     Mutant(
         "a step without a gradient does not count as a zero gradient",
