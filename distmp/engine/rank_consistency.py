@@ -100,8 +100,8 @@ def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     indices = [[index, row] for index, count in enumerate(counts) for row in range(count)]
     owners, rows = torch.tensor(indices, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
     empty = torch.zeros(0, dtype=torch.int64, device=device)
-    mixed = mixed(torch.cat([empty, *sums]) + rows * INCREMENT)
-    return torch.zeros(len(counts), dtype=torch.int64, device=device).index_add_(0, owners, mixed)
+    hashes = mixed(torch.cat([empty, *sums]) + rows * INCREMENT)
+    return torch.zeros(len(counts), dtype=torch.int64, device=device).index_add_(0, owners, hashes)
 
 
 def _row_sums(tensor: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ class _Update:
 
 
 def store(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
-    """Write new values over old ones, unless `skip`, 0-dim bool, is true; the host does not wait."""
+    """Write new values over old ones, unless `skip`, 0-dim, is true; the host does not wait."""
     if skip is None:
         old.copy_(new)
     else:
