@@ -12,11 +12,12 @@
 #   `begin_step` clears `.grad`, which is a view of the bucket after a step.
 # - Our hook copies the first gradient of a step into the bucket, so that no pass over memory is
 #   needed to zero a bucket, except for parameters without a gradient (`_zero_missing`). It adds
-#   later ones, and sets `.grad` to None. Small gradients wait, to be copied in one operation: until
-#   `WAITING_ELEMENTS` of them wait, their bucket is complete, or backward ends.
+#   later ones, and sets `.grad` to None.
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
+# - A copy by the hook takes longer than zeroing a small view, so `begin_step` zeroes these, and
+#   autograd adds the first gradient, too.
 # - If `backward_context` gets the loss, it sets `grad_dtype` to None for 16-bit parameters that
 #   it uses once: autograd then makes no FP32 copy of their gradients, see Note [16-bit gradients
 #   and several uses of a weight].
@@ -62,11 +63,8 @@ from distmp.distributed.ranks import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.norms import CHUNK, chunk_norms
 
-# Number of elements of a gradient that waits to be copied together with others, at most, and of all
-# gradients that wait: up to 4 MiB.
-SMALL_ELEMENTS = 2**16
-WAITING_ELEMENTS = 2**20
-
+# Largest number of elements of a gradient that is added to zeros instead of being copied.
+SMALL_ELEMENTS = 2**13
 MOVED = (
     "was converted or moved together with its gradient, for example by model.to(); convert or move "
     "the model before you build the engine, or build a new engine"
@@ -86,6 +84,7 @@ class _Slot:
             this rank's shard of one of them (1-dim).
         has_gradient: Whether the bucket holds a gradient of this parameter and step (of this
             microbatch if microbatches are summed separately).
+        starts_at_zero: Whether the first gradient of a step is added to zeros.
     """
 
     name: str
@@ -93,6 +92,7 @@ class _Slot:
     bucket: int
     index: int
     target: Tensor
+    starts_at_zero: bool
     has_gradient: bool = False
 
 
@@ -201,15 +201,13 @@ class Fp32GradBuckets:
         # got complete in the first step (None afterwards).
         self._order = list(range(len(self.layouts)))
         self._observed: list[int] | None = []
-        # Views of the buckets, and the gradients that wait to be copied there.
-        self._waiting: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._waiting_elements = 0
-        # The stream of backward. Gradients of other streams do not wait.
-        self._stream: object = None
         self._slots = list(self._make_slots())
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
+        self._starting_at_zero = [
+            self._leaf.views[slot.bucket][slot.index] for slot in self._slots if slot.starts_at_zero
+        ]
         self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
@@ -220,6 +218,7 @@ class Fp32GradBuckets:
         self._launched = 0
         self._accumulating = False
         self._last_microbatch = False
+        self._watches_gradients = False
         # "begun", "last" (microbatch announced), "ended" (only `finish` is missing), or "" between
         # steps.
         self._stage = ""
@@ -274,10 +273,13 @@ class Fp32GradBuckets:
         self._stage = "begun"
         self.used.begin_step()
         for slot in self._slots:
-            slot.has_gradient = False
+            slot.has_gradient = slot.starts_at_zero
             slot.parameter.grad = None
             if slot.target is not slot.parameter:
                 slot.target.grad = None
+        if self._starting_at_zero:
+            with torch.no_grad():
+                torch._foreach_zero_(self._starting_at_zero)
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce a backward; buckets are reduced during the one announced as `last`.
@@ -295,6 +297,9 @@ class Fp32GradBuckets:
         self._stage = "last" if last else "begun"
         self._accumulating = True
         self._last_microbatch = last
+        # Whether it matters which gradients autograd has added to the buckets.
+        reduces = last and self._reduction is not None
+        self._watches_gradients = reduces or self.used.has_unused
         self._launched = 0
         if self._sums is not None:
             for slot in self._slots:
@@ -317,8 +322,6 @@ class Fp32GradBuckets:
                 parameter that the loss uses once is added without an FP32 copy: 10 instead of 18
                 bytes are read and written per element. With None all gradients are copied to FP32.
         """
-        self._copy_waiting()
-        self._stream = _current_stream(self.layouts[0].device)
         added, unconverted = self._added_in_place(), self._unconverted(loss)
         for slot in added:
             slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
@@ -332,7 +335,6 @@ class Fp32GradBuckets:
             for parameter in unconverted:
                 parameter.grad = None  # backward has failed
                 parameter.grad_dtype = torch.float32
-            self._copy_waiting()
 
     @torch.no_grad()
     def microbatch_is_finite(self) -> Tensor | None:
@@ -343,7 +345,6 @@ class Fp32GradBuckets:
         """
         if not self._drop_non_finite:
             return None
-        self._copy_waiting()
         for bucket in range(len(self.layouts)):
             self._zero_missing(bucket)
         return torch.stack(
@@ -358,7 +359,6 @@ class Fp32GradBuckets:
             kept: 0-dim bool, usually the result of `microbatch_is_finite`; if False the microbatch
                 is dropped, and the caller has to drop its loss and weight. None keeps it.
         """
-        self._copy_waiting()
         self.used.end_microbatch(kept)
         if kept is not None:
             for buffer in self._leaf.buffers:
@@ -430,7 +430,6 @@ class Fp32GradBuckets:
             self._reduction.finish()
         self._last_microbatch = self._accumulating = False
         self._stage = ""
-        self._forget_waiting()
         if self._sums is not None:
             self._sums.clear()
 
@@ -447,7 +446,8 @@ class Fp32GradBuckets:
                     parameter.register_hook(_recorder(computed))
                 hook = _hook(weakref.ref(self), bucket, index, computed)
                 parameter.register_post_accumulate_grad_hook(hook)
-                yield _Slot(name, parameter, bucket, index, target=parameter)
+                small = self._sums is None and parameter.numel() <= SMALL_ELEMENTS
+                yield _Slot(name, parameter, bucket, index, parameter, starts_at_zero=small)
 
     def _added_in_place(self) -> list[_Slot]:
         """Return the parameters whose next gradient autograd adds to their bucket."""
@@ -485,38 +485,16 @@ class Fp32GradBuckets:
             )
         view = self._leaf.views[slot.bucket][slot.index]
         if gradient is not view:
-            self._add_to(view, gradient, is_first=not slot.has_gradient)
+            if gradient.layout is not torch.strided:
+                gradient = gradient.float().to_dense()  # sums values of the same index
+            if slot.has_gradient:
+                view += gradient
+            else:
+                view.copy_(gradient)
             slot.has_gradient = True
         slot.parameter.grad = None
         if self._last_microbatch and self._reduction is not None:
             self._mark_ready(slot)
-
-    def _add_to(self, view: Tensor, gradient: Tensor, *, is_first: bool) -> None:
-        """Add a gradient to a view of a bucket; a small one, if it is the first, later."""
-        if gradient.layout is not torch.strided:
-            gradient = gradient.float().to_dense()  # sums values of the same index
-        size = gradient.numel()
-        if not is_first:
-            self._copy_waiting()  # the first gradient may be among them
-            view += gradient
-        elif size > SMALL_ELEMENTS or _current_stream(view.device) != self._stream:
-            view.copy_(gradient)
-        else:
-            self._waiting[0].append(view)
-            self._waiting[1].append(gradient)
-            self._waiting_elements += size
-            if self._waiting_elements > WAITING_ELEMENTS:
-                self._copy_waiting()
-
-    def _copy_waiting(self) -> None:
-        """Copy the gradients that wait to their buckets."""
-        if self._waiting_elements:
-            with torch.no_grad():
-                torch._foreach_copy_(*self._waiting)
-        self._forget_waiting()
-
-    def _forget_waiting(self) -> None:
-        self._waiting, self._waiting_elements = ([], []), 0
 
     def _mark_ready(self, slot: _Slot) -> None:
         """Launch the reductions of all buckets that are complete and next in order."""
@@ -534,7 +512,6 @@ class Fp32GradBuckets:
     # Sums over microbatches and ranks
 
     def _launch_up_to(self, end: int) -> None:
-        self._copy_waiting()
         for bucket in self._order[self._launched : end]:
             # Count it first: from now on, a gradient for this bucket is an error.
             self._launched += 1
@@ -598,10 +575,6 @@ def _is_unhooked(parameter: nn.Parameter) -> bool:
     return parameter.grad is None and len(parameter._post_accumulate_grad_hooks) == 1
 
 
-def _current_stream(device: torch.device) -> object:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
 def _hook(
     buckets: weakref.ref[Fp32GradBuckets], bucket: int, index: int, computed: list[bool]
 ) -> Callable[[Tensor], None]:
@@ -631,7 +604,7 @@ def _hook(
                 )
             return
         is_added = gradient is alive._leaf.views[bucket][index]
-        if not is_added or alive._last_microbatch:
+        if not is_added or alive._watches_gradients:
             alive._take_gradient(alive._by_bucket[bucket][index], gradient)
 
     return take_gradient

@@ -141,6 +141,7 @@ class FullySharded(Strategy):
         self._order = self._watch_collectives(world, policy, kept)
         fsdp_internals.check(self.module)
         fsdp_internals.accumulate_in_fp32(self.module)
+        self._sixteen_bit = fsdp_internals.sixteen_bit_groups(self.module)
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
         self._known = KnownParameters(module)
@@ -198,7 +199,7 @@ class FullySharded(Strategy):
             self._root.set_requires_all_reduce(last)
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
-        return fsdp_internals.unconverted_gradients(self.module, loss)
+        return fsdp_internals.unconverted_gradients(self._sixteen_bit, loss)
 
     def finish_gradients(self) -> None:
         # FSDP waits for its reductions at the end of each backward.
