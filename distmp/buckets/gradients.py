@@ -47,6 +47,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -69,6 +70,16 @@ MOVED = (
     "was converted or moved together with its gradient, for example by model.to(); convert or move "
     "the model before you build the engine, or build a new engine"
 )
+
+
+class _Stage(IntEnum):
+    """The stages of a step, in order."""
+
+    BETWEEN_STEPS = 0
+    BEGUN = 1
+    MICROBATCH = 2
+    LAST_MICROBATCH = 3
+    ENDED = 4  # only `finish` is missing
 
 
 @dataclass(eq=False, slots=True)
@@ -216,12 +227,8 @@ class Fp32GradBuckets:
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
         self._launched = 0
-        self._accumulating = False
-        self._last_microbatch = False
         self._watches_gradients = False
-        # "begun", "last" (microbatch announced), "ended" (only `finish` is missing), or "" between
-        # steps.
-        self._stage = ""
+        self._stage = _Stage.BETWEEN_STEPS
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -264,13 +271,13 @@ class Fp32GradBuckets:
         Raises:
             TrainingError: If only `finish` is missing from the previous step.
         """
-        if self._stage == "ended":
+        if self._stage == _Stage.ENDED:
             raise TrainingError(
                 "finish() was not called after the last microbatch, so the gradients would be "
                 "lost; call it before the optimizer's step, or call discard() to drop the step"
             )
         self.discard()
-        self._stage = "begun"
+        self._stage = _Stage.BEGUN
         self.used.begin_step()
         for slot in self._slots:
             slot.has_gradient = slot.starts_at_zero
@@ -287,16 +294,14 @@ class Fp32GradBuckets:
         Raises:
             TrainingError: Before `begin_step`, or after a microbatch with `last=True`.
         """
-        if self._stage != "begun":
-            reason = "after one with last=True" if self._last_microbatch else "without begin_step()"
+        if self._stage not in (_Stage.BEGUN, _Stage.MICROBATCH):
+            reason = "after one with last=True" if self._stage else "without begin_step()"
             raise TrainingError(
                 f"begin_microbatch() was called {reason}; call begin_step(), then "
                 "begin_microbatch() for each microbatch, with last=True for the last one, then "
                 "finish()"
             )
-        self._stage = "last" if last else "begun"
-        self._accumulating = True
-        self._last_microbatch = last
+        self._stage = _Stage.LAST_MICROBATCH if last else _Stage.MICROBATCH
         # Whether it matters which gradients autograd has added to the buckets.
         reduces = last and self._reduction is not None
         self._watches_gradients = reduces or self.used.has_unused
@@ -363,9 +368,9 @@ class Fp32GradBuckets:
         if kept is not None:
             for buffer in self._leaf.buffers:
                 buffer.masked_fill_(~kept, 0.0)
-        if self._stage == "last":
-            self._stage = "ended"
-        if self._sums is not None and not self._last_microbatch:
+        if self._stage == _Stage.LAST_MICROBATCH:
+            self._stage = _Stage.ENDED
+        elif self._sums is not None:
             for bucket in range(len(self.layouts)):
                 self._zero_missing(bucket)
             self._leaf = self._sums.add(self._leaf)
@@ -378,17 +383,16 @@ class Fp32GradBuckets:
             TrainingError: If no microbatch was announced as `last`.
             LostPeerError: If another rank has exited.
         """
-        if self._stage not in ("last", "ended"):
+        if self._stage < _Stage.LAST_MICROBATCH:
             raise TrainingError(
                 "finish() was called before begin_microbatch(last=True); announce the last "
                 "microbatch of a step with last=True"
             )
-        self._stage = ""
         with explain_lost_peers(self.group):
             self._launch_up_to(len(self.layouts))
             if self._reduction is not None:
                 self._reduction.finish()
-            self._last_microbatch = self._accumulating = False
+            self._stage = _Stage.BETWEEN_STEPS
             if self._sums is not None:
                 self._total = self._sums.total_after(self._leaf)
             self._sync_order()
@@ -424,12 +428,11 @@ class Fp32GradBuckets:
         If the last microbatch was announced, other ranks may have started reductions, so this rank
         runs its remaining ones. Every rank has to call either `finish` or `discard`.
         """
-        if self._last_microbatch and self._reduction is not None:
+        if self._stage >= _Stage.LAST_MICROBATCH and self._reduction is not None:
             for bucket in self._order[self._launched :]:
                 self._reduction.launch(self._leaf.buffers[bucket])
             self._reduction.finish()
-        self._last_microbatch = self._accumulating = False
-        self._stage = ""
+        self._stage = _Stage.BETWEEN_STEPS
         if self._sums is not None:
             self._sums.clear()
 
@@ -451,13 +454,13 @@ class Fp32GradBuckets:
 
     def _added_in_place(self) -> list[_Slot]:
         """Return the parameters whose next gradient autograd adds to their bucket."""
-        if not self._accumulating or self._sums is not None:
+        if self._stage < _Stage.MICROBATCH or self._sums is not None:
             return []
         return [slot for slot in self._slots if slot.has_gradient and _is_unhooked(slot.parameter)]
 
     def _unconverted(self, loss: Tensor | None) -> list[nn.Parameter]:
         """Return the 16-bit parameters whose next gradient needs no FP32 copy."""
-        if not self._accumulating or not self._has_16_bit_parameters or loss is None:
+        if self._stage < _Stage.MICROBATCH or not self._has_16_bit_parameters or loss is None:
             return []
         used_once = weights_used_once(loss)
         return [
@@ -493,7 +496,7 @@ class Fp32GradBuckets:
                 view.copy_(gradient)
             slot.has_gradient = True
         slot.parameter.grad = None
-        if self._last_microbatch and self._reduction is not None:
+        if self._stage >= _Stage.LAST_MICROBATCH and self._reduction is not None:
             self._mark_ready(slot)
 
     def _mark_ready(self, slot: _Slot) -> None:
@@ -592,7 +595,7 @@ def _hook(
         is_computed = any(computed)
         computed.clear()
         # Ignore a backward outside of a step, for example of another engine on the same model.
-        if alive is None or not alive._accumulating:
+        if alive is None or alive._stage < _Stage.MICROBATCH:
             return
         gradient = parameter.grad
         if gradient is None:  # backward has computed none, or another hook has removed it

@@ -165,7 +165,7 @@ def _accumulate(
     strategy.compare_microbatches(count)
     strategy.begin_step()
     products.begin_step()
-    stats = MicrobatchStats.empty()
+    stats = MicrobatchStats()
     # With reproducible, random numbers belong to the position in the global batch, not to the rank.
     stream = random_stream(setup, state, "step", rank=0 if reproducible else None)
     first = setup.world.rank * count if reproducible else 0

@@ -113,12 +113,8 @@ def _matched(model: nn.Module, pattern: str, blocks: Sequence[str]) -> Iterator[
         optional = pattern in OPTIONAL
         tops = [*matching_modules(model, pattern, "precision.policy.hp", optional=optional)]
     for name, part in model.named_modules():
-        if isinstance(part, nn.Linear) and any(_is_inside(name, top) for top in tops):
+        if isinstance(part, nn.Linear) and any(f"{name}.".startswith(f"{top}.") for top in tops):
             yield name
-
-
-def _is_inside(name: str, top: str) -> bool:
-    return name == top or name.startswith(f"{top}.")
 
 
 def _some_blocks(

@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         "the place of an absent gradient keeps the one of the step before",
         "distmp/buckets/gradients.py",
-        "self._leaf.views[bucket][slot.index].zero_()",
+        "torch._foreach_zero_(self._starting_at_zero)",
         "pass",
     ),
     Mutant(
