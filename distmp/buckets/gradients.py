@@ -334,11 +334,14 @@ class Fp32GradBuckets:
             parameter.grad_dtype = None
         try:
             yield
+        except BaseException:
+            for slot in self._slots:
+                slot.parameter.grad = None
+            raise
         finally:
             for slot in added:
                 slot.parameter.grad = None
             for parameter in unconverted:
-                parameter.grad = None  # backward has failed
                 parameter.grad_dtype = torch.float32
 
     @torch.no_grad()

@@ -124,7 +124,8 @@ class Engine:
         self._state = state = EngineState(setup)
         self.optimizer = setup.updates.optimizer
         self._calls = EngineCalls(setup.world, setup.strategy.model)
-        self._parts = EngineParts(setup, state, self._calls, EvaluationMode(self.model))
+        modes = EvaluationMode(self.model)
+        self._parts = EngineParts(setup, state, self._calls, modes, [*self.model.parameters()])
         self._replays = Replays(self._parts)
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]

@@ -123,12 +123,14 @@ class EngineParts:
         state: The numbers of the engine.
         calls: The calls that the ranks make together.
         modes: Which parts of the model are in evaluation mode.
+        parameters: All parameters of the model, in order; each step checks that they are the same.
     """
 
     setup: Setup
     state: EngineState
     calls: EngineCalls
     modes: EvaluationMode
+    parameters: list[nn.Parameter]
 
     def step_settings(self) -> object:
         """Return the settings of a step, without values of the device; () on a single rank."""
@@ -143,7 +145,7 @@ class EngineParts:
             self.state.nominal_weight,
             hyperparameters(updates.optimizer),
             updates.learning_rates.planned(updates.max_applied),
-            [parameter.requires_grad for parameter in self.setup.strategy.model.parameters()],
+            [parameter.requires_grad for parameter in self.parameters],
             self.modes.evaluating(),
             self.setup.buffers.shapes(),
         )
