@@ -51,18 +51,17 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     if not any(map(is_traceable_wrapper_subclass, tensors)):
         return
     if issubclass(kind, torch.optim.Adafactor | torch.optim.Rprop):
-        raise ConfigError(
-            "optimizer",
-            kind.__name__,
-            "cannot compute with sharded parameters (DTensor); use the strategy 'ddp', or AdamW",
+        problem = (
+            "cannot compute with sharded parameters (DTensor); use the strategy 'ddp', or AdamW"
         )
-    if issubclass(kind, torch.optim.Muon):
-        raise ConfigError(
-            "optimizer",
-            kind.__name__,
+    elif issubclass(kind, torch.optim.Muon):
+        problem = (
             "computes with sharded parameters (DTensor), and its updates then depend on the number "
-            "of ranks; use distmp.optim.Muon (optim.name = 'muon'), which exchanges full matrices",
+            "of ranks; use distmp.optim.Muon (optim.name = 'muon'), which exchanges full matrices"
         )
+    else:
+        return
+    raise ConfigError("optimizer", kind.__name__, problem)
 
 
 def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -102,28 +101,24 @@ def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRSchedu
 
 
 def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer) -> None:
-    name = type(part).__name__
     if isinstance(part, lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "schedule",
-            name,
+        problem = (
             "follows a metric, and the engine schedules by the number of updates; build the engine "
-            "without `schedule`, and step it on engine.optimizer yourself",
+            "without `schedule`, and step it on engine.optimizer yourself"
         )
-    if getattr(part, "cycle_momentum", False):
-        raise ConfigError(
-            "schedule",
-            name,
+    elif getattr(part, "cycle_momentum", False):
+        problem = (
             "also changes the momentum, but the engine schedules only learning rates; build it "
-            "with cycle_momentum=False",
+            "with cycle_momentum=False"
         )
-    if getattr(part, "optimizer", optimizer) is not optimizer:
-        raise ConfigError(
-            "schedule",
-            name,
+    elif getattr(part, "optimizer", optimizer) is not optimizer:
+        problem = (
             "is built on another optimizer than the one that the function is called with, whose "
-            f"learning rate would not change; use that one: {_EXAMPLE}",
+            f"learning rate would not change; use that one: {_EXAMPLE}"
         )
+    else:
+        return
+    raise ConfigError("schedule", type(part).__name__, problem)
 
 
 # The table first grows by FIRST_CHUNK rows, then doubles, and finally grows by CHUNK rows, so that
