@@ -227,7 +227,6 @@ class Fp32GradBuckets:
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
         self._launched = 0
-        self._watches_gradients = False
         self._stage = _Stage.BETWEEN_STEPS
 
     @property
@@ -280,7 +279,7 @@ class Fp32GradBuckets:
         self._stage = _Stage.BEGUN
         self.used.begin_step()
         for slot in self._slots:
-            slot.has_gradient = slot.starts_at_zero
+            slot.has_gradient = False
             slot.parameter.grad = None
             if slot.target is not slot.parameter:
                 slot.target.grad = None
@@ -302,9 +301,6 @@ class Fp32GradBuckets:
                 "finish()"
             )
         self._stage = _Stage.LAST_MICROBATCH if last else _Stage.MICROBATCH
-        # Whether it matters which gradients autograd has added to the buckets.
-        reduces = last and self._reduction is not None
-        self._watches_gradients = reduces or self.used.has_unused
         self._launched = 0
         if self._sums is not None:
             for slot in self._slots:
@@ -459,7 +455,14 @@ class Fp32GradBuckets:
         """Return the parameters whose next gradient autograd adds to their bucket."""
         if self._stage < _Stage.MICROBATCH or self._sums is not None:
             return []
-        return [slot for slot in self._slots if slot.has_gradient and _is_unhooked(slot.parameter)]
+        # A hook also runs if a function returns no gradient, which does not count as use.
+        unknown = self.used.not_known_as_used
+        return [
+            slot
+            for slot in self._slots
+            if (slot.has_gradient or (slot.starts_at_zero and slot.name not in unknown))
+            and _is_unhooked(slot.parameter)
+        ]
 
     def _unconverted(self, loss: Tensor | None) -> list[nn.Parameter]:
         """Return the 16-bit parameters whose next gradient needs no FP32 copy."""
@@ -493,7 +496,7 @@ class Fp32GradBuckets:
         if gradient is not view:
             if gradient.layout is not torch.strided:
                 gradient = gradient.float().to_dense()  # sums values of the same index
-            if slot.has_gradient:
+            if slot.has_gradient or slot.starts_at_zero:
                 view += gradient
             else:
                 view.copy_(gradient)
@@ -530,7 +533,7 @@ class Fp32GradBuckets:
 
     def _zero_missing(self, bucket: int) -> None:
         for slot in self._by_bucket[bucket]:
-            if not slot.has_gradient:
+            if not (slot.has_gradient or slot.starts_at_zero):
                 self._leaf.views[bucket][slot.index].zero_()
 
     def _build_reduction(self, comm_dtype: torch.dtype, *, pairwise: bool) -> Reduction | None:
@@ -610,7 +613,7 @@ def _hook(
                 )
             return
         is_added = gradient is alive._leaf.views[bucket][index]
-        if not is_added or alive._watches_gradients:
+        if not is_added or alive._stage >= _Stage.LAST_MICROBATCH:
             alive._take_gradient(alive._by_bucket[bucket][index], gradient)
 
     return take_gradient

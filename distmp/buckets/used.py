@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -105,9 +105,9 @@ class UsedParameters:
         self._skipped = skipped
 
     @property
-    def has_unused(self) -> bool:
-        """Whether gradients have to be recorded, because not all parameters are known as used."""
-        return bool(self._unused)
+    def not_known_as_used(self) -> Container[str]:
+        """The parameters whose gradients have to be recorded."""
+        return self._unused
 
     @property
     def unused_in_step(self) -> set[str]:

@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "a fused optimizer does not receive the skip flag",
         "distmp/engine/updates.py",
-        "self.optimizer.found_inf = decision.found_inf ",
-        "self.optimizer.found_inf = torch.zeros_like(decision.found_inf) ",
+        "None if known else decision.found_inf ",
+        "None if known else torch.zeros_like(decision.found_inf) ",
     ),
     Mutant(
         "skipped steps consume the schedule",
