@@ -16,8 +16,8 @@
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
-# - A copy by the hook takes longer than zeroing a small view, so `begin_step` zeroes these, and
-#   autograd adds the first gradient, too.
+# - On a CPU, a copy by the hook takes longer than to zero a small view. So `begin_step` zeroes these,
+#   and autograd adds the first gradient, too.
 # - If `backward_context` gets the loss, it sets `grad_dtype` to None for 16-bit parameters that
 #   it uses once: autograd then makes no FP32 copy of their gradients, see Note [16-bit gradients
 #   and several uses of a weight].
@@ -448,8 +448,10 @@ class Fp32GradBuckets:
                     parameter.register_hook(_recorder(computed))
                 hook = _hook(weakref.ref(self), bucket, index, computed)
                 parameter.register_post_accumulate_grad_hook(hook)
-                small = self._sums is None and parameter.numel() <= SMALL_ELEMENTS
-                yield _Slot(name, parameter, bucket, index, parameter, starts_at_zero=small)
+                # On a GPU both ways launch a kernel for each gradient.
+                small = layout.device.type == "cpu" and parameter.numel() <= SMALL_ELEMENTS
+                added = small and self._sums is None
+                yield _Slot(name, parameter, bucket, index, parameter, starts_at_zero=added)
 
     def _added_in_place(self) -> list[_Slot]:
         """Return the parameters whose next gradient autograd adds to their bucket."""

@@ -314,7 +314,7 @@ def test_autograd_adds_to_the_bucket_but_a_large_gradient_is_copied_first(
     batch = torch.randn(5, WIDTH)
     model(batch).sum().backward()
     buckets.begin_step()
-    counts = {}
+    counts: dict[int, Counter[str]] = {}
     for index in range(3):
         buckets.begin_microbatch(last=index == 2)
         with buckets.backward_context():
