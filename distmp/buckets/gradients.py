@@ -16,8 +16,8 @@
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
-# - On a CPU, a copy by the hook takes longer than to zero a small view. `begin_step` zeroes these, and
-#   autograd adds the first gradient, too.
+# - On a CPU, a copy by the hook takes longer than to zero a small view. `begin_step` zeroes these,
+#   and autograd adds the first gradient, too.
 # - If `backward_context` gets the loss, it sets `grad_dtype` to None for 16-bit parameters that
 #   it uses once: autograd then makes no FP32 copy of their gradients, see Note [16-bit gradients
 #   and several uses of a weight].
