@@ -108,7 +108,7 @@ class RecordedRun:
     def skipped(self) -> list[tuple[str, ...]]:
         """Return step, loss scale, cause and advice of each skipped step."""
         records = [record for record in self.records if record.skipped]
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for record in records[:MAX_SKIPPED]:
             overflow = record.overflow or {}
             cause = overflow.get("diagnosis", "no overflow: no gradients to apply")
