@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distmp.checkpoint.layout import final_path, has_checkpoint
+from distmp.checkpoint.storage import final_path, is_checkpoint
 from distmp.config import RunConfig
 from distmp.training.callbacks.callback import Callback, TrainingLoop
 from distmp.training.callbacks.checkpointing import Checkpointing
@@ -76,10 +76,11 @@ class EarlyStopping(Callback):
             return
         self._checkpointing.writer.finish()
         directory = trainer.directory.checkpoints
-        where = str(final_path(directory, self._best_step))
+        path = final_path(directory, self._best_step)
+        where = str(path)
         # The last step is saved after this.
         is_last = self._best_step == trainer.progress.step
-        if trainer.world.rank == 0 and not (is_last or has_checkpoint(directory, self._best_step)):
+        if trainer.world.rank == 0 and not (is_last or is_checkpoint(path)):
             where = f"no checkpoint in {directory}, but in the run that this one continues"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
