@@ -15,6 +15,7 @@ ranks.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import math
@@ -52,6 +53,9 @@ GRACE_SECONDS = 3.0
 PAUSE_INTERVALS = 5
 # Number of bytes that a process must read or write between two heartbeats to count as progress.
 TRANSFER_BYTES = 1 << 16
+# An unused real-time signal. It makes a process write the stacks of its threads to standard error,
+# also while native code holds the GIL.
+STACK_SIGNAL = signal.SIGRTMAX - 5
 _ENDING = "ending"
 
 logger = logging.getLogger("distmp")
@@ -130,8 +134,7 @@ class Watchdog(RankMonitor):
     def watch(self) -> None:
         """Start monitoring."""
         self._phase.restart()
-        self._stack = hang_report.SharedStack()
-        self.process = self.process._replace(stack=self._stack.descriptor)
+        faulthandler.register(STACK_SIGNAL, file=2)
         if self._store_address is not None:
             with contextlib.suppress(OSError):
                 address = source_address(self._store_address[0])
@@ -145,7 +148,7 @@ class Watchdog(RankMonitor):
     def stop(self) -> None:
         """Stop monitoring, and publish that this rank has ended, with or without an error."""
         super().stop()
-        self._stack.close()
+        faulthandler.unregister(STACK_SIGNAL)
         if not is_orphan():
             with contextlib.suppress(dist.DistError):
                 self._put(f"left/{self.rank}", True)
@@ -255,14 +258,12 @@ class Watchdog(RankMonitor):
         super()._answer()
         if not self._has_shown_pending and self._store.check(["hang"]):
             self._has_shown_pending = True
-            self.publish("pending", self._pending_collectives())
-
-    def _pending_collectives(self) -> Pending:
-        try:
-            return flight_recorder.pending()
-        except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
-            logger.warning("no flight recorder of rank %d: %s", self.rank, describe(error))
-            return {}
+            pending: Pending = {}
+            try:
+                pending = flight_recorder.pending()
+            except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
+                logger.warning("no flight recorder of rank %d: %s", self.rank, describe(error))
+            self.publish("pending", pending)
 
     def _check_for_lost_ranks(self) -> None:
         """End the run if a process of this machine is gone in two checks in a row.
@@ -344,15 +345,17 @@ class Watchdog(RankMonitor):
         process = self.process_of(rank)
         if process is None:
             return SilentRank("an unknown machine", 0, doing)
-        host, (machine, pid, _), descriptor, _ = process
+        host, (machine, pid, _), _ = process
         if machine != self.process.identity.machine:
             return SilentRank(host, pid, doing)
         try:
             state: str = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
             state = "gone"
-        stack = "" if state in ("gone", "stopped") else hang_report.of_process(pid, descriptor)
-        return SilentRank(host, pid, doing, state, stack)
+        if state not in ("gone", "stopped"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACK_SIGNAL)
+        return SilentRank(host, pid, doing, state)
 
     def _exit(self, ending: Ending) -> NoReturn:
         own = ending.rank == self.rank
