@@ -69,11 +69,6 @@ def watch(
     rank_monitor.use(_watchdog)
 
 
-def watch_preflight(environment: RankEnvironment) -> None:
-    """Watch the ranks during the preflight, which has a shorter limit than a run."""
-    watch(environment, PREFLIGHT_SECONDS, PREFLIGHT_SECONDS, "preflight peers")
-
-
 def before_exit(action: Callable[[], object]) -> None:
     """Call `action` before the watchdog ends this rank; the action must not raise."""
     if _watchdog is not None:
