@@ -24,7 +24,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import psutil
@@ -70,14 +70,12 @@ class Ending:
         step: The current step, or 0 before the first one.
         cause: The cause in one line.
         exit_code: Exit code of that rank.
-        silent: Ranks that do not answer.
     """
 
     rank: int
     step: int
     cause: str
     exit_code: int
-    silent: list[int] = field(default_factory=list)
 
 
 def ending_of(store: Store) -> Ending | None:
@@ -332,7 +330,7 @@ class Watchdog(RankMonitor):
             idle = min(idle, time.monotonic() - self._progress_at)
         report = hang_report.report(idle, answers, silent, self.world_size, pending)
         step = self._phase.now.step
-        ending = Ending(self.rank, step, report.summary, HANG_EXIT_CODE, sorted(silent))
+        ending = Ending(self.rank, step, report.summary, HANG_EXIT_CODE)
         if self.end_run(ending):
             print_message(report.text)
             record(report.summary)
@@ -360,13 +358,8 @@ class Watchdog(RankMonitor):
     def _exit(self, ending: Ending) -> NoReturn:
         own = ending.rank == self.rank
         if own:
-            # The launcher must see this rank exit before those that it kills.
+            # Time for the others to see the ending, and for a blocked rank to write its stack.
             time.sleep(self._interval)
-        for rank in set(self._on_machine).intersection(ending.silent) - {self.rank}:
-            process = self._processes.get(rank)
-            if process and process.identity.machine == self.process.identity.machine:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.identity.pid, signal.SIGKILL)
         self.before_exit()
         os._exit(ending.exit_code if own else LOST_PEER_EXIT_CODE)
 
