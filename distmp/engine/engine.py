@@ -45,7 +45,7 @@ from distmp.parallel.reproducible import check_power_of_two
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
-from distmp.utils.host_memory import return_freed_memory
+from distmp.utils.processes import return_freed_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
