@@ -332,7 +332,7 @@ def _in_no_optimizer(model: nn.Module, optimizer: Any) -> Iterator[GradientMisma
         yield mismatch("in_no_optimizer", absent)
 
 
-def _parameters(optimizers: Iterable[Any]) -> list[Tensor]:
+def _parameters(optimizers: Iterable[Any]) -> list[nn.Parameter]:
     return [p for each in optimizers for group in each.param_groups for p in group["params"]]
 
 

@@ -319,20 +319,21 @@ def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[Grad
 def _predicted(
     predictions: Sequence[_Predictions], label: tuple[int, int], names: list[str], wanted: str
 ) -> GradientMismatch:
-    worst, mean = max(predictions, key=lambda each: each.size(names)), CLASSES[wanted]
+    worst = max(predictions, key=lambda each: each.size(names))
+    mean = CLASSES[wanted].removeprefix("agrees with ")
     kind, factor = worst.kinds[label[0]], worst.factors[label[1]][1]
     values = np.array([[value for _, value in each.factors] for each in predictions])
     # Factors that are equal in every split.
     same = np.flatnonzero((values == values[:, [label[1]]]).all(0))
     causes = [*dict.fromkeys(worst.factors[column][0] for column in same)]
-    text = mean if kind == "right" else CLASSES[kind]
-    if causes[0] != "right":
-        text += f" times {factor:.3g}: {', or '.join(CLASSES[each] for each in causes)}"
+    cause = ", or ".join(CLASSES[each] for each in causes)
+    text = f"{factor:.3g} times {mean}: {cause}"
     if kind != "right":
-        text += f"; not with {mean.removeprefix('agrees with ')}"
+        times = "" if causes[0] == "right" else f", times {factor:.3g}: {cause}"
+        text = f"{CLASSES[kind]}{times}, instead of {mean}"
     named = causes[0] if kind == "right" else kind
-    text += f"; with {worst.split.name}"
-    return GradientMismatch(named, tuple(names), text, _size(predictions, names))
+    size = _size(predictions, names)
+    return GradientMismatch(named, tuple(names), f"{text}; with {worst.split.name}", size)
 
 
 def _size(predictions: Sequence[_Predictions], names: Collection[str]) -> float:
