@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -104,9 +104,15 @@ class UsedParameters:
         """
         self._skipped = skipped
 
-    def is_unused(self, parameter: str) -> bool:
-        """Return whether no rank has used a parameter up to this step, so it is not updated."""
-        return parameter in self._unused and parameter not in self._newly_used
+    @property
+    def not_known_as_used(self) -> Container[str]:
+        """The parameters whose gradients have to be recorded."""
+        return self._unused
+
+    @property
+    def unused_in_step(self) -> set[str]:
+        """The parameters that no rank has used up to this step, so they are not updated."""
+        return self._unused.keys() - self._newly_used
 
     @property
     def unused(self) -> list[str]:
@@ -150,6 +156,8 @@ def on_host(values: Tensor) -> Any:
     return values.tolist()
 
 
+# The type of the nodes that add to `.grad`.
+_ACCUMULATE_GRAD: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _GRADIENT_SWITCHES = {"enable_grad", "set_grad_enabled"}
 
 
@@ -172,12 +180,10 @@ def weights_used_once(loss: Tensor) -> set[int]:
         if _runs_backward(type(node)):
             return set()
         for following, _ in node.next_functions:
-            if following is None:
-                continue
-            if type(following).__name__ == "AccumulateGrad":
+            if type(following) is _ACCUMULATE_GRAD:
                 weight = id(following.variable)  # type: ignore[attr-defined]
                 (used_repeatedly if weight in leaves else leaves).add(weight)
-            elif following not in visited:
+            elif following is not None and following not in visited:
                 visited.add(following)
                 nodes.append(following)
     return leaves - used_repeatedly

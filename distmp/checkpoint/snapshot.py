@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
-from distmp.utils.cgroups import free_host_bytes
 from distmp.utils.flat_shard import FlatShard
+from distmp.utils.processes import free_host_bytes
 from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")

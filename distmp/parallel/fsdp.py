@@ -15,9 +15,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distmp.buckets.parameters import WATCHED_STEPS
@@ -141,6 +139,7 @@ class FullySharded(Strategy):
         self._order = self._watch_collectives(world, policy, kept)
         fsdp_internals.check(self.module)
         fsdp_internals.accumulate_in_fp32(self.module)
+        self._sixteen_bit = fsdp_internals.sixteen_bit_groups(self.module)
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
         self._known = KnownParameters(module)
@@ -198,14 +197,15 @@ class FullySharded(Strategy):
             self._root.set_requires_all_reduce(last)
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
-        return fsdp_internals.unconverted_gradients(self.module, loss)
+        return fsdp_internals.unconverted_gradients(self._sixteen_bit, loss)
 
     def finish_gradients(self) -> None:
         # FSDP waits for its reductions at the end of each backward.
         self.used.exchange_flags()
+        unused = self.used.unused_in_step
         for name, parameter in self._trainable:
             self._check_gradient(parameter)
-            if self.used.is_unused(name) or not parameter.requires_grad:
+            if name in unused or not parameter.requires_grad:
                 # FSDP reduces all parameters of a group, even those that were frozen later.
                 parameter.grad = None
             elif parameter.grad is None:
