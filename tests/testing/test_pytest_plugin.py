@@ -7,8 +7,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+import distmp.testing  # noqa: F401
 from tests.torchrun import python, run
 
+# pytester forgets modules that a test imports first, and torch cannot be imported twice. So
+# distmp.testing imports it above.
 pytest_plugins = ["pytester"]
 
 PROJECT = """
