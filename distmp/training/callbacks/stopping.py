@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from distmp.checkpoint.layout import final_path, has_checkpoint
+from distmp.checkpoint.storage import final_path, is_checkpoint
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import is_under_torchrun
 from distmp.training.build import Run
@@ -178,10 +178,11 @@ class EarlyStopping(Callback):
             return
         self._checkpointing.writer.finish()
         directory = trainer.directory.checkpoints
-        where = str(final_path(directory, self._best_step))
+        path = final_path(directory, self._best_step)
+        where = str(path)
         # The last step is saved after this.
         is_last = self._best_step == trainer.progress.step
-        if trainer.world.rank == 0 and not (is_last or has_checkpoint(directory, self._best_step)):
+        if trainer.world.rank == 0 and not (is_last or is_checkpoint(path)):
             where = f"no checkpoint in {directory}, but in the run that this one continues"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
