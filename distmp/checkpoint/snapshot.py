@@ -1,8 +1,7 @@
 """Copies a run's state to host memory, from which it is written while training continues.
 
 A rank copies only what it writes: its own shards, and its share of the replicated tensors. See
-Note [Copying while training continues] for streams and order, and Note [Lifetime of host memory] in
-`host_buffers` for the memory.
+Note [Copying while training continues] for streams and order, and Note [Lifetime of host memory].
 """
 
 from __future__ import annotations

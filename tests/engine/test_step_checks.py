@@ -22,7 +22,7 @@ from distmp.engine.setup import Setup
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
-from tests.ranks import ranks
+from tests.ranks import in_turn, ranks
 
 Pair = tuple[Tensor, Tensor]
 
@@ -319,8 +319,8 @@ def test_a_model_that_is_left_in_evaluation_mode_is_warned_of_once(
     assert len(recwarn) == 1
 
 
-@pytest.mark.parametrize("part", ["", ".encoder.2"])
 @ranks(2)
+@in_turn("part", ["", ".encoder.2"])
 def test_modes_that_differ_between_ranks_are_refused(part: str) -> None:
     engine = make(model=Classifier(), strategy="ddp", first_step_checks=False)
     engine.step([pair(6)])
