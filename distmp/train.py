@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from distmp.config import Config, RunConfig, load
-from distmp.distributed.launcher_variables import adopt_ranks
 from distmp.distributed.orphans import end_with_launcher
-from distmp.distributed.rank_environment import RankEnvironment, is_under_torchrun
+from distmp.distributed.rank_environment import RankEnvironment, adopt_ranks, is_under_torchrun
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, ignore_stop_signals
 from distmp.errors import DistmpError
 from distmp.masking import mask_record, print_message
@@ -41,6 +40,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
         >>> options = "--run-dir runs/one-step --steps 1 --strategy single --log.console off"
         >>> options += " --data.path distmp --data.sequence-length 16 --sample.length 0"
         >>> options += " --batch.global-batch-size 2 --batch.microbatch-size 2"
+        >>> options += " --validation.final-samples 2"
         >>> main(options.split())
         0
     """

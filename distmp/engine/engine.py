@@ -524,7 +524,8 @@ class Engine:
                 from distmp.engine.saving import Saves  # many engines save nothing
 
                 self._saves = Saves(self.world)
-            self._setup.buffers.broadcast()  # the loss of another engine may have changed them
+            # The loss of another engine may have changed them.
+            self._setup.buffers.broadcast(self.world.device)
             return self._saves.save(directory, self, numbers, keep, wait=wait)
 
     def wait_for_save(self) -> None:

@@ -5,13 +5,15 @@ In `conftest.py`: `pytest_plugins = ["distmp.testing.pytest_plugin"]`. Then
     @pytest.mark.ranks(2)
     def test_gradient(): ...
 
-runs the test's function on two ranks. Parameters and fixtures are pickled. The ranks meet in a
-file, so no port is used, and end with the test. The first rank that fails decides the message.
+runs the test's function on two ranks. Parameters and fixtures are pickled. The ranks are forked
+from a server that has imported torch once. They meet in a file, so no port is used, and end with
+the test. The first rank that fails decides the message.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import sys
@@ -27,7 +29,8 @@ _TIMEOUT = 60.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker."""
+    """Declare the marker, and what the server of ranks imports before they are forked."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "pytest"])
     config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n ranks over gloo")
 
 

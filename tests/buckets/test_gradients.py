@@ -23,7 +23,7 @@ from benchmarks.traffic import Traffic
 from distmp.buckets import Fp32GradBuckets, gradients
 from distmp.buckets.used import weights_used_once
 from distmp.errors import TrainingError
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks, run_ranks
 from tests.recording import Collectives, Operators
 
 WIDTH = 8
@@ -519,8 +519,8 @@ def inputs_of(rank: int, microbatch: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=generator)
 
 
-@pytest.mark.parametrize("bucket_bytes", [ONE_EACH, 2 * 4 * WIDTH**2, 10**6])
 @ranks(2)
+@in_turn("bucket_bytes", [ONE_EACH, 2 * 4 * WIDTH**2, 10**6])
 def test_ranks_that_use_different_weights(bucket_bytes: int) -> None:
     model = Branches()
     buckets = Fp32GradBuckets(model.named_parameters(), group(), bucket_bytes)
@@ -679,8 +679,8 @@ def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         torch.testing.assert_close(found[name].double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bucket_bytes", [ONE_EACH, 10**6])
 @ranks(2)
+@in_turn("bucket_bytes", [ONE_EACH, 10**6])
 def test_checkpointing(bucket_bytes: int) -> None:
     for reentrant, shared in ((False, False), (False, True), (True, False)):
         model = Checkpointed(reentrant=reentrant, shared=shared)

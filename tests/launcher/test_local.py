@@ -145,7 +145,7 @@ def listener() -> Iterator[socket.socket]:
     ("head", "options"),
     [
         ("127.0.0.1", []),
-        ("localhost", ["--nnodes", "1:1"]),
+        nightly("localhost", ["--nnodes", "1:1"]),
         nightly(socket.gethostname(), ["--nnodes", "1"]),
         nightly(socket.gethostname(), ["--nnodes", "1:2"]),
         nightly("localhost", ["--rdzv-backend", "c10d"]),
@@ -169,9 +169,9 @@ def test_busy_port_is_one_message(
     ("number", "everywhere", "expected"),
     [
         pytest.param(signal.SIGINT, True, 130, id="SIGINT to launcher and ranks"),
-        pytest.param(signal.SIGINT, False, 130, id="SIGINT to the launcher"),
+        nightly(signal.SIGINT, False, 130),
         pytest.param(signal.SIGTERM, False, 75, id="SIGTERM to the launcher"),
-        pytest.param(signal.SIGUSR1, False, 75, id="SIGUSR1 to the launcher"),
+        nightly(signal.SIGUSR1, False, 75),
     ],
 )
 def test_signal_stops_ranks_orderly(
@@ -298,6 +298,7 @@ def test_repeated_signal_ends_all_ranks(tmp_path: Path) -> None:
     not any("--shutdown-timeout" in action.option_strings for action in get_args_parser()._actions),
     reason="this torchrun waits for half a minute",
 )
+@pytest.mark.nightly
 def test_forced_stop_is_reported(tmp_path: Path) -> None:
     with launched("ignore", tmp_path, "--nproc-per-node", "2", "--shutdown-timeout", "1") as run:
         run.ranks()

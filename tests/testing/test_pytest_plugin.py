@@ -7,8 +7,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+import distmp.testing  # noqa: F401
 from tests.torchrun import python, run
 
+# pytester forgets modules that a test imports first, and torch cannot be imported twice. So
+# distmp.testing imports it above.
 pytest_plugins = ["pytester"]
 
 PROJECT = """
@@ -37,7 +40,7 @@ def test_fails():
         raise ArithmeticError("the first cause")
     dist.barrier()
 
-@pytest.mark.ranks(2, timeout=5)
+@pytest.mark.ranks(2, timeout=1)
 def test_hangs():
     if dist.get_rank() == 0:
         time.sleep(100)
@@ -60,7 +63,7 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     shown = run(python("-m", "pytest", *options, "."), tmp_path).stdout
     assert "3 failed, 3 passed" in shown
     assert "ArithmeticError: the first cause\n\nbefore the failure" in shown
-    assert "rank 0 of 2: process 0 terminated with exit code 1\n\nTimeout (0:00:05)!" in shown
+    assert "rank 0 of 2: process 0 terminated with exit code 1\n\nTimeout (0:00:01)!" in shown
     assert "in test_hangs" in shown
     assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
     running = psutil.process_iter(["cmdline"])  # None for a process that has ended meanwhile
