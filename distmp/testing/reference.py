@@ -32,7 +32,7 @@ _FEWEST, _MOST, _SEARCHED = 16, 1024, 2**16
 # Significant bits of bfloat16 and float16.
 _BITS = (8, 11)
 # Least relative error of a gradient that was rounded to 16 bits.
-_ROUNDED = 2e-5
+_LEAST = 2e-5
 # Gradients by name of parameter.
 ByName = Mapping[str, Tensor | None]
 
@@ -176,7 +176,7 @@ class Gradients:
                 ideal = self.exact[name].double().sum((0, 1))
                 split.noise[name] = _noise(self.stacked[name] - self.exact[name], ideal)
             # 16 bits cause larger differences; the search for them takes time.
-            differs = (flat - wanted).norm() > _ROUNDED * wanted.norm()
+            differs = (flat - wanted).norm() > _LEAST * wanted.norm()
             if differs and _is_rounded(flat, parts, ideal, self.weights):
                 split.rounded.add(name)
         return split
