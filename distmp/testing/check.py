@@ -32,6 +32,7 @@ def check_gradient(
     *,
     loss_sum: LossSum | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    reference: nn.Module | None = None,
     max_norm: float | None = None,
 ) -> None:
     """Check that a training step computes the gradient of the mean over all tokens or samples.
@@ -45,7 +46,7 @@ def check_gradient(
             this rank. It leaves gradients where the optimizer would find them, or returns them by
             name of parameter. Gradients are removed before each call. It may wrap the model, and
             change microbatches in place.
-        model: The model, plain or wrapped in DDP or FSDP2.
+        model: The model, plain or wrapped in DDP or FSDP.
         samples: At least three per rank, such as dicts of tensors with `labels` or pairs of inputs
             and labels; each without a batch dimension.
         weights: What the sum of losses is divided by: `tokens`, the weights that `loss_sum`
@@ -55,6 +56,7 @@ def check_gradient(
             functions of `distmp.Engine` do. By default, the cross entropy over labels other than
             -100, and their number.
         collate: Makes a microbatch of a list of samples. By default, tensors are stacked.
+        reference: A plain model with the same names of parameters, for a model that FSDP1 shards.
         max_norm: If given, the norm that `train_step` clips to. By default gradients are not
             clipped.
 
@@ -78,10 +80,13 @@ def check_gradient(
         microbatch_means
     """
     require(weights in WANTED, "weights", weights, f"use one of {', '.join(WANTED)}")
-    require(not gradients.is_fsdp1(model), "model", type(model).__name__, gradients.FSDP1)
+    problem = "FSDP1 flattens its parameters: pass a plain model of the same class as reference="
+    is_plain = reference is not None or not gradients.is_fsdp1(model)
+    require(is_plain, "model", type(model).__name__, problem)
     of_samples = weights == "samples"
-    reference = Reference(model, loss_sum or DefaultLoss(of_samples=of_samples))
-    other = None if loss_sum else Reference(model, DefaultLoss(of_samples=not of_samples))
+    plain = reference or model
+    wanted = Reference(plain, loss_sum or DefaultLoss(of_samples=of_samples))
+    other = None if loss_sum else Reference(plain, DefaultLoss(of_samples=not of_samples))
     extra = "accumulated_twice" if loss_sum else "token_mean" if of_samples else "sample_mean"
     ranks, results = Ranks(None), []
     for name, parts in make_splits([*samples], ranks.world_size, tokens=weights == "tokens"):
@@ -89,7 +94,7 @@ def check_gradient(
         own = parts[ranks.rank * each :][:each]
         record, measured = _recorded(train_step, model, [*map(collate or default_collate, own)])
         mean = {} if other is None else other.replay(record).mean()
-        exact = reference.replay(record, exact=True)
+        exact = wanted.replay(record, exact=True)
         results.append(exact.compared(name, max_norm, measured, extra, mean))
     problem = "there is nothing to compare: pass others, with labels"
     require(any(split.weights.any() for split in results), "weights of samples", 0, problem)

@@ -25,9 +25,6 @@ _WRAPPERS = {
 }
 
 
-FSDP1 = "shards of FSDP1 cannot be read; use fully_shard"
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside of DDP, DeepSpeed, Fabric and `torch.compile`."""
     while inner := _WRAPPERS.get(type(model).__name__):
@@ -59,7 +56,7 @@ def unseen(model: nn.Module, optimizer: Any) -> str | None:
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         return "is compiled; audit it without torch.compile"
     if is_fsdp1(model):
-        return FSDP1
+        return "shards of FSDP1 cannot be read here; use check_gradient"
     held = held_parameters(model, optimizer)
     hooked = [p for p in model.parameters() if p not in held and p._post_accumulate_grad_hooks]
     if hooked or any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
@@ -100,9 +97,10 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the full parameters and buffers; every rank has to call it."""
-    buffers = {plain_name(n): b for n, b in unwrapped(model).named_buffers()}
-    held = {**named_parameters(model), **buffers}
-    return {name: _full(tensor).clone() for name, tensor in held.items()}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        buffers = {plain_name(n): b for n, b in unwrapped(model).named_buffers()}
+        held = {**named_parameters(model), **buffers}
+        return {name: _full(tensor).clone() for name, tensor in held.items()}
 
 
 def full_gradients(
@@ -117,9 +115,10 @@ def full_gradients(
     Returns:
         Gradients by name; None for a parameter without a gradient on this rank.
     """
-    trained = trained_parameters(model)
-    found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
-    return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
+        trained = trained_parameters(model)
+        found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
+        return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
 
 
 def _held(parameter: nn.Parameter) -> Tensor | None:

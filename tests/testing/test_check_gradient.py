@@ -166,8 +166,11 @@ def test_wrong_sharded_steps_are_named() -> None:
     model = scripts.sharded()
     assert kinds(scripts.fsdp2_rank_means, model) == ["rank_means"]
     assert kinds(scripts.fsdp2_clipped_by_shard, model) == ["shard_clipped"]
-    with pytest.raises(ConfigError, match=r"FullyShardedDataParallel.*use fully_shard"):
-        check_gradient(scripts.fsdp2, scripts.fsdp1(), samples())
+    wrapped = scripts.fsdp1()
+    check_gradient(scripts.fsdp2, wrapped, samples(), reference=make_model())
+    assert kinds(scripts.fsdp2_rank_means, wrapped, reference=make_model()) == ["rank_means"]
+    with pytest.raises(ConfigError, match=r"FullyShardedDataParallel.*reference="):
+        check_gradient(scripts.fsdp2, wrapped, samples())
 
 
 @pytest.mark.parametrize("seed", range(6))
