@@ -24,6 +24,7 @@ from distmp.data.evaluation import ForwardOnly
 from distmp.errors import ConfigError
 from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.imports import check_arguments
 
 LIST_ADVICE = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
 LOSS_CONTRACT = (
@@ -109,6 +110,7 @@ def check_loss_function(loss: object) -> None:
     name = getattr(loss, "__name__", type(loss).__name__)
     if not callable(loss) or isinstance(loss, type | nn.modules.loss._Loss):
         raise ConfigError("loss", name, f"is not a function; {LOSS_ADVICE}")
+    check_arguments("loss", name, loss, ("module", "batch"), f"{{reason}}; {LOSS_ADVICE}")
 
 
 def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:

@@ -83,16 +83,16 @@ def check_arguments(
     setting: str,
     value: object,
     function: Callable[..., Any],
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, Any] | Sequence[str],
     problem: str,
 ) -> None:
-    """Refuse keyword arguments that a function or class does not take, without calling it.
+    """Refuse arguments that a function or class does not take, without calling it.
 
     Args:
         setting: Name of the setting, for the error message.
         value: Its value.
         function: The function or class.
-        arguments: The keyword arguments.
+        arguments: The keyword arguments, or the names of positional ones.
         problem: What is wrong, and what to do, for the message; "{reason}" in it is replaced.
 
     Raises:
@@ -103,7 +103,10 @@ def check_arguments(
     except ValueError:  # a callable in C has no signature
         return
     try:
-        signature.bind(**arguments)
+        if isinstance(arguments, Mapping):
+            signature.bind(**arguments)
+        else:
+            signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(setting, value, problem.replace("{reason}", str(error))) from None
 

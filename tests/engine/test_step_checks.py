@@ -102,6 +102,14 @@ def test_invalid_loss_and_weight_are_refused(returned: Any, message: str) -> Non
         make(loss).step([pair()])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_loss_function_and_model_are_checked_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match=r"too many positional.*pass a function loss\(module, b"):
+        make(lambda model: summed(model, pair()))
+    with pytest.raises(ConfigError, match="is scripted and takes no hooks; pass the plain module"):
+        make(model=torch.jit.script(nn.Linear(3, 2)))
+
+
 @pytest.mark.parametrize("weight", [4, 4.0, torch.tensor(4), torch.tensor([4.0])])
 def test_weights_of_any_kind_are_taken(weight: Any) -> None:
     def loss(model: nn.Module, batch: Pair) -> Any:
@@ -432,6 +440,33 @@ def test_a_weight_that_is_counted_in_16_bits_is_warned_of(
     name = str(dtype).removeprefix("torch.")
     expected = [f"the weight is counted in {name}, which rounds"] * (dtype.itemsize == 2)
     assert [str(found.message).partition(" large")[0] for found in recwarn] == expected
+
+
+def test_parameters_outside_of_the_model_are_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    criterion = nn.Bilinear(2, 2, 1)
+    other = make(model=nn.Linear(2, 2))
+
+    def with_criterion(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+        outputs = model(batch[0])
+        return criterion(outputs, outputs).sum(), len(batch[0])
+
+    def with_other_engine(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+        return other.module(model(batch[0])).square().sum(), len(batch[0])
+
+    make(with_other_engine).step([pair()])
+    assert not recwarn
+    engine = make(with_criterion)
+    for _ in range(2):
+        engine.step([pair(), pair()])
+    (found,) = (str(warning.message) for warning in recwarn)
+    assert found.startswith(
+        "the loss depends on 2 parameters outside of the model, of shape (1,), (1, 2, 2), which the"
+    )
+    criterion.requires_grad_(False)
+    make(with_criterion).step([pair()])
+    assert len(recwarn) == 1
 
 
 # Updates that would be lost
