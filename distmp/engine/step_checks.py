@@ -51,6 +51,8 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
         ConfigError: With the value received.
     """
     refuse_one_batch(microbatches, LIST_ADVICE)
+    if not isinstance(count, int | None):
+        raise ConfigError("count", count, "use an integer, the number of microbatches")
     # The iterator of torch's loader has the length of the loader, so check the type.
     if isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader):
         raise ConfigError(

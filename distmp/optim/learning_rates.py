@@ -13,16 +13,18 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import ConfigError
+from distmp.utils.imports import check_arguments
 
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
 
 
+_CLOSURE = (
+    "needs a closure that computes the loss again several times in one step, and the engine "
+    "computes it once; use an optimizer that steps without a closure, such as AdamW"
+)
+
 # Why the engine does not support an optimizer, by the name of its class.
 _REFUSED = {
-    "LBFGS": (
-        "needs a closure that computes the loss again several times in one step, and the engine "
-        "computes it once; use an optimizer that steps without a closure, such as AdamW"
-    ),
     "SparseAdam": (
         "takes sparse gradients only, and the engine sums gradients in dense FP32 tensors; use "
         "Adam or AdamW"
@@ -47,6 +49,7 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     for base in kind.__mro__:
         if base.__name__ in _REFUSED:
             raise ConfigError("optimizer", kind.__name__, _REFUSED[base.__name__])
+    check_arguments("optimizer", kind.__name__, optimizer.step, (), _CLOSURE)
     tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
     if not any(map(is_traceable_wrapper_subclass, tensors)):
         return

@@ -70,6 +70,11 @@ def test_invalid_microbatches_are_refused(microbatches: Any, message: str) -> No
         make().step(microbatches)
 
 
+def test_count_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"count = 2\.0: use an integer, the number of microb"):
+        make().step(iter([pair(), pair()]), count=2.0)  # type: ignore[arg-type]
+
+
 def test_tuples_and_lists_of_batches_are_taken() -> None:
     engine = make()
     assert engine.step((pair(), pair())).numbers.weight == 8
