@@ -258,10 +258,10 @@ def _outside_of(module: nn.Module, loss: Tensor) -> Iterator[str]:
     ]
     if outside:
         yield (
-            f"the loss depends on {len(outside)} parameters outside of the model, of shape "
-            f"{', '.join(map(str, outside[:3]))}, which the engine does not train; put their "
-            "module and the model into one torch.nn.ModuleDict, or freeze them with "
-            "requires_grad_(False)"
+            "the loss depends on parameters outside of the model, of shape "
+            f"{', '.join(map(str, outside[:3]))}, which the engine does not train, and their "
+            "gradients have its scale; put their module and the model into one "
+            "torch.nn.ModuleDict, or freeze them with requires_grad_(False)"
         )
 
 

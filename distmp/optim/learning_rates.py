@@ -190,7 +190,7 @@ class LearningRates:
         self._base_rates += [float(group["lr"]) for group in groups]
         if self._on_device:
             for group in groups:
-                group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
+                group["lr"] = _as_tensor(group["lr"], self._device)
         self._placeholder = torch.optim.SGD(
             [
                 {"params": [torch.zeros((), requires_grad=True)], "lr": rate}
@@ -228,7 +228,7 @@ class LearningRates:
         for index, group in enumerate(self._groups):
             if self._on_device:
                 if not isinstance(group["lr"], Tensor):  # from a loaded state
-                    group["lr"] = torch.tensor(group["lr"], device=self._device)
+                    group["lr"] = _as_tensor(group["lr"], self._device)
                 group["lr"].copy_(rates[index])
             else:
                 group["lr"] = self._rows[at_most][index]
@@ -333,4 +333,4 @@ def _as_tensor(rate: Any, device: torch.device) -> Tensor:
     """Return a copy of a rate as a 0-dim FP32 tensor."""
     if isinstance(rate, Tensor):
         return rate.detach().to(device, torch.float32, copy=True)
-    return torch.full((), rate, device=device)
+    return torch.full((), rate, dtype=torch.float32, device=device)
