@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -68,7 +69,17 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
             "has no length; pass a list, or the number of microbatches: "
             "engine.step(itertools.islice(iterator, n), count=n)",
         )
-    listed = [*itertools.islice(microbatches, count and count + 1)]
+    listed, versions = [], []
+    for batch in itertools.islice(microbatches, count and count + 1):
+        listed.append(batch)
+        versions.append(_versions(batch))
+    if versions != [*map(_versions, listed)]:
+        raise ConfigError(
+            "microbatches",
+            _describe(microbatches),
+            "has overwritten a microbatch while the next one was read, and a step reads all of "
+            "them first; yield new tensors, such as buffer.clone()",
+        )
     if count is not None and count != len(listed):
         found = "more" if len(listed) > count else len(listed)
         raise ConfigError("count", count, f"there are {found} microbatches; {LOADER_ADVICE}")
@@ -81,6 +92,14 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
             "microbatches", [], "is empty; a step needs at least one microbatch on every rank"
         )
     return listed
+
+
+def _versions(batch: Any) -> list[int]:
+    """Return how often each tensor of a batch has been written to."""
+    leaves = pytree.tree_leaves(batch)
+    return [
+        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
 
 
 def refuse_one_batch(microbatches: Any, advice: str = ITERABLE_ADVICE) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,6 +73,20 @@ def test_invalid_microbatches_are_refused(microbatches: Any, message: str) -> No
 def test_count_that_is_no_integer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"count = 2\.0: use an integer, the number of microb"):
         make().step(iter([pair(), pair()]), count=2.0)  # type: ignore[arg-type]
+
+
+def test_microbatches_that_overwrite_each_other_are_refused() -> None:
+    buffer, targets = pair()
+
+    def read(*, copies: bool) -> Iterator[Pair]:
+        for _ in range(2):
+            buffer.normal_()
+            yield (buffer.clone() if copies else buffer), targets
+
+    engine = make()
+    engine.step(read(copies=True), count=2)
+    with pytest.raises(ConfigError, match="'generator': has overwritten a microbatch"):
+        engine.step(read(copies=False), count=2)
 
 
 def test_tuples_and_lists_of_batches_are_taken() -> None:
