@@ -21,7 +21,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
-WORKERS ?= 5
+WORKERS ?= 4
 CASES ?= 5000
 SECONDS ?= 240
 INSTALLED := $(VENV)/.installed
@@ -38,18 +38,20 @@ TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 
 test: $(INSTALLED)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not nightly"
-	$(MAKE) test-fake-gpu SCHEDULES=60
+	$(MAKE) test-fake-gpu SCHEDULES=60 LEFT_OUT="real_gpu or nightly"
 
 # Two workers, because these tests keep a core busy, unlike ranks that wait for each other. 60 orders
-# of operations find every bug of tests/adversary/cuda_mutants.md.
+# of operations find every bug of tests/adversary/cuda_mutants.md. Other files are not even imported.
 SCHEDULES ?= 200
+LEFT_OUT ?= real_gpu
+GPU_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 test-fake-gpu: $(INSTALLED)
 	FAKE_CUDA_SCHEDULES=$(SCHEDULES) $(TEST_ENV) $(VENV)/bin/python -m pytest -p tests.fake_cuda.plugin -n 2 --dist worksteal \
-		-m "gpu and not real_gpu"
+		-m "gpu and not ($(LEFT_OUT))" $(GPU_TESTS)
 
 # The parts and the engine, without the tests marked slow; the trainer and the launcher start
 # processes that take seconds each.
-FAST := adversary/test_mutants.py buckets checkpoint/test_layout.py checkpoint/test_stored.py \
+FAST := adversary/test_mutants.py buckets checkpoint/test_tidy.py checkpoint/test_stored.py \
 	checkpoint/test_store.py data diagnosis distributed/test_compare_ranks.py \
 	distributed/test_world.py docs/test_checks.py docs/test_troubleshooting.py \
 	engine/test_engine.py engine/test_outcome.py engine/test_divergence_guard.py \

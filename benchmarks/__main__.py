@@ -25,21 +25,17 @@ class Benchmark(NamedTuple):
 
     Attributes:
         smoke: Its options with `--smoke`.
-        nightly: Whether a smoke run takes most of a minute.
         default: Whether it is part of a run of all benchmarks.
     """
 
     smoke: tuple[str, ...] = ()
-    nightly: bool = True
     default: bool = True
 
 
 BENCHMARKS = {
-    "first_steps": Benchmark(("--size=1m",), nightly=False),
+    "first_steps": Benchmark(("--size=1m",)),
     "quickstart": Benchmark((*ONE_ROUND, "--steps=3")),
-    "step_tail": Benchmark(
-        (*ONE_ROUND, "--elements=65536", "--parameter-size=4096"), nightly=False
-    ),
+    "step_tail": Benchmark((*ONE_ROUND, "--elements=65536", "--parameter-size=4096")),
     "host_cost": Benchmark((*ONE_ROUND, "--microbatches=2")),
     "predicted_step": Benchmark(),
     "accumulation_error": Benchmark(),

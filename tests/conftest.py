@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import multiprocessing
 import os
 import re
@@ -54,6 +56,17 @@ def pytest_make_collect_report(
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 0, f"Skipped: needs {package}")
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are imported, and later none of what this has created."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        importlib.import_module("tests.frozen")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -10,6 +10,10 @@
     @ranks()
     def test_any(world_size: int, tmp_path: Path) -> None: ...
 
+    @ranks(2)
+    @in_turn("strategy", ["ddp", "fsdp"])
+    def test_each(strategy: str) -> None: ...
+
 Fixtures and parameters are pickled and passed to every rank. The decorator calls `run_ranks`, which
 tests can call themselves to compare the results of ranks.
 
@@ -35,7 +39,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -45,7 +49,7 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 from _pytest.assertion import install_importhook
-from _pytest.config import get_config
+from _pytest.config import default_plugins, get_config
 
 from tests.progress import INTERVAL_SECONDS, PROCESSOR_SECONDS, Progress
 
@@ -63,6 +67,10 @@ PRELOAD = (
     "tyro",
     "distmp.parallel.fsdp",
     "distmp.training.rank",
+    "tests.recording",
+    "tests.reference",
+    *(f"_pytest.{name}" for name in default_plugins),
+    "tests.frozen",
 )
 
 # How long the other ranks may run after one has failed, to separate the cause from its effects.
@@ -106,6 +114,34 @@ def ranks(
             options: Any = {"timeout": timeout, "initialize": initialize, "cuda": cuda}
             run_ranks(_call_body, size, *call, **options)
 
+        return test  # type: ignore[return-value]
+
+    return decorate
+
+
+def in_turn(names: str | tuple[str, ...], values: Sequence[Any]) -> Callable[[Test], Test]:
+    """Run the body for each value of its argument on the same ranks; decorates below `ranks`.
+
+    It replaces `pytest.mark.parametrize` where bodies take less time than the start of ranks.
+
+    Args:
+        names: An argument of the body, or several.
+        values: Its values; tuples for several arguments.
+    """
+
+    def decorate(body: Test) -> Test:
+        own = [names] if isinstance(names, str) else names
+
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            for value in values:
+                case = dict(zip(own, [value] if isinstance(names, str) else value, strict=True))
+                sys.stdout.write(f"{case}\n")  # shown if it fails
+                body(*args, **case, **kwargs)
+
+        signature = inspect.signature(body)
+        left = [each for name, each in signature.parameters.items() if name not in own]
+        test.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
         return test  # type: ignore[return-value]
 
     return decorate

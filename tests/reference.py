@@ -227,6 +227,10 @@ def _insert(tensor: Tensor, full: Tensor) -> dist.ProcessGroup | None:
     return tensor.device_mesh.get_group(dimension)
 
 
+# The same updates by another implementation.
+PLAIN = {fused_adamw: adamw, foreach_adamw: adamw, fused_sgd: sgd, fused_adagrad: adagrad}
+
+
 def plain_training(
     steps: int,
     sizes: Sequence[Sequence[Sequence[int]]],

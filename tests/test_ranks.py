@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import multiprocessing.util
 import os
 import signal
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks, run_ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -25,6 +26,19 @@ def test_body_runs_on_every_rank(world_size: int, tmp_path: Path) -> None:
     total = torch.tensor(dist.get_rank() + 1.0)
     dist.all_reduce(total)
     assert total == world_size * (world_size + 1) / 2
+
+
+def test_values_are_taken_in_turn() -> None:
+    seen: list[tuple[object, ...]] = []
+
+    @in_turn(("first", "second"), [(1, 2), (3, 4)])
+    @in_turn("third", ["a", "b"])
+    def body(path: str, first: int, second: int, third: str) -> None:
+        seen.append((path, first, second, third))
+
+    assert [*inspect.signature(body).parameters] == ["path"]
+    body(path="p")  # type: ignore[call-arg]
+    assert seen == [("p", 1, 2, "a"), ("p", 1, 2, "b"), ("p", 3, 4, "a"), ("p", 3, 4, "b")]
 
 
 class TestMethods:

@@ -19,18 +19,13 @@ from unittest import mock
 
 import numpy as np
 
-from distmp.data.token_metadata import (
-    BYTES,
-    END_OF_FILE,
-    UNFINISHED_SUFFIX,
-    VOCABULARY_SIZE,
-    TokenMetadata,
-)
+from distmp.data import token_metadata
+from distmp.data.token_metadata import BYTES, TokenMetadata
 from distmp.errors import ConfigError
 from distmp.models import huggingface_files
 from distmp.models.huggingface_files import DEFINITION, load_tokenizer, sha256
-from distmp.utils.cgroups import granted_cores
 from distmp.utils.files import visible_files
+from distmp.utils.processes import granted_cores
 from distmp.utils.settings.command_line import Parser
 
 _BY_SUFFIX = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
@@ -122,7 +117,7 @@ def load_encoder(tokenizer: str) -> Encoder:
         ConfigError: If the directory holds no tokenizer, or it has no end-of-sequence token.
     """
     if tokenizer == BYTES:
-        return Encoder(BYTES, None, VOCABULARY_SIZE, END_OF_FILE)
+        return Encoder(BYTES, None, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE)
     directory = Path(tokenizer).expanduser()
     if not (directory / DEFINITION).is_file():
         problem = f"has no {DEFINITION}; name a directory that has one, or {BYTES!r}"
@@ -174,7 +169,7 @@ def _unfinished(directory: Path) -> Iterator[Path]:
     if directory.exists():
         problem = "exists; name a new directory, or remove this one"
         raise ConfigError("--to", str(directory), problem)
-    unfinished = directory.with_name(directory.name + UNFINISHED_SUFFIX)
+    unfinished = directory.with_name(directory.name + token_metadata.UNFINISHED_SUFFIX)
     if unfinished.exists():
         problem = f"another command writes to {unfinished}, or was killed; then remove it"
         raise ConfigError("--to", str(directory), problem)

@@ -4,10 +4,18 @@ Ranks end a step together, so all of them seem as slow as the slowest. The time 
 distinguishes them: the slowest rank waits least.
 """
 
+# Note [Waits on CUDA streams]
+#
+# `Work.wait` makes the current stream wait. If that is the stream that computes, the rank waits. If
+# it is a side stream, the collective overlaps with computation, and may take longer than a step
+# without delaying it. So the code that runs a side stream records no waits there (`on_side_stream`)
+# and records how long the computing stream waits for it (`measured`).
+# FSDP runs its side streams itself: there, waits are recorded although they overlap, and
+# `distmp.telemetry.stragglers` counts only their excess over the rank that waits least.
+
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -188,7 +196,5 @@ class StepClock:
         """Return the median of the intervals that are past on the device; None without any."""
         past = [interval.compute_time() for interval in self._intervals if interval.is_past]
         self._intervals.clear()
-        if not past:
-            return None
-        median = statistics.median_low([time.between - time.waited for time in past])
-        return next(time for time in past if time.between - time.waited == median)
+        past.sort(key=lambda time: time.between - time.waited)
+        return past[(len(past) - 1) // 2] if past else None

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
-from distmp.distributed.world import World
 from distmp.engine.divergence_guard import SpikeCheck
 from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.observers import StepObserver
@@ -36,65 +35,6 @@ from distmp.scaling.step_decision import (
 )
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.host_copy import to_device
-
-
-def sum_over_ranks(
-    strategy: Strategy,
-    stats: MicrobatchStats,
-    fingerprint: Fingerprint,
-    of_products: Tensor | None,
-    world: World,
-    *,
-    stop: bool,
-    reproducible: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the statistics of a step over ranks, in one all-reduce; the host does not wait.
-
-    Args:
-        strategy: Holds the gradients of the step.
-        stats: Losses and weights of the microbatches of this rank.
-        fingerprint: The settings of the step on this rank.
-        of_products: See `LowPrecisionMatmuls.terms`.
-        world: The ranks, all of which have to call this.
-        stop: Whether this rank requests to stop.
-        reproducible: Whether the sums must not depend on the number of ranks.
-
-    Returns:
-        The first argument of `decide_step`, with a weight of NaN if one is negative; whether ranks
-        take the step with different settings, 0-dim bool; and the sums of `of_products`, FP64,
-        empty without them.
-    """
-    dropped = sum(stats.dropped) if stats.dropped else 0.0
-    # In one kernel. A sum of positive and negative weights would look plausible.
-    weights = F.threshold(pack(*stats.weights, device=world.device), -sys.float_info.min, math.nan)
-    if reproducible:
-        total = ordered_total(
-            strategy.gradient_shards(),
-            stats.loss_sums,
-            weights.unbind(),
-            stop=stop,
-            dropped=dropped,
-            more=fingerprint.terms,
-            exact=of_products,
-            group=world.group,
-            device=world.device,
-        )
-        total, terms, sums = total.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
-        return total, fingerprint.differs(terms), sums
-    local = local_stats(
-        strategy.gradients(),
-        pack(*stats.loss_sums, device=world.device).sum(),
-        weights.sum(),
-        stop=stop,
-        dropped=dropped,
-        device=world.device,
-    )
-    if of_products is not None:
-        local = torch.cat([local, of_products])
-    total, differ = fingerprint.sum_over_ranks(
-        local, lambda values: all_reduce_stats(values, world.group)
-    )
-    return total[:SUMS], differ, total[SUMS:]
 
 
 def take_step(
@@ -124,22 +64,14 @@ def take_step(
     stats = _accumulate(setup, state, microbatches, scale, observers)
     current_phase.enter(DECISION)
     setup.clock.end()
-    total, differ, of_products = sum_over_ranks(
-        setup.strategy,
-        stats,
-        Fingerprint.of(parts.step_settings(), setup.world.world_size),
-        products.terms(),
-        setup.world,
-        stop=stop,
-        reproducible=setup.config.reproducible,
-    )
+    total, differ, of_products = _sum_over_ranks(parts, stats, stop=stop)
     setup.clock.begin()
     decision = decide_step(total, scale, state.nominal_weight or 1.0, state.max_norm)
     spike_check = state.divergence.check(decision)
     decision = decision.skipping(spike_check.skip | differ)
     current_phase.enter(UPDATE)
     updates.apply(decision)
-    setup.buffers.end_step(decision.found_inf)
+    setup.buffers.end_step(decision.found_inf, differ)
     setup.strategy.end_step(decision.found_inf)
     exhausted = state.loss_scale.update(decision.overflow | (decision.dropped > 0), decision.empty)
     state.divergence.remember(decision)
@@ -165,7 +97,7 @@ def _accumulate(
     strategy.compare_microbatches(count)
     strategy.begin_step()
     products.begin_step()
-    stats = MicrobatchStats.empty()
+    stats = MicrobatchStats()
     # With reproducible, random numbers belong to the position in the global batch, not to the rank.
     stream = random_stream(setup, state, "step", rank=0 if reproducible else None)
     first = setup.world.rank * count if reproducible else 0
@@ -235,6 +167,57 @@ def _backward_factor(
             weight, microbatches, setup.world, reproducible=setup.config.reproducible
         )
     return scale / (state.nominal_weight or 1.0)
+
+
+def _sum_over_ranks(
+    parts: EngineParts, stats: MicrobatchStats, *, stop: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the statistics of a step over ranks, in one all-reduce; the host does not wait.
+
+    Args:
+        parts: The parts of the engine; the strategy holds the gradients of the step.
+        stats: Losses and weights of the microbatches of this rank.
+        stop: Whether this rank requests to stop.
+
+    Returns:
+        The first argument of `decide_step`, with a weight of NaN if one is negative; whether ranks
+        take the step with different settings, 0-dim bool; and the sums of
+        `LowPrecisionMatmuls.terms`, FP64, empty without them.
+    """
+    strategy, world = parts.setup.strategy, parts.setup.world
+    of_products = parts.setup.low_precision_matmuls.terms()
+    fingerprint = Fingerprint.of(parts.step_settings(), world.world_size)
+    dropped = sum(stats.dropped) if stats.dropped else 0.0
+    # In one kernel. A sum of positive and negative weights would look plausible.
+    weights = F.threshold(pack(*stats.weights, device=world.device), -sys.float_info.min, math.nan)
+    if parts.setup.config.reproducible:
+        total = ordered_total(
+            strategy.gradient_shards(),
+            stats.loss_sums,
+            weights.unbind(),
+            stop=stop,
+            dropped=dropped,
+            more=fingerprint.terms,
+            exact=of_products,
+            group=world.group,
+            device=world.device,
+        )
+        total, terms, sums = total.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
+        return total, fingerprint.differs(terms), sums
+    local = local_stats(
+        strategy.gradients(),
+        pack(*stats.loss_sums, device=world.device).sum(),
+        weights.sum(),
+        stop=stop,
+        dropped=dropped,
+        device=world.device,
+    )
+    if of_products is not None:
+        local = torch.cat([local, of_products])
+    total, differ = fingerprint.sum_over_ranks(
+        local, lambda values: all_reduce_stats(values, world.group)
+    )
+    return total[:SUMS], differ, total[SUMS:]
 
 
 def _outcome(

@@ -12,7 +12,7 @@ from distmp.data import IGNORED
 from distmp.errors import ConfigError
 from distmp.models.loss import logits_of
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
-from distmp.utils.imports import check_arguments, load_callable
+from distmp.utils.imports import load_function
 
 Metric = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
 """metric(outputs, batch) -> (sum, weight), each a number or a 0-dim tensor."""
@@ -51,10 +51,8 @@ def find_metric(name: str, path: str) -> Metric | None:
         return None
     if path == "accuracy":
         return accuracy
-    function = load_callable(f"validation.metrics.{name}", path)
     problem = "cannot be called as metric(outputs, batch): {reason}"
-    check_arguments(f"validation.metrics.{name}", path, function, ("outputs", "batch"), problem)
-    return function
+    return load_function(f"validation.metrics.{name}", path, ("outputs", "batch"), problem)
 
 
 def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:

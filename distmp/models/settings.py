@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
-from distmp.utils.imports import check_arguments, load_callable
-from distmp.utils.resume_rules import IGNORED, dangerous
+from distmp.utils.annotations import IGNORED, dangerous
+from distmp.utils.imports import load_function
 
 if TYPE_CHECKING:
     from distmp.models.transformer import TransformerConfig
@@ -46,10 +46,6 @@ _COUNTS = (
 )
 
 
-def _is_transformer_option(section: Mapping[str, Any], name: str) -> bool:
-    return section.get("name", "transformer") == "transformer" and name in _COUNTS
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """The model to train, and its loss."""
@@ -83,9 +79,7 @@ class ModelConfig:
     """Freeze the model and train adapters (LoRA) instead: settings of peft's LoraConfig, such as
     {r: 16, lora_alpha: 32, target_modules: [q_proj, v_proj]}; null: train all parameters."""
 
-    options: dict[str, Any] = field(
-        default_factory=dict, metadata={"takes": _is_transformer_option}
-    )
+    options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
     replace those in config.json. The transformer takes `layers`, `dimension`, `heads`,
     `key_value_heads` and `hidden` in place of those of the named size, `vocabulary_size` and
@@ -139,16 +133,11 @@ class ModelConfig:
         Raises:
             ConfigError: If it does not exist, is not callable, or does not take the options.
         """
-        found = load_callable("model.name", self.name)
-        check_arguments(
-            "model.name",
-            self.name,
-            found,
-            self.options,
+        problem = (
             f"cannot be called with model.options = {self.options} ({{reason}}); change "
-            "model.options or the function",
+            "model.options or the function"
         )
-        return found
+        return load_function("model.name", self.name, self.options, problem)
 
     def transformer(self, vocabulary_size: int, sequence_length: int) -> TransformerConfig:
         """Return the configuration of the transformer.

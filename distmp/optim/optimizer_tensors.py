@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.adamw import AdamW
 from distmp.optim.build import NamedParameters, OptimizerFactory
@@ -53,7 +54,8 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
     check_kind(optimizer)
     _check_tensors(optimizer, parameters)
     are_copies = not all(isinstance(tensor, nn.Parameter) for _, tensor in parameters)
-    if are_copies and not all(group["params"] for group in optimizer.param_groups):
+    are_empty = are_copies and not all(group["params"] for group in optimizer.param_groups)
+    if are_empty and Ranks(None).rank == 0:
         logger.warning(
             "a parameter group of %s is empty; the function that builds it gets FP32 copies or "
             "shards, so choose tensors by name or shape, not among model.parameters()",
@@ -79,18 +81,13 @@ class OptimizerTensors:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
         self.optimizer = optimizer
-        self._parameters: list[tuple[str, Tensor]] = []
+        self._parameters = parameters
         self._is_stepping = False
-        self.add(parameters)
-        optimizer.register_step_pre_hook(self._refuse_step)
-
-    def add(self, parameters: NamedParameters) -> None:
-        """Include tensors that were added to the optimizer."""
-        self._parameters += parameters
-        self._groups = self.optimizer.param_groups
+        self._groups = optimizer.param_groups
         self._updated = self._tensor_ids()
         # The kernel that each group was built for; loading a state overwrites the flag.
         self._fused = [group.get("fused") for group in self._groups]
+        optimizer.register_step_pre_hook(self._refuse_step)
 
     def step(self) -> None:
         """Step the optimizer."""
@@ -156,7 +153,6 @@ class OptimizerTensors:
 
 
 def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
-    kind = type(optimizer).__name__
     names = {id(tensor): name for name, tensor in parameters}
     counts = Counter(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
     foreign = [
@@ -166,25 +162,22 @@ def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters
         if id(tensor) not in names
     ]
     if foreign:
-        raise ConfigError(
-            "optimizer",
-            kind,
+        problem = (
             f"updates {len(foreign)} tensors that the engine does not train ({listed(foreign)}), "
             "so its updates would be lost; build it on the tensors that the function is called "
-            f"with, not on model.parameters(): {_EXAMPLE}",
+            f"with, not on model.parameters(): {_EXAMPLE}"
         )
-    if twice := [names[key] for key, count in counts.items() if count > 1]:
-        raise ConfigError(
-            "optimizer", kind, f"would update {listed(twice)} more than once; put each in one group"
-        )
-    if missing := [name for key, name in names.items() if key not in counts]:
-        raise ConfigError(
-            "optimizer",
-            kind,
+    elif twice := [names[key] for key, count in counts.items() if count > 1]:
+        problem = f"would update {listed(twice)} more than once; put each in one group"
+    elif missing := [name for key, name in names.items() if key not in counts]:
+        problem = (
             f"does not step {listed(missing)}; put every tensor that the function is called with "
             "into a group, and freeze parameters that are not trained (requires_grad_(False)) "
-            "before the engine is built",
+            "before the engine is built"
         )
+    else:
+        return
+    raise ConfigError("optimizer", type(optimizer).__name__, problem)
 
 
 def set_rounding(optimizer: torch.optim.Optimizer, policy: PrecisionPolicy) -> None:

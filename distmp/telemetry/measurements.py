@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch import Tensor
 from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.quantization.linear import OPERANDS
 from distmp.quantization.operands import STATISTICS
-from distmp.utils.host_memory import return_freed_memory
+from distmp.utils.processes import return_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +72,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def begin_peak(device: torch.device) -> int:

@@ -25,10 +25,13 @@ _WRAPPERS = {
 }
 
 
+FSDP1 = "shards of FSDP1 cannot be read; use fully_shard"
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside of DDP, DeepSpeed, Fabric and `torch.compile`."""
-    while type(model).__name__ in _WRAPPERS:
-        model = getattr(model, _WRAPPERS[type(model).__name__])
+    while inner := _WRAPPERS.get(type(model).__name__):
+        model = getattr(model, inner)
     return model
 
 
@@ -56,7 +59,7 @@ def unseen(model: nn.Module, optimizer: Any) -> str | None:
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         return "is compiled; audit it without torch.compile"
     if is_fsdp1(model):
-        return "shards of FSDP1 cannot be read here; use check_gradient"
+        return FSDP1
     held = held_parameters(model, optimizer)
     hooked = [p for p in model.parameters() if p not in held and p._post_accumulate_grad_hooks]
     if hooked or any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
@@ -77,8 +80,7 @@ def remove_gradients(model: nn.Module) -> None:
     """Remove all gradients, also those that DeepSpeed keeps elsewhere."""
     if (zero := zero_optimizer(model)) is not None:
         zero.zero_grad()
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
 
 
 def is_fsdp1(model: nn.Module) -> bool:
@@ -91,12 +93,16 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return those that require a gradient."""
+    return {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+
+
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the full parameters and buffers; every rank has to call it."""
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        buffers = {plain_name(n): b for n, b in unwrapped(model).named_buffers()}
-        held = {**named_parameters(model), **buffers}
-        return {name: _full(tensor).clone() for name, tensor in held.items()}
+    buffers = {plain_name(n): b for n, b in unwrapped(model).named_buffers()}
+    held = {**named_parameters(model), **buffers}
+    return {name: _full(tensor).clone() for name, tensor in held.items()}
 
 
 def full_gradients(
@@ -111,10 +117,9 @@ def full_gradients(
     Returns:
         Gradients by name; None for a parameter without a gradient on this rank.
     """
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
-        trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-        found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
-        return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
+    trained = trained_parameters(model)
+    found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
+    return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
 
 
 def _held(parameter: nn.Parameter) -> Tensor | None:

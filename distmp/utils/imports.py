@@ -79,6 +79,25 @@ def load_callable(setting: str, path: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", loaded)
 
 
+def load_function(
+    setting: str, path: str, arguments: Mapping[str, Any] | Sequence[str], problem: str
+) -> Callable[..., Any]:
+    """Import `module:attribute`, which has to take some arguments; it is not called.
+
+    Args:
+        setting: Name of the setting with the path, for the error message.
+        path: See `load_object`.
+        arguments: See `check_arguments`.
+        problem: See `check_arguments`.
+
+    Raises:
+        ConfigError: If it does not exist, is not callable, or does not take the arguments.
+    """
+    function = load_callable(setting, path)
+    check_arguments(setting, path, function, arguments, problem)
+    return function
+
+
 def check_arguments(
     setting: str,
     value: object,

@@ -10,14 +10,14 @@ from benchmarks.accumulation_methods import DDP_BF16, METHODS, regression
 from benchmarks.accumulation_microbatches import SHAPES, Rank, Shape
 from distmp.distributed.world import World
 from distmp.scaling.norms import CHUNK
-from tests.ranks import ranks
+from tests.ranks import in_turn, ranks
 
 CPU = torch.device("cpu")
 COUNT, SAMPLES, WIDTH = 4, 2, 16
 
 
-@pytest.mark.parametrize("count", [1, COUNT])
 @ranks(2)
+@in_turn("count", [1, COUNT])
 def test_every_way_has_the_gradient_of_the_mean(count: int) -> None:
     task = regression(WIDTH, 2, COUNT, SAMPLES, dist.get_rank(), CPU)
     exact = task.make_model().double()

@@ -14,13 +14,10 @@ from benchmarks import ages, guard
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.figures import ROOT
 from benchmarks.report import DIRECTORY, RESULTS, commit
-from tests.marks import nightly
-
-CASES = [nightly(name) if benchmark.nightly else name for name, benchmark in BENCHMARKS.items()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
     command = [sys.executable, "-m", "benchmarks", name, "--smoke"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -111,9 +112,8 @@ def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.Monk
     assert events[published + 1] == tmp_path.name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@ranks()
-def test_round_trip(world_size: int, tmp_path: Path) -> None:
+@ranks(2)
+def test_round_trip(tmp_path: Path) -> None:
     numbers = {"rank": dist.get_rank()}
     tensors = distributed(plain_tensors(), Shard(0))
     path = store.save(tmp_path, 1, tensors, numbers, keep=1)
@@ -123,27 +123,29 @@ def test_round_trip(world_size: int, tmp_path: Path) -> None:
     assert store.StoredCheckpoint(path).numbers == {"rank": 0}
 
 
-def _save_sharded(directory: Path, placement: Placement) -> None:
-    store.save(directory, 1, distributed(plain_tensors(), placement), {}, keep=1)
+PLACEMENTS = (Shard(0), Replicate())
 
 
-def _load_sharded(directory: Path, placement: Placement | None) -> None:
-    tensors = zeros(plain_tensors())
-    if placement is not None:
-        tensors = distributed(tensors, placement)
-    store.StoredCheckpoint(directory / "step-000001").load(tensors)
-    assert_all_equal(tensors, plain_tensors())
+def _save_sharded(directory: Path) -> None:
+    for saved in PLACEMENTS:
+        tensors = distributed(plain_tensors(), saved)
+        store.save(directory / str(saved), 1, tensors, {}, keep=1)
 
 
-@pytest.mark.parametrize("saved", [Shard(0), Replicate()], ids=str)
-@pytest.mark.parametrize(
-    ("world_size", "loaded"), [(1, None), (1, Shard(0)), (4, Shard(0)), (4, Replicate())]
-)
-def test_load_at_other_world_size_and_sharding(
-    tmp_path: Path, saved: Placement, world_size: int, loaded: Placement | None
-) -> None:
-    run_ranks(_save_sharded, 2, tmp_path, saved)
-    run_ranks(_load_sharded, world_size, tmp_path, loaded)
+def _load_sharded(directory: Path) -> None:
+    """Load what either placement has saved as plain tensors and with each placement."""
+    for saved, loaded in itertools.product(PLACEMENTS, (None, *PLACEMENTS)):
+        tensors = zeros(plain_tensors())
+        if loaded is not None:
+            tensors = distributed(tensors, loaded)
+        store.StoredCheckpoint(directory / str(saved) / "step-000001").load(tensors)
+        assert_all_equal(tensors, plain_tensors())
+
+
+def test_load_at_other_world_size_and_sharding(tmp_path: Path) -> None:
+    run_ranks(_save_sharded, 2, tmp_path)
+    for world_size in (1, 4):
+        run_ranks(_load_sharded, world_size, tmp_path)
 
 
 def test_plain_tensors_load_into_shards_of_other_dimension(tmp_path: Path) -> None:
@@ -251,11 +253,12 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
     """Save step 1, then step 2 with a failure; return the error and the loaded tensors."""
     tensors = distributed(plain_tensors(), Shard(0))
     store.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
-    if dist.get_rank() == failing_rank:
-        owners: list[Any] = [store, LocalStorage, dcp.FileSystemWriter]
-        setattr(next(owner for owner in owners if hasattr(owner, point)), point, _fail)
-    with pytest.raises(CheckpointError) as error:
-        store.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == failing_rank:
+            owners: list[Any] = [store, LocalStorage, dcp.FileSystemWriter]
+            patch.setattr(next(owner for owner in owners if hasattr(owner, point)), point, _fail)
+        with pytest.raises(CheckpointError) as error:
+            store.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)
     found = {"mark": torch.tensor(0.0)}
     latest = listing.latest(directory)
     assert latest is not None
@@ -263,23 +266,28 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
     return str(error.value), found["mark"].item()
 
 
-@pytest.mark.parametrize(
-    ("point", "failing_rank"),
-    [
-        ("prepare", 0),
-        ("prepare_local_plan", 1),
-        ("write_data", 1),
-        ("finish", 0),
-        ("synchronize", 0),
-        ("publish", 0),
-    ],
-)
-def test_failure_leaves_previous_checkpoint(tmp_path: Path, point: str, failing_rank: int) -> None:
-    results = run_ranks(_save_and_fail, 2, tmp_path, point, failing_rank)
-    path = tmp_path / "step-000002"
-    error = f"cannot save {path}: rank {failing_rank}: OSError: [Errno 28] No space left on device"
-    assert results == [(error, 1.0)] * 2
-    assert [p.name for p in tmp_path.glob("step-*") if p.suffix != ".writing"] == ["step-000001"]
+FAILURES = {
+    "prepare": 0,
+    "prepare_local_plan": 1,
+    "write_data": 1,
+    "finish": 0,
+    "synchronize": 0,
+    "publish": 0,
+}
+
+
+def _save_and_fail_everywhere(directory: Path) -> list[tuple[str, float]]:
+    return [_save_and_fail(directory / point, point, rank) for point, rank in FAILURES.items()]
+
+
+def test_failure_leaves_previous_checkpoint(tmp_path: Path) -> None:
+    results = run_ranks(_save_and_fail_everywhere, 2, tmp_path)
+    for (point, rank), *seen in zip(FAILURES.items(), *results, strict=True):
+        path = tmp_path / point / "step-000002"
+        error = f"cannot save {path}: rank {rank}: OSError: [Errno 28] No space left on device"
+        assert seen == [(error, 1.0)] * 2
+        left = [p.name for p in path.parent.glob("step-*") if p.suffix != ".writing"]
+        assert left == ["step-000001"]
 
 
 def test_disk_that_fills_during_a_save_is_named(tmp_path: Path) -> None:

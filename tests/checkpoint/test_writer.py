@@ -159,12 +159,13 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
 
 @pytest.mark.gpu
 def test_gpu_state_is_copied_during_training(tmp_path: Path) -> None:
-    wide = torch.nn.Linear(2048, 2048)  # its copy takes longer than a step
-    model = torch.nn.Sequential(wide, torch.nn.Linear(2048, 2))
+    # Its copy takes longer than a step on a real device; fake ones replay each operation.
+    width = 64 if "FAKE_CUDA_DEVICES" in os.environ else 2048
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 2))
     engine = reference.make_engine(
         model=model, loss=reference.sum_of_squares, strategy="single", device="cuda"
     )
-    batch = torch.ones(4, 2048)
+    batch = torch.ones(4, width)
     engine.step([batch])
     with make_writer(tmp_path, keep=9) as saving:
         saving.guard(engine.optimizer)

@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import re
-import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -20,10 +19,11 @@ from torch import nn
 
 from distmp import DistributedGradScaler, TrainingError
 from distmp.distributed import rank_monitor
+from tests import elastic
 from tests.elastic import Job, run_jobs
 from tests.ports import reserved_port
-from tests.ranks import ranks
-from tests.torchrun import environment, python, run
+from tests.ranks import ranks, run_ranks
+from tests.torchrun import python, run
 
 HERE = re.escape(__file__)
 MISSING = "failed because ranks are missing:"
@@ -206,22 +206,26 @@ def test_rank_that_omits_step_is_named(tmp_path: Path) -> None:
     assert "gloo::EnforceNotMet" not in output
 
 
+def _killed(directory: Path, port: int) -> str:
+    """Run the script in a child of this rank, since rank 1 is killed; return what it prints."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    output = directory / f"stderr-{os.environ['RANK']}"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+            elastic.script([str(directory / "train.py"), "its process", "60"])
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    return output.read_text()
+
+
 def test_killed_rank_is_named(tmp_path: Path) -> None:
     """Without torchrun, which would end the other ranks immediately."""
     (tmp_path / "train.py").write_text(SCRIPT)
     with reserved_port() as port:
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        processes = [
-            subprocess.Popen(
-                python("train.py", "its process", "60"),
-                cwd=tmp_path,
-                env={**environment(), **place, "RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        output, _ = [process.communicate()[1] for process in processes]
+        output, _ = run_ranks(_killed, 2, tmp_path, port, initialize=False)
     assert (
         f"TrainingError: step() in iteration 3 {MISSING} rank 1 on {platform.node()} does not "
         "answer: its process has ended or is stopped, or it has no scaler or engine yet; make the "

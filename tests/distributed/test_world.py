@@ -22,6 +22,7 @@ from distmp.distributed.world import (
     world_of_process,
 )
 from distmp.errors import ConfigError, SetupError, TrainingError
+from tests.marks import nightly
 from tests.ports import reserved_port
 from tests.ranks import ranks, run_ranks
 from tests.torchrun import python, run
@@ -99,13 +100,15 @@ def start_of_trainer() -> object:
     return join(RankEnvironment.from_variables(), timeout_seconds=20)
 
 
-@pytest.mark.parametrize("start", [start_of_trainer, world_of_process])
+TRAINER, LOOP = start_of_trainer, world_of_process
+
+
 @pytest.mark.parametrize(
-    ("gpus", "model", "backend"),
+    ("start", "gpus", "model", "backend"),
     [
-        pytest.param(["GPU-a", "GPU-b"], "H", "cpu:gloo,cuda:nccl", id="a GPU for each"),
-        pytest.param(["GPU-a", "GPU-a"], "H", "gloo", id="a GPU for both"),
-        pytest.param(["MIG-a", "MIG-b"], "A MIG 1g.5gb", "gloo", id="slices of a GPU"),
+        pytest.param(TRAINER, ["GPU-a", "GPU-b"], "H", "cpu:gloo,cuda:nccl", id="a GPU for each"),
+        pytest.param(TRAINER, ["GPU-a", "GPU-a"], "H", "gloo", id="a GPU for both"),
+        pytest.param(LOOP, ["MIG-a", "MIG-b"], "A MIG 1g.5gb", "gloo", id="slices of a GPU"),
     ],
 )
 def test_nccl_needs_one_gpu_per_rank(
@@ -233,7 +236,7 @@ world.leave = lambda: print("left")
 """
 
 
-@pytest.mark.parametrize(("end", "output"), [("", "left\n"), ("1 / 0", "")])
+@pytest.mark.parametrize(("end", "output"), [nightly("", "left\n"), ("1 / 0", "")])
 def test_script_that_fails_does_not_wait_for_kernels(tmp_path: Path, end: str, output: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT + end)
     with reserved_port() as port:

@@ -1,4 +1,7 @@
-"""The labs: notebooks equal scripts, scripts run, and their numbers agree with references."""
+"""The labs: notebooks equal scripts, scripts run, and their numbers agree with references.
+
+`make docs` executes the notebooks, so only `make nightly` runs the scripts.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def test_page_lists_lab(lab: str) -> None:
     assert f"\nlabs/{stem}\n" in INDEX
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_float16_loses_gradients_that_the_scale_keeps(tmp_path: Path) -> None:
     printed, inputs, labels, parameters, in_float32, *in_float16 = executed(
         "01",
@@ -120,7 +123,7 @@ def test_float16_loses_gradients_that_the_scale_keeps(tmp_path: Path) -> None:
         assert error_with_scale < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_diverge_with_torch_and_agree_with_distmp(tmp_path: Path) -> None:
     printed, scales, differences = executed("02", tmp_path, "scales", "differences")
     before, after = [2.0**16] * 9, [2.0**15] * 21
@@ -133,7 +136,7 @@ def test_ranks_diverge_with_torch_and_agree_with_distmp(tmp_path: Path) -> None:
     assert "distmp: loss scales 32768 and 32768, largest difference 0 " in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mean_of_means_has_error_of_one_computed_in_float64(tmp_path: Path) -> None:
     printed, errors, batches, parameters = executed(
         "03",
@@ -159,7 +162,7 @@ def test_mean_of_means_has_error_of_one_computed_in_float64(tmp_path: Path) -> N
     assert f"mean of means: error of the gradient {error:.1e}" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_buckets_sum_like_float64_where_grad_rounds(tmp_path: Path) -> None:
     gradients = "torch.autograd.grad(loss(model, x), [*model.parameters()])"
     printed, each, in_grad, in_buckets, counts, errors, memory = executed(
@@ -186,7 +189,7 @@ def test_buckets_sum_like_float64_where_grad_rounds(tmp_path: Path) -> None:
     assert memory["FP32 buckets"] == pytest.approx(4, rel=0.05)  # buckets are padded
 
 
-@pytest.mark.nightly  # `make docs` executes its notebook
+@pytest.mark.nightly
 def test_cost_agrees_with_formulas(tmp_path: Path) -> None:
     fields = ("parameters", "memory_bytes", "communication_bytes", "between_machines_bytes")
     reading = f"{{name: getattr(run, name) for name in {fields}}}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from benchmarks.figures import ROOT
 from distmp.testing.classify import CLASSES
 from tests.ranks import run_ranks
@@ -17,6 +19,7 @@ def test_the_page_has_every_class() -> None:
     assert [kind for kind, _ in rows] == [*CLASSES][1:]
 
 
+@pytest.mark.nightly
 def test_the_picture_has_the_sizes_of_the_code() -> None:
     shown = re.findall(r">(\w+(?:: [\d.e-]+ off)?)</text>", PICTURE.read_text())
     assert shown == [panel.title for panel in run_ranks(panels, 2)[1]]

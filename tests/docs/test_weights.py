@@ -20,7 +20,7 @@ from distmp.errors import CheckpointError
 from distmp.export.running import trained_weights
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.flat_shard import gathered
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks, run_ranks
 
 PAGE = (ROOT / "docs" / "weights.md").read_text()
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,6 +44,7 @@ def run_example(heading: str, directory: Path, **settings: Any) -> dict[str, Any
     def engine(*arguments: Any, **keywords: Any) -> distmp.Engine:
         return build(*arguments, **(keywords | settings))
 
+    directory.mkdir(exist_ok=True)
     os.chdir(directory)
     torch.manual_seed(1)
     with mock.patch.object(distmp, "Engine", engine):
@@ -63,13 +64,13 @@ def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: gathered(value).detach().clone() for name, value in values.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
+@in_turn("kind", [*KINDS])
 def test_exported_weights_are_fp32(kind: str, tmp_path: Path) -> None:
-    found = run_example("The FP32 weights", tmp_path, **KINDS[kind])
+    found = run_example("The FP32 weights", tmp_path / kind, **KINDS[kind])
     engine, weights = found["engine"], found["weights"]
     expected = full(engine.state_dict())
-    written = load_file(tmp_path / "runs/weights/last/model.safetensors")
+    written = load_file(tmp_path / kind / "runs/weights/last/model.safetensors")
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], value) for name, value in expected.items())
     assert weights.keys() == (expected.keys() if engine.world.rank == 0 else set())
@@ -81,10 +82,10 @@ def test_exported_weights_are_fp32(kind: str, tmp_path: Path) -> None:
     assert held.dtype == (torch.float32 if kind == "fsdp" else torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
+@in_turn("kind", [*KINDS])
 def test_average_agrees_with_full_weights(kind: str, tmp_path: Path) -> None:
-    found = run_example("EMA of the weights", tmp_path, **KINDS[kind])
+    found = run_example("EMA of the weights", tmp_path / kind, **KINDS[kind])
     engine, average = found["engine"], found["average"]
     expected = whole(average.values)
     for seed in range(3):
@@ -104,7 +105,7 @@ def test_average_agrees_with_full_weights(kind: str, tmp_path: Path) -> None:
             for n, value in result.items()
         )
     assert all(torch.equal(value, weights[n]) for n, value in full(engine.state_dict()).items())
-    written = load_file(tmp_path / "runs/weights/average/model.safetensors")
+    written = load_file(tmp_path / kind / "runs/weights/average/model.safetensors")
     assert written.keys() == weights.keys()
     assert written["weight"].dtype == torch.float32
     resume = compile(example("Save and resume the average"), "resume", "exec")
@@ -162,8 +163,8 @@ def _train_adapter(directory: Path, tokens: Tensor) -> Any:
     return logits, found["weights"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("kind", ["ddp", "fsdp"])
 def test_unwritable_directory_is_error_on_all_ranks(kind: str, tmp_path: Path) -> None:
     engine = distmp.Engine(nn.Linear(4, 4), _loss, _sgd, policy="fp32", **KINDS[kind])
     (tmp_path / "file").touch()

@@ -23,7 +23,7 @@ from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.engine.engine import Engine
 from tests.engine import launches
 from tests.engine.launches import LOW_PRECISION
-from tests.ranks import ranks
+from tests.ranks import in_turn, ranks
 from tests.recording import Operators
 from tests.reference import TWO_RANKS, make_engine, microbatches
 
@@ -162,8 +162,8 @@ def in_plain_torch(layers: int) -> Counter[str]:
     return operators.counts
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_a_steady_step_exchanges_no_object(strategy: str) -> None:
     engine = make_engine(strategy=strategy)
     batches = microbatches(0, TWO_RANKS[0], dist.get_rank())

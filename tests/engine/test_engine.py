@@ -21,12 +21,13 @@ from distmp.errors import CheckpointError, ConfigError
 from distmp.optim import AdamW
 from distmp.precision import PrecisionPolicy
 from distmp.scaling import LossScaleConfig
-from tests.ranks import ranks, same_on_all_ranks
+from tests.ranks import in_turn, ranks, same_on_all_ranks
 from tests.recording import Collectives, HostReads
 from tests.reference import (
     CLASSES,
     INPUTS,
     ONE_RANK,
+    PLAIN,
     TWO_RANKS,
     Batch,
     adagrad,
@@ -54,7 +55,6 @@ from tests.reference import (
 )
 
 OPTIMIZERS = (fused_adamw, foreach_adamw, fused_sgd, sgd, fused_adagrad, adagrad)
-PLAIN = {fused_adamw: adamw, foreach_adamw: adamw, fused_sgd: sgd, fused_adagrad: adagrad}
 
 # FP32 arithmetic with a loss scale: changing the scale by a power of two changes no bit.
 SCALED = PrecisionPolicy("scaled", loss_scale="dynamic")
@@ -468,9 +468,9 @@ class Spoilable(nn.Module):
         return self.classifier(x) + bias
 
 
-@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("optimizer", [fused_adamw, foreach_adamw, fused_sgd])
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_overflow_on_one_rank_is_skipped_by_all_ranks(
     strategy: str, optimizer: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
@@ -507,8 +507,8 @@ def test_overflow_on_one_rank_is_skipped_by_all_ranks(
     assert same_on_all_ranks([value.tolist() for value in snapshot(engine).values()])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_scale_stays_the_same_on_all_ranks_where_one_overflows_in_fp16(strategy: str) -> None:
     engine = make_engine(strategy=strategy, policy="fp16")
     overflows = []
@@ -528,8 +528,8 @@ def test_scale_stays_the_same_on_all_ranks_where_one_overflows_in_fp16(strategy:
     assert same_on_all_ranks([value.tolist() for value in full.values()])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_step_without_samples_on_any_rank(strategy: str) -> None:
     engine = make_engine(strategy=strategy, policy=SCALED)
     train(engine, 2, TWO_RANKS)
@@ -543,8 +543,8 @@ def test_step_without_samples_on_any_rank(strategy: str) -> None:
     assert not train(engine, 1, TWO_RANKS)[0].skipped
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_step_takes_one_all_reduce_besides_gradients(strategy: str) -> None:
     engine = make_engine(strategy=strategy, policy="bf16", max_norm=1.0)
     train(engine, 2, TWO_RANKS)

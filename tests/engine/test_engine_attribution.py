@@ -24,7 +24,7 @@ from distmp.engine.setup import Setup
 from distmp.errors import TrainingError
 from distmp.scaling import LossScaleConfig
 from tests.marks import nightly
-from tests.ranks import ranks, same_on_all_ranks
+from tests.ranks import in_turn, ranks, same_on_all_ranks
 from tests.reference import (
     INPUTS,
     ONE_RANK,
@@ -309,8 +309,8 @@ def test_explain_does_not_change_training(strategy: str) -> None:
     assert torch.equal(states[0][1], states[1][1])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_every_rank_raises_in_the_same_step_with_the_cause(strategy: str) -> None:
     rules = LossScaleConfig(init=8.0, min_scale=2.0, hysteresis=2)
     engine = make_engine(policy="fp16", strategy=strategy, loss_scale=rules)
@@ -363,9 +363,9 @@ def glitching(change: Callable[[Tensor], Tensor], rank: int, **options: Any) -> 
     return make_engine(model=model, first_step_checks=False, **options)
 
 
-@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
-@pytest.mark.parametrize("policy", ["fp32", "bf16", nightly("fp16")])
 @ranks(2)
+@in_turn(("strategy", "shards"), LAYOUTS)
+@in_turn("policy", ["fp32", "bf16", "fp16"])
 def test_loss_that_is_finite_in_replay_is_not_attributed_to_the_loss_function(
     strategy: str, shards: bool, policy: str
 ) -> None:
@@ -385,8 +385,8 @@ def test_loss_that_is_finite_in_replay_is_not_attributed_to_the_loss_function(
     assert not engine.step(step_batches(engine, clean)).numbers.skipped
 
 
-@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
 @ranks(2)
+@in_turn(("strategy", "shards"), LAYOUTS)
 def test_gradients_that_are_finite_in_replay(strategy: str, shards: bool) -> None:
     options = {"policy": "bf16", "strategy": strategy, "shard_optimizer": shards}
     engine = glitching(Steep.apply, rank=0, **options)
@@ -408,9 +408,9 @@ def test_a_batch_that_is_overwritten_after_the_step() -> None:
     assert "changed in place" in report.advice
 
 
-@pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @ranks(2)
+@in_turn("shards", [False, True])
+@in_turn("policy", ["bf16", "fp16"])
 def test_a_nan_written_into_a_16_bit_parameter(policy: str, shards: bool) -> None:
     engine = make_engine(policy=policy, strategy="ddp", shard_optimizer=shards)
     for _ in range(WATCHED_STEPS):  # in which such a write is an error
@@ -447,9 +447,9 @@ class Overwriting(nn.Module):
         return self.classifier(x)
 
 
-@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @ranks(2)
+@in_turn(("strategy", "shards"), LAYOUTS)
+@in_turn("policy", ["bf16", "fp16"])
 def test_a_16_bit_parameter_that_is_overwritten_again_and_again(
     strategy: str, shards: bool, policy: str
 ) -> None:
@@ -471,8 +471,8 @@ def test_a_16_bit_parameter_that_is_overwritten_again_and_again(
     assert "copied from its FP32 master weight after every step" in report.advice
 
 
-@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
 @ranks(2)
+@in_turn(("strategy", "shards"), LAYOUTS)
 def test_a_master_weight_beyond_the_range_of_float16(strategy: str, shards: bool) -> None:
     model = make_model()
     with torch.no_grad():
@@ -484,9 +484,9 @@ def test_a_master_weight_beyond_the_range_of_float16(strategy: str, shards: bool
     assert "use a bf16 policy" in report.advice
 
 
-@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @ranks(2)
+@in_turn(("strategy", "shards"), LAYOUTS)
+@in_turn("policy", ["fp32", "bf16"])
 def test_an_fp32_weight_that_is_not_finite_is_named_where_it_lies(
     strategy: str, shards: bool, policy: str
 ) -> None:
@@ -669,9 +669,9 @@ def test_a_clean_step_takes_the_same_operations_with_and_without_attribution(
 
 
 # Adam's other kernels read their own step counts on the host; SGD reads nothing.
-@pytest.mark.parametrize("optimizer", [fused_adamw, sgd])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("optimizer", [fused_adamw, sgd])
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_one_small_collective_and_at_most_one_read_in_a_clean_step(
     strategy: str, optimizer: Any
 ) -> None:

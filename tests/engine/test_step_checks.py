@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from distmp.engine.setup import Setup
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
-from tests.ranks import ranks
+from tests.ranks import in_turn, ranks
 
 Pair = tuple[Tensor, Tensor]
 
@@ -345,8 +346,8 @@ def test_a_model_that_is_left_in_evaluation_mode_is_warned_of_once(
     assert len(recwarn) == 1
 
 
-@pytest.mark.parametrize("part", ["", ".encoder.2"])
 @ranks(2)
+@in_turn("part", ["", ".encoder.2"])
 def test_modes_that_differ_between_ranks_are_refused(part: str) -> None:
     engine = make(model=Classifier(), strategy="ddp", first_step_checks=False)
     engine.step([pair(6)])
@@ -391,9 +392,25 @@ def test_a_buffer_may_grow_in_forward() -> None:
 def test_buffers_that_grow_differently_on_ranks_are_refused() -> None:
     engine = make(model=Growing(), strategy="ddp", first_step_checks=False)
     engine.step([pair(5)])
+    sent, broadcast = [], dist.broadcast
+
+    def record(tensor: Tensor, *arguments: Any) -> None:
+        sent.append(tensor.numel())
+        broadcast(tensor, *arguments)
+
+    dist.broadcast = record  # type: ignore[assignment]
     message = r"buffers\[0\] = table \(6, 1\) float32 on rank 0; table \(7, 1\) float32 on rank 1"
     with pytest.raises(ConfigError, match=message):
         engine.step([pair(6 + dist.get_rank())])
+    assert sent == [5]  # as many on both ranks, so that none of them hangs
+    # Rank 1 alone has a larger table since then.
+    engine.model.table = torch.ones(6 + dist.get_rank(), 1)
+    with pytest.raises(ConfigError, match=message):
+        engine.save(Path("saved"))
+    assert sent == [5]
+    dist.broadcast = broadcast
+    engine.model.table = torch.ones(7, 1)
+    engine.step([pair(4)])
 
 
 @pytest.mark.parametrize("name", ["weight", "table"])

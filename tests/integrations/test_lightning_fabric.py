@@ -21,9 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distmp.errors import ConfigError, TrainingError
-from distmp.integrations.lightning import MixedPrecision
-from distmp.integrations.lightning.precision import check_parallel, resolved, scale_rules
-from distmp.integrations.lightning.weights import StepWeights
+from distmp.integrations.lightning import MixedPrecision, check_parallel, resolved, scale_rules
+from distmp.integrations.step_weights import StepWeights
 from distmp.precision.policy import PRESETS
 from distmp.scaling import LossScaleConfig
 from tests.integrations.test_lightning_trainer import (
@@ -84,6 +83,7 @@ def test_lightning_fabric_trains_under_policies(tmp_path: Path) -> None:
     _check_two_optimizers()
     _check_fsdp2_in_float16(tmp_path)
     _check_weights()
+    _check_weighted_loss_on_one_rank()
     _check_mixed_up_calls()
     _check_what_lightning_does()
     _check_models_that_contradict_the_policy()
@@ -213,9 +213,7 @@ class _Holder:
         self.net = net
 
 
-@ranks(2, timeout=60)
-def test_weighted_loss_on_one_rank_is_refused() -> None:
-    importlib.import_module("lightning_fabric")
+def _check_weighted_loss_on_one_rank() -> None:
     for clips in (False, True):
         plugin = MixedPrecision("bf16-mixed")
         fabric = make_fabric(plugin)
@@ -354,7 +352,6 @@ def test_step_weights_divide_gradients_on_gpu() -> None:
     assert_weights(_Holder(model.cpu()), wanted, 1e-5)
 
 
-@ranks(1)
 def test_lightning_without_clipping_hook_is_one_message() -> None:
     plugin = object.__new__(MixedPrecision)
     with pytest.raises(ConfigError, match="have no _after_closure, where distmp unscales gradient"):

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from distmp.errors import ConfigError
 from distmp.launcher import local
 from distmp.launcher.local import default_ranks, launch, plan_here
-from distmp.utils import cgroups
+from distmp.utils import processes
 from tests.marks import nightly
 from tests.progress import finished, kill_all, wait_until
 
@@ -145,7 +145,7 @@ def listener() -> Iterator[socket.socket]:
     ("head", "options"),
     [
         ("127.0.0.1", []),
-        ("localhost", ["--nnodes", "1:1"]),
+        nightly("localhost", ["--nnodes", "1:1"]),
         nightly(socket.gethostname(), ["--nnodes", "1"]),
         nightly(socket.gethostname(), ["--nnodes", "1:2"]),
         nightly("localhost", ["--rdzv-backend", "c10d"]),
@@ -169,9 +169,9 @@ def test_busy_port_is_one_message(
     ("number", "everywhere", "expected"),
     [
         pytest.param(signal.SIGINT, True, 130, id="SIGINT to launcher and ranks"),
-        pytest.param(signal.SIGINT, False, 130, id="SIGINT to the launcher"),
+        nightly(signal.SIGINT, False, 130),
         pytest.param(signal.SIGTERM, False, 75, id="SIGTERM to the launcher"),
-        pytest.param(signal.SIGUSR1, False, 75, id="SIGUSR1 to the launcher"),
+        nightly(signal.SIGUSR1, False, 75),
     ],
 )
 def test_signal_stops_ranks_orderly(
@@ -298,6 +298,7 @@ def test_repeated_signal_ends_all_ranks(tmp_path: Path) -> None:
     not any("--shutdown-timeout" in action.option_strings for action in get_args_parser()._actions),
     reason="this torchrun waits for half a minute",
 )
+@pytest.mark.nightly
 def test_forced_stop_is_reported(tmp_path: Path) -> None:
     with launched("ignore", tmp_path, "--nproc-per-node", "2", "--shutdown-timeout", "1") as run:
         run.ranks()
@@ -466,9 +467,9 @@ def test_ranks_and_threads_follow_cgroup_quota(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cgroups, "usable_cores", lambda: 8)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 8)
     for quota, ranks, threads in ((None, 2, "4"), (3.5, 2, "1"), (0.5, 1, "1")):
-        monkeypatch.setattr(cgroups, "core_quota", lambda root, quota=quota: quota)
+        monkeypatch.setattr(processes, "core_quota", lambda root, quota=quota: quota)
         assert default_ranks()[0] == ranks
         plan = plan_here([])
         assert plan.variables["OMP_NUM_THREADS"].value == threads

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.training.train import main
+from distmp.train import main
 from tests import slurm
 from tests.ranks import run_ranks
 from tests.slurm import Cluster, wait_until
@@ -133,7 +133,7 @@ def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
 
 
 PROBE = """\
-from distmp.distributed.launcher_variables import adopt_ranks
+from distmp.distributed.rank_environment import adopt_ranks
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError
 try:

@@ -42,7 +42,7 @@ def tokens(batch: int = 2, time: int = 9) -> Tensor:
 
 
 def reference_norm(x: Tensor, norm: RMSNorm) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + norm.epsilon).sqrt() * norm.weight
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
 def reference_rotation(x: Tensor, position: int, base: float) -> Tensor:
@@ -177,7 +177,7 @@ def test_16_bit_parameters_do_not_round_angles(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_norm_is_computed_in_fp32(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    norm = RMSNorm(512)
+    norm = RMSNorm(512, 1e-5)
     norm.weight.data = torch.rand(512, generator=generator).to(weight_dtype)
     # In float16 the squares of these would overflow.
     x = (300 * torch.randn(64, 512, generator=generator)).to(dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from distmp.distributed import collectives
 from distmp.optim import owners
 from distmp.optim.owners import Owners, ShardedMatrix, assign
-from tests.ranks import from_all_ranks, ranks
+from tests.ranks import from_all_ranks, in_turn, ranks
 
 SHAPES = [(5, 3), (4, 4), (1, 7), (6, 2), (8, 8), (2, 2)]
 
@@ -39,9 +39,9 @@ def _bounds(size: int, count: int, kind: str) -> list[int]:
     return [0] * count + [size] if kind == "last" else [0, *[min(2, size)] * (count - 1), size]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limit", [1, 20, 10**6])
 @ranks(3)
+@in_turn("dtype", [torch.float32, torch.bfloat16])
+@in_turn("limit", [1, 20, 10**6])
 def test_owners_compute_full_matrices_and_return_shards(limit: int, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
     assert group is not None

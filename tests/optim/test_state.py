@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from distmp.errors import CheckpointError, ConfigError
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
-from tests.ranks import ranks
+from tests.ranks import in_turn, ranks
 
 Build = Callable[[Any], torch.optim.Optimizer]
 
@@ -195,8 +195,8 @@ def test_fused_momentum_with_dampening_is_refused() -> None:
         prepare_for_device_skip(optimizer)
 
 
-@pytest.mark.parametrize("name", ["adamw-fused", "sgd-fused", "adagrad-fused"])
 @ranks(2)
+@in_turn("name", ["adamw-fused", "sgd-fused", "adagrad-fused"])
 def test_sharded_parameters_use_fused_kernel_if_supported(name: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = parameters()["a.weight"]

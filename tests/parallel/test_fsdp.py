@@ -21,18 +21,13 @@ from distmp.parallel.fsdp import FullySharded
 from distmp.parallel.strategy import Strategy
 from distmp.precision import policy
 from tests.parallel.sharding import sharded
-from tests.parallel.test_replicated import SIZES, train_rank
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks
 from tests.recording import Operators
 from tests.reference import (
     INPUTS,
-    ONE_RANK,
     TWO_RANKS,
     Batch,
-    adagrad,
-    adamw,
     assert_same_bits,
-    error,
     foreach_adamw,
     fused_adagrad,
     fused_adamw,
@@ -42,57 +37,14 @@ from tests.reference import (
     make_engine,
     make_model,
     microbatches,
-    plain_training,
     replace_loss,
     samples,
-    sgd,
     snapshot,
     sum_of_squares,
     train,
     trained,
     weights,
 )
-
-PLAIN = {fused_adamw: adamw, foreach_adamw: adamw, fused_sgd: sgd, fused_adagrad: adagrad}
-
-
-@pytest.mark.parametrize(
-    ("world_size", "optimizer"),
-    [
-        (1, fused_adamw),
-        (2, fused_adamw),
-        (4, fused_adamw),
-        (2, foreach_adamw),
-        (2, fused_sgd),
-        (2, fused_adagrad),
-    ],
-)
-def test_fsdp_equals_plain_torch_on_the_same_samples(
-    world_size: int, optimizer: Callable[[Any], torch.optim.Optimizer]
-) -> None:
-    options = {"strategy": "fsdp", "optimizer": optimizer, "max_norm": 1.3}
-    results = run_ranks(train_rank, world_size, 10, SIZES[world_size], options)
-    expected, losses_and_norms = plain_training(10, ONE_RANK, PLAIN[optimizer], 1.3)
-    for numbers, found, state in results:
-        assert error(found, expected) < 1e-5
-        assert_same_bits(state, results[0][2])
-        assert numbers == results[0][0]
-        assert [(step.loss, step.grad_norm) for step in numbers] == [
-            (pytest.approx(loss, rel=3e-6), pytest.approx(norm, rel=3e-6))
-            for loss, norm in losses_and_norms
-        ]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16-autocast", "fp16"])
-def test_fsdp_and_ddp_agree_in_mixed_precision(precision: str) -> None:
-    sharded, replicated = (
-        run_ranks(train_rank, 2, 8, TWO_RANKS, {"strategy": strategy, "policy": precision})[0]
-        for strategy in ("fsdp", "ddp")
-    )
-    fp32, _ = plain_training(8, ONE_RANK)
-    assert error(sharded[1], replicated[1]) < 1e-4
-    assert error(sharded[1], fp32) < 0.1
-    assert [step.skipped for step in sharded[0]] == [step.skipped for step in replicated[0]]
 
 
 class WideAngles(nn.Module):
@@ -182,8 +134,8 @@ def test_modules_with_a_shared_weight_are_one_group() -> None:
     engine.step([torch.ones(2, 4)])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @ranks(2)
+@in_turn("precision", ["fp32", "bf16"])
 def test_shards_are_fp32_and_a_group_stands_for_each_block(precision: str) -> None:
     engine = make_engine(policy=precision, strategy="fsdp")
     train(engine, 1, TWO_RANKS)
@@ -332,9 +284,9 @@ class FaultyError(Exception):
     pass
 
 
-@pytest.mark.parametrize("place", ["forward", "loss"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @ranks(2)
+@in_turn("place", ["forward", "loss"])
+@in_turn("precision", ["fp32", "bf16"])
 def test_abandoned_step_leaves_no_state(precision: str, place: str) -> None:
     def faulty_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         total, weight = loss(model, batch)
@@ -476,8 +428,8 @@ def test_a_functional_call_is_refused() -> None:
         engine.step(microbatches(0, TWO_RANKS[0], dist.get_rank()))
 
 
-@pytest.mark.parametrize("gathers", [False, True])
 @ranks(2)
+@in_turn("gathers", [False, True])
 def test_a_penalty_on_the_shards_of_weights_is_refused(gathers: bool) -> None:
     def penalized(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         total, weight = loss(model, batch)
@@ -499,8 +451,8 @@ def test_an_evaluation_of_another_number_of_microbatches_is_refused() -> None:
         engine.evaluate(batches[:1] * (2 + dist.get_rank()))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_a_loss_function_that_calls_backward_is_refused(strategy: str) -> None:
     def calls_backward(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         loss(model, batch)[0].backward()

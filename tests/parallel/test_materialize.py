@@ -18,7 +18,7 @@ from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel.materialize import materialize, materialize_shards, not_a_number
 from distmp.utils.deferred import build_whole
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks, run_ranks
 from tests.reference import assert_same_bits, gathered, sum_of_squares
 
 SMALL = TransformerConfig(
@@ -71,15 +71,20 @@ def whole() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)],
+    ("world_size", "strategies"), [(2, ("ddp", "fsdp")), (4, ("fsdp", "hsdp"))]
 )
-def test_initial_weights_do_not_depend_on_strategy_or_ranks(strategy: str, world_size: int) -> None:
+def test_initial_weights_do_not_depend_on_strategy_or_ranks(
+    world_size: int, strategies: tuple[str, ...]
+) -> None:
     expected = digest_of_start("single", "fp32", whole())
     assert digest_of_start("single", "fp32", small) == expected
     assert digest_of_start("single", "fp32", small_on_meta()) == expected
-    results = run_ranks(digest_of_start, world_size, strategy, "fp32", small)
-    assert set(results) == {expected}
+    for results in run_ranks(_digests_of_start, world_size, strategies):
+        assert results == [expected] * len(strategies)
+
+
+def _digests_of_start(strategies: tuple[str, ...]) -> list[str]:
+    return [digest_of_start(strategy, "fp32", small) for strategy in strategies]
 
 
 @ranks(2)
@@ -105,8 +110,8 @@ def test_without_initial_values_a_state_can_be_loaded() -> None:
     assert_same_bits(engine.state_dict(), state)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_initial_weights_follow_the_generator_of_rank_0(strategy: str) -> None:
     def start(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
@@ -230,8 +235,8 @@ def test_replicas_of_a_shard_have_the_bits_of_the_first_one() -> None:
     assert (module.weight.to_local() == 0).all()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_frozen_parameters_stay_frozen(strategy: str) -> None:
     def half_frozen() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3).requires_grad_(False))
@@ -253,8 +258,8 @@ class Tied(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_tied_weights_stay_one(strategy: str) -> None:
     engine = Engine(lambda: Tied(), next_token, sgd, policy="fp32", strategy=strategy)
     engine.step([torch.arange(8).view(2, 4)])

@@ -24,7 +24,7 @@ from distmp.optim import Muon, owners
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.utils.flat_shard import gathered
 from tests.marks import nightly
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks, run_ranks
 from tests.recording import HostReads
 
 VOCABULARY, SAMPLES = 17, 64
@@ -135,21 +135,22 @@ def test_updates_do_not_depend_on_ranks_and_strategy(kind: str, world_size: int)
         assert all(torch.equal(results[0][name], result[name]) for result in results), name
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@ranks(2)
+@in_turn("policy", ["fp32", "bf16"])
 def test_owners_compute_the_bits_of_replicas(policy: str) -> None:
     # Under bf16, iterations and exchanges are in 16 bits, too.
-    expected = run_ranks(trained, 2, "ddp", policy, 1, None, policy)[0]
+    expected = trained("ddp", policy, 1, None, policy)
     # AdamW's kernel rounds differently at the end of a shard.
     matrices = [name for name in expected if "layers." in name and "weight" in name]
     for kind in ("shard_optimizer", "fsdp"):
-        for result in run_ranks(trained, 2, kind, policy, 1, None, policy):
-            for name in matrices:
-                assert result[name].dtype == torch.float32
-                assert torch.equal(result[name], expected[name]), f"{name} under {kind}"
+        result = trained(kind, policy, 1, None, policy)
+        for name in matrices:
+            assert result[name].dtype == torch.float32
+            assert torch.equal(result[name], expected[name]), f"{name} under {kind}"
 
 
-@pytest.mark.parametrize("kind", ["ddp", "shard_optimizer", "fsdp"])
 @ranks(2)
+@in_turn("kind", ["ddp", "shard_optimizer", "fsdp"])
 def test_a_skipped_step_changes_nothing_on_any_rank(kind: str) -> None:
     engine = build(kind)
     take_steps(engine, 0, 1)
@@ -242,8 +243,8 @@ def test_matrices_are_batched_and_no_full_copy_is_kept() -> None:
     assert held <= 0.6 * elements
 
 
-@pytest.mark.parametrize("kind", ["ddp", "shard_optimizer", "fsdp"])
 @ranks(2)
+@in_turn("kind", ["ddp", "shard_optimizer", "fsdp"])
 def test_an_update_reads_no_value_on_the_host(kind: str) -> None:
     engine = Engine(
         Net(),
@@ -281,8 +282,8 @@ def test_torchs_muon_is_refused_for_shards() -> None:
         Engine(model, loss, lambda named: torch.optim.Muon(named), policy="fp32", strategy="fsdp")
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
 @ranks(1)
+@in_turn("kind", [torch.optim.Adafactor, torch.optim.Rprop])
 def test_optimizers_that_torch_cannot_run_on_shards_are_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match=f"'{kind.__name__}': cannot compute with sharded"):
         Engine(nn.Linear(4, 4), loss, lambda named: kind(named), policy="fp32", strategy="fsdp")

@@ -105,7 +105,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("policy", ["fp32", nightly("bf16"), nightly("bf16-autocast")])
 @ranks(2, timeout=300)
 def test_recomputation_changes_no_bit_of_weights_and_buffers(policy: str) -> None:
-    for options in WAYS:
+    for options in WAYS[1::2] if policy == "fp32" else WAYS:
         for model in (Model, CalledTwice):
             # FSDP2 of torch 2.10 raises: the norm, kept in FP32, is a group inside the block.
             if (policy, model) == ("bf16", CalledTwice) and options["strategy"] in ("fsdp", "hsdp"):

@@ -1,83 +1,25 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from distmp.distributed.world import World
-from distmp.engine.outcome import StepNumbers
 from distmp.errors import ConfigError
 from distmp.parallel import build_strategy
 from distmp.parallel.replicated import Replicated
 from distmp.precision import policy
-from tests.marks import nightly
-from tests.ranks import ranks, run_ranks
+from tests.ranks import ranks
 from tests.reference import (
-    FOUR_RANKS,
     ONE_RANK,
-    TWO_RANKS,
-    adamw,
     assert_same_bits,
-    error,
-    foreach_adamw,
-    fused_adamw,
-    fused_sgd,
     make_engine,
     make_model,
-    plain_training,
-    sgd,
-    snapshot,
     train,
     weights,
 )
 
 ALONE = World(0, 1, torch.device("cpu"), None)
-SIZES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
-
-Result = tuple[list[StepNumbers], dict[str, Tensor], dict[str, Tensor]]
-
-
-def train_rank(steps: int, sizes: Sequence[Any], options: dict[str, Any]) -> Result:
-    """Train from weights that differ by rank; return numbers, weights and the full state."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    engine = make_engine(model=make_model(seed=rank), **options)
-    numbers = train(engine, steps, sizes)
-    return numbers, weights(engine), snapshot(engine)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd, sgd])
-def test_ddp_equals_plain_torch_on_the_same_samples(
-    optimizer: Callable[[Any], torch.optim.Optimizer], world_size: int
-) -> None:
-    options = {"strategy": "ddp", "optimizer": optimizer, "max_norm": 1.3}
-    results = run_ranks(train_rank, world_size, 10, SIZES[world_size], options)
-    plain = sgd if optimizer in (sgd, fused_sgd) else adamw
-    expected, losses_and_norms = plain_training(10, ONE_RANK, plain, 1.3)
-    for numbers, found, state in results:
-        assert error(found, expected) < 1e-5
-        assert_same_bits(state, results[0][2])
-        assert numbers == results[0][0]
-        assert [(step.loss, step.grad_norm) for step in numbers] == [
-            (pytest.approx(loss, rel=3e-6), pytest.approx(norm, rel=3e-6))
-            for loss, norm in losses_and_norms
-        ]
-
-
-@pytest.mark.parametrize("precision", ["bf16", nightly("bf16-autocast"), nightly("fp16")])
-def test_mixed_precision_does_not_depend_on_the_number_of_ranks(precision: str) -> None:
-    options = {"policy": precision}
-    alone = train_rank(8, ONE_RANK, options)[1]
-    together = run_ranks(train_rank, 2, 8, TWO_RANKS, options)
-    fp32, _ = plain_training(8, ONE_RANK)
-    assert error(together[0][1], alone) < 1e-4
-    assert error(together[0][1], fp32) < 0.1
-    assert_same_bits(together[1][2], together[0][2])
 
 
 @ranks(2)

@@ -19,7 +19,6 @@ from tests.reference import (
     FOUR_RANKS,
     ONE_RANK,
     TWO_RANKS,
-    adamw,
     assert_same_bits,
     error,
     foreach_adamw,
@@ -27,8 +26,6 @@ from tests.reference import (
     fused_adamw,
     fused_sgd,
     make_engine,
-    plain_training,
-    sgd,
     snapshot,
     train,
     weights,
@@ -85,23 +82,6 @@ def check_shards(engine: Any, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, nightly(4)])
 def test_sharded_optimizer_equals_unsharded_one(world_size: int) -> None:
     run_ranks(compare_with_replicated, world_size)
-
-
-def train_weights(steps: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    engine = make_engine(**options)
-    train(engine, steps, SIZES[world_size])
-    return weights(engine)
-
-
-@pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd])
-def test_sharded_optimizer_equals_plain_torch(
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-) -> None:
-    plain = adamw if optimizer is fused_adamw else sgd
-    expected, _ = plain_training(8, ONE_RANK, plain, 1.3)
-    for found in run_ranks(train_weights, 2, 8, {**SHARDED, "optimizer": optimizer}):
-        assert error(found, expected) < 1e-5
 
 
 # Checkpoints

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from distmp.checkpoint import store
 from distmp.engine.divergence_guard import DivergenceConfig
+from distmp.engine.outcome import StepNumbers
 from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy
@@ -19,22 +20,26 @@ from distmp.scaling import LossScaleConfig
 from distmp.training.components import restore
 from tests.checkpoint import listing
 from tests.parallel.sharding import FOUR_BY_TWO, Observed, sharded
-from tests.parallel.test_replicated import train_rank
 from tests.ranks import ranks, run_ranks
 from tests.recording import HostReads
 from tests.reference import (
     ONE_RANK,
+    PLAIN,
     TWO_RANKS,
     Batch,
     Classifier,
     assert_same_bits,
     error,
+    foreach_adamw,
+    fused_adagrad,
+    fused_adamw,
     fused_sgd,
     make_engine,
     make_model,
     microbatches,
     plain_training,
     replace_loss,
+    sgd,
     snapshot,
     train,
     trained,
@@ -43,31 +48,77 @@ from tests.reference import (
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-IN_FP32 = [
-    *(sharded("hsdp", shard_size=2, accumulate=p) for p in ("sharded", "unsharded", "hybrid")),
-    sharded("hsdp", shard_size=1, reshard_after_forward=False),
-    sharded("fsdp", accumulate="unsharded", reshard_after_forward=False),
-    sharded("fsdp", accumulate="sharded", wrap=["Linear", "blocks.*"]),
-    {"strategy": "ddp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
-    {"strategy": "hsdp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
-]
+# By number of ranks.
+SIZES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_BY_TWO}
+IN_FP32: dict[int, list[dict[str, Any]]] = {
+    1: [{"strategy": "fsdp"}],
+    2: [
+        *({"strategy": "ddp", "optimizer": o} for o in (fused_adamw, foreach_adamw, sgd)),
+        *({"strategy": "fsdp", "optimizer": o} for o in (foreach_adamw, fused_sgd, fused_adagrad)),
+        *(
+            {"strategy": "ddp", "shard_optimizer": True, "optimizer": o}
+            for o in (fused_adamw, fused_sgd)
+        ),
+    ],
+    4: [
+        {"strategy": "ddp", "optimizer": fused_sgd},
+        {"strategy": "fsdp"},
+        *(sharded("hsdp", shard_size=2, accumulate=p) for p in ("sharded", "unsharded", "hybrid")),
+        sharded("hsdp", shard_size=1, reshard_after_forward=False),
+        sharded("fsdp", accumulate="unsharded", reshard_after_forward=False),
+        sharded("fsdp", accumulate="sharded", wrap=["Linear", "blocks.*"]),
+        {"strategy": "ddp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
+        {"strategy": "hsdp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
+    ],
+}
+
+Result = tuple[list[StepNumbers], dict[str, Tensor], dict[str, Tensor]]
 
 
-def several(steps: int, sizes: Any, options: list[dict[str, Any]]) -> list[Any]:
-    return [train_rank(steps, sizes, each) for each in options]
+def trained_by_each(steps: int, sizes: Any, options: list[dict[str, Any]]) -> list[Result]:
+    """Train with each of the options, from weights that differ by rank.
+
+    Returns:
+        Numbers of each step, weights and the full state.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    results = []
+    for each in options:
+        engine = make_engine(model=make_model(seed=rank), **each)
+        numbers = train(engine, steps, sizes)
+        results.append((numbers, weights(engine), snapshot(engine)))
+    return results
 
 
-def test_every_strategy_equals_plain_torch_on_the_same_samples() -> None:
-    results = run_ranks(several, 4, 3, FOUR_BY_TWO, [{**o, "max_norm": 1.3} for o in IN_FP32])
-    expected, losses_and_norms = plain_training(3, ONE_RANK, max_norm=1.3)
-    for of_rank in results:
-        for (numbers, found, state), of_first in zip(of_rank, results[0], strict=True):
-            assert error(found, expected) < 1e-5
-            assert_same_bits(state, of_first[2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_strategy_equals_plain_torch_on_the_same_samples(world_size: int) -> None:
+    options = [{**each, "max_norm": 1.3} for each in IN_FP32[world_size]]
+    by_rank = run_ranks(trained_by_each, world_size, 5, SIZES[world_size], options)
+    for each, *results in zip(options, *by_rank, strict=True):
+        optimizer = each.get("optimizer", fused_adamw)
+        plain = PLAIN.get(optimizer, optimizer)
+        expected, losses_and_norms = plain_training(5, ONE_RANK, plain, 1.3)
+        for numbers, found, state in results:
+            assert error(found, expected) < 1e-5, each
+            assert_same_bits(state, results[0][2])
+            assert numbers == results[0][0]
             assert [(step.loss, step.grad_norm) for step in numbers] == [
                 (pytest.approx(loss, rel=3e-6), pytest.approx(norm, rel=3e-6))
                 for loss, norm in losses_and_norms
             ]
+
+
+def test_mixed_precision_does_not_depend_on_ranks_and_strategy() -> None:
+    policies = ("bf16", "bf16-autocast", "fp16")
+    options = [{"strategy": name, "policy": p} for p in policies for name in ("ddp", "fsdp")]
+    together = run_ranks(trained_by_each, 2, 8, TWO_RANKS, options)
+    alone = trained_by_each(8, ONE_RANK, [{"policy": p} for p in policies for _ in range(2)])
+    fp32, _ = plain_training(8, ONE_RANK)
+    for expected, first, second in zip(alone, *together, strict=True):
+        assert error(first[1], expected[1]) < 1e-4
+        assert error(first[1], fp32) < 0.1
+        assert [step.skipped for step in first[0]] == [step.skipped for step in expected[0]]
+        assert_same_bits(second[2], first[2])
 
 
 @ranks(2)
@@ -94,8 +145,8 @@ def test_16_bit_training_is_close_and_sends_no_more() -> None:
         )
         for precision in ("bf16", REDUCED_IN_BF16)
     ]
-    alone = several(8, ONE_RANK, [{"policy": "bf16"}])[0]
-    found = run_ranks(several, 2, 8, TWO_RANKS, options)[0]
+    alone = trained_by_each(8, ONE_RANK, [{"policy": "bf16"}])[0]
+    found = run_ranks(trained_by_each, 2, 8, TWO_RANKS, options)[0]
     fp32, _ = plain_training(8, ONE_RANK)
     for each, (numbers, end, _) in zip(options, found, strict=True):
         exact = each["policy"] == "bf16" or each["parallel"].sharding.accumulate != "unsharded"

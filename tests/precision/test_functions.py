@@ -16,7 +16,7 @@ import distmp
 from distmp.errors import ConfigError
 from distmp.parallel.settings import ParallelConfig
 from distmp.precision.functions import functions_in_fp32
-from tests.ranks import ranks
+from tests.ranks import in_turn, ranks
 from tests.reference import fused_adamw, make_engine, sum_of_squares
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
@@ -115,8 +115,8 @@ def trained(policy: str, strategy: str) -> tuple[float, list[Tensor]]:
     return numbers.loss, seen
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
 def test_policies_select_functions_by_name(strategy: str) -> None:
     exact = trained("fp32", strategy)[1][0]
     _, plain = trained("bf16", strategy)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from distmp import DistributedGradScaler, TrainingError
 from distmp.distributed import rank_monitor
 from distmp.utils.host_copy import HostCopy
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks, run_ranks
 
 ADVICE = "; make the same calls of the scaler in the same order on every rank"
 
@@ -265,8 +265,8 @@ def test_ranks_with_equal_calls_are_named_together() -> None:
         call()
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @ranks(2)
+@in_turn("fused", [False, True])
 def test_stages_of_a_pipeline_have_other_parameters(fused: bool) -> None:
     me = dist.get_rank()
     parameters = [nn.Parameter(torch.ones(2 + me)), nn.Parameter(torch.ones(3))]

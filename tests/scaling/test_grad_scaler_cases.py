@@ -291,10 +291,16 @@ CASES: list[tuple[Case, int, str, list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("scaler", ["peer", "distmp"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__)
-def test_result_of_each_case(case: tuple[Case, int, str, Any, list[Any]], scaler: str) -> None:
-    function, world_size, peer, seen_by_peer, seen_by_ours = case
-    name = peer if scaler == "peer" else scaler
-    seen = run_ranks(function, world_size, name)
-    assert seen == (seen_by_peer if scaler == "peer" else seen_by_ours)
+def results(runs: list[tuple[Case, str]]) -> list[Any]:
+    return [function(scaler) for function, scaler in runs]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_result_of_each_case(world_size: int) -> None:
+    expected = {}
+    for function, size, peer, seen_by_peer, seen_by_ours in CASES:
+        if size == world_size:
+            expected |= {(function, peer): seen_by_peer, (function, "distmp"): seen_by_ours}
+    by_rank = run_ranks(results, world_size, [*expected])
+    for (function, scaler), *seen in zip(expected, *by_rank, strict=True):
+        assert seen == expected[function, scaler], (function.__name__, scaler)

@@ -237,7 +237,7 @@ def decide(sequence: Sequence, iteration: int, members: set[int], skips: dict[in
 
 @pytest.mark.slow
 @settings(
-    max_examples=2,
+    max_examples=1,
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -16,14 +16,15 @@ import torch.distributed as dist
 
 from distmp.config import BatchConfig, RunConfig
 from distmp.distributed import rendezvous_store
-from distmp.distributed.attempt import AttemptError
 from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rendezvous_store import AttemptError
 from distmp.distributed.world import leave
 from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
 from distmp.training import failures, preflight
 from distmp.training.preflight import is_enabled, join_checked
+from tests.elastic import Job, run_jobs
 from tests.ranks import run_ranks
-from tests.torchrun import TINY, corpus, run, torchrun
+from tests.torchrun import tiny
 
 LIMIT_SECONDS = 20.0
 SHORT_SECONDS = 3.0
@@ -209,8 +210,7 @@ def test_preflight_only_needs_two_ranks() -> None:
 
 
 def test_preflight_only_creates_no_run(tmp_path: Path) -> None:
-    options = [*TINY, f"--data.path={corpus(tmp_path / 'data')}", "--preflight=only"]
-    done = run(torchrun(*options), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    (done,) = run_jobs([Job(tiny(tmp_path, "--preflight=only"))], tmp_path)
+    assert done.exit_codes == {}, done.stderr
     assert "preflight: 2 ranks on 1 host, consistent; all-reduce " in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["logs"]

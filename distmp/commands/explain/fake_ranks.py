@@ -18,13 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,14 +38,16 @@ MAX_REAL_ELEMENTS = 2**20
 aten = torch.ops.aten
 
 
-class FakeTensors(TorchDispatchMode):
-    """Makes floating-point and large tensors that are created inside of it fake."""
+class FakeRanks(TorchDispatchMode):
+    """Replaces other ranks by fake collectives, and makes floating-point and large tensors fake."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            return communicate(func, args)
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -90,15 +87,6 @@ def _without_masks(indices: Any) -> list[Any]:
 
 
 BACKEND = "fake_ranks"
-
-
-class FakeRanks(FakeTensors):
-    """Makes tensors fake, and replaces other ranks by fake collectives."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            return communicate(func, args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def communicate(func: Any, args: Any, work: dist.Work | None = None) -> Any:
@@ -210,9 +198,9 @@ def _missing_values_refused() -> Iterator[None]:
     try:
         yield
     except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedOperatorException,
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
     ) as error:
         raise ConfigError(
             "model.name",

@@ -208,6 +208,7 @@ class Callback:
         >>> options = "--run-dir runs/losses --steps 2 --strategy single --log.console off"
         >>> options += " --data.path distmp --data.sequence-length 16 --sample.length 0"
         >>> options += " --batch.global-batch-size 2 --batch.microbatch-size 2"
+        >>> options += " --validation.final-samples 2"
         >>> losses = Losses()
         >>> main(options.split(), callbacks=[losses])
         0
