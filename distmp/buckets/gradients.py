@@ -602,25 +602,26 @@ def _hook(
         computed: Holds True if a backward has computed a gradient of a parameter with other hooks.
     """
 
-    def take_gradient(parameter: Tensor) -> None:
+    def take_gradient(_: Tensor) -> None:  # which is what a hook before this one has returned
         alive = buckets()
         is_computed = any(computed)
         computed.clear()
         # Ignore a backward outside of a step, for example of another engine on the same model.
         if alive is None or alive._stage < _Stage.MICROBATCH:
             return
-        gradient = parameter.grad
+        slot = alive._by_bucket[bucket][index]
+        gradient = slot.parameter.grad
         if gradient is None:  # backward has computed none, or another hook has removed it
             if is_computed:
                 raise TrainingError(
-                    f"a hook has set the gradient of {alive._by_bucket[bucket][index].name!r} to "
-                    "None in a backward, so it would be lost; remove the hook, which was "
-                    "registered by register_post_accumulate_grad_hook"
+                    f"a hook has set the gradient of {slot.name!r} to None in a backward, so it "
+                    "would be lost; remove the hook, which was registered by "
+                    "register_post_accumulate_grad_hook"
                 )
             return
         is_added = gradient is alive._leaf.views[bucket][index]
         if not is_added or alive._reduces:
-            alive._take_gradient(alive._by_bucket[bucket][index], gradient)
+            alive._take_gradient(slot, gradient)
 
     return take_gradient
 

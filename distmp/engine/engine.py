@@ -130,7 +130,7 @@ class Engine:
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
         if config.first_step_checks:
-            self._observers += [FirstStep(setup.world), EmbeddingIds(self.model)]
+            self._observers += [FirstStep(setup), EmbeddingIds(self.model)]
             setup.strategy.watch_copies()
         self._saves: Saves | None = None
         self.loads = 0

@@ -106,6 +106,9 @@ class ModelConfig:
             )
         if self.size not in SIZES:
             raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
+        if self.name != "transformer" and self.size != "1m":
+            problem = f"is a size of the transformer, not of {self.name!r}; set model.options"
+            raise ConfigError("model.size", self.size, problem)
         if self.name == "transformer" and self.options:
             self._check_counts()
             self.transformer(vocabulary_size=1, sequence_length=1)

@@ -207,6 +207,11 @@ def _missing_values_refused() -> Iterator[None]:
             "the model or its loss",
             f"cannot be traced without the values of its tensors, at the operation {error.func}",
         ) from error
+    except RuntimeError as error:
+        if "Uninitialized" not in str(error):
+            raise
+        problem = "has a lazy layer, whose parameters have no shape yet; give the layer all sizes"
+        raise ConfigError("model.name", "the model", problem) from error
 
 
 def _first_chunk(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:

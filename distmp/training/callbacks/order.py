@@ -73,6 +73,9 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
         ConfigError: Naming the first one, such as a hook of an earlier version.
     """
     for callback in callbacks:
+        if not isinstance(callback, Callback):
+            problem = "is no distmp.training.callbacks.Callback; pass an object of a subclass"
+            raise ConfigError("callbacks", repr(callback), problem)
         _check_names(callback)
         for name, function in vars(Callback).items():
             hook = getattr(callback, name)
