@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from distmp.config import RunConfig
-from distmp.utils.settings import to_mapping
-from distmp.utils.settings.convert import flat
+from distmp.utils.settings import flat, to_mapping
 
 ROOT = Path(__file__).parent.parent
 SILENT = {

@@ -30,6 +30,8 @@ from distmp.precision import policy
 
 REAL = sized((2, 4), (2,))
 COMPUTED = sized((8, 64, 512, 4096), (8,))
+# The ranks of a machine share its free memory, which determines where gradients are accumulated.
+RANKS_PER_MACHINE = 8
 STEPS = 3
 SAMPLES_PER_RANK = 2
 COMMON = (
@@ -52,7 +54,8 @@ def main() -> int:
         configs = {name: configuration(options, ranks) for name, options in METHODS.items()}
         real = measure(configs, ranks) if ranks in REAL else {}
         for name, config in configs.items():
-            predicted = predict(config, policy("bf16"), ranks, CPU)
+            local = min(ranks, RANKS_PER_MACHINE)
+            predicted = predict(config, policy("bf16"), ranks, CPU, local)
             found = {"memory": predicted.memory_bytes, "wire": predicted.communication_bytes}
             methods[name][str(ranks)] = found | real.get(name, {})
             print(ranks, name, methods[name][str(ranks)], flush=True)

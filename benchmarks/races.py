@@ -71,9 +71,9 @@ def rendered(name: str, race: Result) -> str:
                 if counts
                 else f"{loop}: computes in {result['computes']}",
                 "tokens/s": f"{race['tokens'] / Spread.of(result['seconds']).median:,.0f}",
-                "time relative to the fastest": time_ratio if counts else "",
+                "time relative to the fastest peer": time_ratio if counts else "",
                 "peak memory, MB": f"{result['memory'] / 1e6:.0f}",
-                "memory relative to the smallest": f"{memory_ratio:.2f}" if counts else "",
+                "memory relative to the smallest peer": f"{memory_ratio:.2f}" if counts else "",
                 "loss difference from FP32": f"{loss_difference(race, result):.0e}",
             }
         )

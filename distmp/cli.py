@@ -30,7 +30,7 @@ _SUBCOMMANDS = {
     "data": ("distmp.commands.tokenize", "turn text into token files: data tokenize"),
     "export": ("distmp.commands.export", "export the weights of a checkpoint to other formats"),
     "report": (
-        "distmp.commands.report.command",
+        "distmp.commands.report",
         "write an HTML page about one run, or two side by side",
     ),
     "presets": ("distmp.commands.presets", "list the configurations that come with distmp"),

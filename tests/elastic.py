@@ -109,7 +109,7 @@ def _attempt_and_rank(file: Path) -> tuple[int, int]:
 
 def train(arguments: list[str]) -> None:
     """Run a rank of `python -m distmp.train`."""
-    from distmp.training.train import end_process, main
+    from distmp.train import end_process, main
 
     end_process(main(arguments))
 

@@ -8,8 +8,8 @@ import pytest
 
 from distmp.config import BatchConfig, RunConfig, load
 from distmp.errors import ConfigError
-from distmp.utils.settings import from_mapping, leaf_names, read_yaml, write_yaml
-from distmp.utils.settings.convert import setting_names
+from distmp.utils.settings import from_mapping, leaf_names, setting_names
+from distmp.utils.settings.yaml_files import read_yaml, write_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

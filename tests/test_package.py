@@ -94,7 +94,7 @@ def test_wheel_has_only_package_and_presets(built: Distributions) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         members = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert members == package | presets
-    assert {"distmp/py.typed", "distmp/commands/report/report.css"} <= members
+    assert {"distmp/py.typed", "distmp/commands/report/report.html"} <= members
 
 
 def metadata_of(wheel: Path) -> Message:

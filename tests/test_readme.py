@@ -10,7 +10,8 @@ import pytest
 from benchmarks.figures import with_figures
 from distmp.config import RunConfig
 from distmp.precision import PRESETS
-from distmp.utils.settings import from_mapping, read_yaml
+from distmp.utils.settings import from_mapping
+from distmp.utils.settings.yaml_files import read_yaml
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -16,6 +16,8 @@
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
+# - On a CPU, a copy by the hook takes longer than to zero a small view. `begin_step` zeroes these,
+#   and autograd adds the first gradient, too.
 # - If `backward_context` gets the loss, it sets `grad_dtype` to None for 16-bit parameters that
 #   it uses once: autograd then makes no FP32 copy of their gradients, see Note [16-bit gradients
 #   and several uses of a weight].
@@ -45,6 +47,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -61,6 +64,23 @@ from distmp.distributed.ranks import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.norms import CHUNK, chunk_norms
 
+# Largest number of elements of a gradient that is added to zeros instead of being copied.
+SMALL_ELEMENTS = 2**13
+MOVED = (
+    "was converted or moved together with its gradient, for example by model.to(); convert or move "
+    "the model before you build the engine, or build a new engine"
+)
+
+
+class _Stage(IntEnum):
+    """The stages of a step, in order."""
+
+    BETWEEN_STEPS = 0
+    BEGUN = 1
+    MICROBATCH = 2
+    LAST_MICROBATCH = 3
+    ENDED = 4  # only `finish` is missing
+
 
 @dataclass(eq=False, slots=True)
 class _Slot:
@@ -75,6 +95,7 @@ class _Slot:
             this rank's shard of one of them (1-dim).
         has_gradient: Whether the bucket holds a gradient of this parameter and step (of this
             microbatch if microbatches are summed separately).
+        starts_at_zero: Whether the first gradient of a step is added to zeros.
     """
 
     name: str
@@ -82,6 +103,7 @@ class _Slot:
     bucket: int
     index: int
     target: Tensor
+    starts_at_zero: bool
     has_gradient: bool = False
 
 
@@ -194,6 +216,9 @@ class Fp32GradBuckets:
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
+        self._starting_at_zero = [
+            self._leaf.views[slot.bucket][slot.index] for slot in self._slots if slot.starts_at_zero
+        ]
         self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
@@ -202,11 +227,7 @@ class Fp32GradBuckets:
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
         self._launched = 0
-        self._accumulating = False
-        self._last_microbatch = False
-        # "begun", "last" (microbatch announced), "ended" (only `finish` is missing), or "" between
-        # steps.
-        self._stage = ""
+        self._stage = _Stage.BETWEEN_STEPS
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -249,18 +270,22 @@ class Fp32GradBuckets:
         Raises:
             TrainingError: If only `finish` is missing from the previous step.
         """
-        if self._stage == "ended":
+        if self._stage == _Stage.ENDED:
             raise TrainingError(
                 "finish() was not called after the last microbatch, so the gradients would be "
                 "lost; call it before the optimizer's step, or call discard() to drop the step"
             )
         self.discard()
-        self._stage = "begun"
+        self._stage = _Stage.BEGUN
         self.used.begin_step()
         for slot in self._slots:
             slot.has_gradient = False
             slot.parameter.grad = None
-            slot.target.grad = None
+            if slot.target is not slot.parameter:
+                slot.target.grad = None
+        if self._starting_at_zero:
+            with torch.no_grad():
+                torch._foreach_zero_(self._starting_at_zero)
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce a backward; buckets are reduced during the one announced as `last`.
@@ -268,21 +293,19 @@ class Fp32GradBuckets:
         Raises:
             TrainingError: Before `begin_step`, or after a microbatch with `last=True`.
         """
-        if self._stage != "begun":
-            reason = "after one with last=True" if self._last_microbatch else "without begin_step()"
+        if self._stage not in (_Stage.BEGUN, _Stage.MICROBATCH):
+            reason = "after one with last=True" if self._stage else "without begin_step()"
             raise TrainingError(
                 f"begin_microbatch() was called {reason}; call begin_step(), then "
                 "begin_microbatch() for each microbatch, with last=True for the last one, then "
                 "finish()"
             )
-        self._stage = "last" if last else "begun"
-        self._accumulating = True
-        self._last_microbatch = last
+        self._stage = _Stage.LAST_MICROBATCH if last else _Stage.MICROBATCH
         self._launched = 0
         if self._sums is not None:
             for slot in self._slots:
                 slot.has_gradient = False
-        if last:
+        if last and self._reduction is not None:
             self._missing = [
                 {slot for slot in slots if slot.parameter.requires_grad}
                 for slots in self._by_bucket
@@ -300,24 +323,19 @@ class Fp32GradBuckets:
                 parameter that the loss uses once is added without an FP32 copy: 10 instead of 18
                 bytes are read and written per element. With None all gradients are copied to FP32.
         """
-        slots = self._unhooked_slots()
-        unconverted: list[nn.Parameter] = []
-        if self._has_16_bit_parameters and loss is not None:
-            used_once = weights_used_once(loss)
-            unconverted = [
-                slot.parameter
-                for slot in slots
-                if id(slot.parameter) in used_once and not slot.parameter._backward_hooks
-            ]
-        for slot in slots:
-            if slot.has_gradient and self._sums is None:
-                slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
+        added, unconverted = self._added_in_place(), self._unconverted(loss)
+        for slot in added:
+            slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
         for parameter in unconverted:
             parameter.grad_dtype = None
         try:
             yield
+        except BaseException:
+            for slot in self._slots:
+                slot.parameter.grad = None
+            raise
         finally:
-            for slot in slots:
+            for slot in added:
                 slot.parameter.grad = None
             for parameter in unconverted:
                 parameter.grad_dtype = torch.float32
@@ -349,9 +367,9 @@ class Fp32GradBuckets:
         if kept is not None:
             for buffer in self._leaf.buffers:
                 buffer.masked_fill_(~kept, 0.0)
-        if self._stage == "last":
-            self._stage = "ended"
-        if self._sums is not None and not self._last_microbatch:
+        if self._stage == _Stage.LAST_MICROBATCH:
+            self._stage = _Stage.ENDED
+        elif self._sums is not None:
             for bucket in range(len(self.layouts)):
                 self._zero_missing(bucket)
             self._leaf = self._sums.add(self._leaf)
@@ -364,23 +382,23 @@ class Fp32GradBuckets:
             TrainingError: If no microbatch was announced as `last`.
             LostPeerError: If another rank has exited.
         """
-        if self._stage not in ("last", "ended"):
+        if self._stage < _Stage.LAST_MICROBATCH:
             raise TrainingError(
                 "finish() was called before begin_microbatch(last=True); announce the last "
                 "microbatch of a step with last=True"
             )
-        self._stage = ""
         with explain_lost_peers(self.group):
             self._launch_up_to(len(self.layouts))
             if self._reduction is not None:
                 self._reduction.finish()
-            self._last_microbatch = self._accumulating = False
+            self._stage = _Stage.BETWEEN_STEPS
             if self._sums is not None:
                 self._total = self._sums.total_after(self._leaf)
             self._sync_order()
             self.used.exchange_flags()
+        unused = self.used.unused_in_step
         for slot in self._slots:
-            self._set_gradient(slot)
+            self._set_gradient(slot, steps=slot.parameter.requires_grad and slot.name not in unused)
 
     def check_storage(self) -> None:
         """Refuse gradients that are no longer in the buckets.
@@ -388,18 +406,11 @@ class Fp32GradBuckets:
         Raises:
             ConfigError: Naming the first parameter whose gradient was converted or moved.
         """
-        for slot in self._slots:
-            view = self._total.views[slot.bucket][slot.index]
-            if (
-                view.dtype != torch.float32
-                or view.device != self._total.buffers[slot.bucket].device
-            ):
-                raise ConfigError(
-                    "model",
-                    slot.name,
-                    "was converted or moved together with its gradient, for example by model.to(); "
-                    "convert or move the model before you build the engine, or build a new engine",
-                )
+        for layout, views in zip(self.layouts, self._total.views, strict=True):
+            device = layout.device
+            for name, view in zip(layout.names, views, strict=True):
+                if view.dtype is not torch.float32 or view.device != device:
+                    raise ConfigError("model", name, MOVED)
 
     def end_step(self, skipped: Tensor) -> None:
         """Record whether the optimizer skipped the step; without a call it did not.
@@ -416,12 +427,11 @@ class Fp32GradBuckets:
         If the last microbatch was announced, other ranks may have started reductions, so this rank
         runs its remaining ones. Every rank has to call either `finish` or `discard`.
         """
-        if self._last_microbatch and self._reduction is not None:
+        if self._stage >= _Stage.LAST_MICROBATCH and self._reduction is not None:
             for bucket in self._order[self._launched :]:
                 self._reduction.launch(self._leaf.buffers[bucket])
             self._reduction.finish()
-        self._last_microbatch = self._accumulating = False
-        self._stage = ""
+        self._stage = _Stage.BETWEEN_STEPS
         if self._sums is not None:
             self._sums.clear()
 
@@ -438,17 +448,35 @@ class Fp32GradBuckets:
                     parameter.register_hook(_recorder(computed))
                 hook = _hook(weakref.ref(self), bucket, index, computed)
                 parameter.register_post_accumulate_grad_hook(hook)
-                yield _Slot(name, parameter, bucket, index, target=parameter)
+                # On a GPU both ways launch a kernel for each gradient.
+                small = layout.device.type == "cpu" and parameter.numel() <= SMALL_ELEMENTS
+                added = small and self._sums is None
+                yield _Slot(name, parameter, bucket, index, parameter, starts_at_zero=added)
 
-    def _unhooked_slots(self) -> list[_Slot]:
-        """Return the parameters whose gradients no other hook reads in the next backward."""
-        if not self._accumulating:
+    def _added_in_place(self) -> list[_Slot]:
+        """Return the parameters whose next gradient autograd adds to their bucket."""
+        if self._stage < _Stage.MICROBATCH or self._sums is not None:
             return []
+        # A hook also runs if a function returns no gradient, which does not count as use.
+        unknown = self.used.not_known_as_used
         return [
             slot
             for slot in self._slots
-            if slot.parameter.grad is None
-            and len(slot.parameter._post_accumulate_grad_hooks) == 1  # no hook of the user
+            if (slot.has_gradient or (slot.starts_at_zero and slot.name not in unknown))
+            and _is_unhooked(slot.parameter)
+        ]
+
+    def _unconverted(self, loss: Tensor | None) -> list[nn.Parameter]:
+        """Return the 16-bit parameters whose next gradient needs no FP32 copy."""
+        if self._stage < _Stage.MICROBATCH or not self._has_16_bit_parameters or loss is None:
+            return []
+        used_once = weights_used_once(loss)
+        return [
+            slot.parameter
+            for slot in self._slots
+            if id(slot.parameter) in used_once
+            and _is_unhooked(slot.parameter)
+            and not slot.parameter._backward_hooks
         ]
 
     def _take_gradient(self, slot: _Slot, gradient: Tensor) -> None:
@@ -460,7 +488,7 @@ class Fp32GradBuckets:
                 "hold no graph; call backward() without it, and use torch.autograd.grad for "
                 "derivatives of gradients"
             )
-        if self._last_microbatch and slot.bucket in self._order[: self._launched]:
+        if self._launched and slot.bucket in self._order[: self._launched]:
             raise TrainingError(
                 f"the gradient of {slot.name!r} arrived a second time in the last microbatch, "
                 "after its bucket was reduced: call backward once for each microbatch, and use "
@@ -470,13 +498,13 @@ class Fp32GradBuckets:
         if gradient is not view:
             if gradient.layout is not torch.strided:
                 gradient = gradient.float().to_dense()  # sums values of the same index
-            if slot.has_gradient:
+            if slot.has_gradient or slot.starts_at_zero:
                 view += gradient
             else:
                 view.copy_(gradient)
             slot.has_gradient = True
         slot.parameter.grad = None
-        if self._last_microbatch and self._reduction is not None:
+        if self._stage >= _Stage.LAST_MICROBATCH and self._reduction is not None:
             self._mark_ready(slot)
 
     def _mark_ready(self, slot: _Slot) -> None:
@@ -507,7 +535,7 @@ class Fp32GradBuckets:
 
     def _zero_missing(self, bucket: int) -> None:
         for slot in self._by_bucket[bucket]:
-            if not slot.has_gradient:
+            if not (slot.has_gradient or slot.starts_at_zero):
                 self._leaf.views[bucket][slot.index].zero_()
 
     def _build_reduction(self, comm_dtype: torch.dtype, *, pairwise: bool) -> Reduction | None:
@@ -534,15 +562,16 @@ class Fp32GradBuckets:
         self._order = common.tolist()
         self._observed = None
 
-    def _set_gradient(self, slot: _Slot) -> None:
+    def _set_gradient(self, slot: _Slot, *, steps: bool) -> None:
         """Set `.grad` of a parameter and of its target to views of the reduced bucket."""
-        steps = slot.parameter.requires_grad and not self.used.is_unused(slot.name)
+        if not steps:
+            slot.parameter.grad = slot.target.grad = None
+            return
         view = self._total.views[slot.bucket][slot.index]
         if not self.sharded:
-            slot.parameter.grad = view if steps else None
+            slot.parameter.grad = view
         if slot.target is not slot.parameter:
-            gradient = self._shard_view(slot) if self.sharded else view
-            slot.target.grad = gradient if steps else None
+            slot.target.grad = self._shard_view(slot) if self.sharded else view
 
     def _shard_view(self, slot: _Slot) -> Tensor:
         """Return this rank's elements of a gradient, a 1-dim view of the bucket."""
@@ -550,6 +579,11 @@ class Fp32GradBuckets:
         elements = layout.shard_range(slot.index, layout.shard(self.rank, self.world_size))
         flat = self._total.buffers[slot.bucket]
         return flat[layout.offsets[slot.index] :][elements]
+
+
+def _is_unhooked(parameter: nn.Parameter) -> bool:
+    """Return whether no hook of the user reads the gradient of a parameter."""
+    return parameter.grad is None and len(parameter._post_accumulate_grad_hooks) == 1
 
 
 def _hook(
@@ -569,7 +603,7 @@ def _hook(
         is_computed = any(computed)
         computed.clear()
         # Ignore a backward outside of a step, for example of another engine on the same model.
-        if alive is None or not alive._accumulating:
+        if alive is None or alive._stage < _Stage.MICROBATCH:
             return
         gradient = parameter.grad
         if gradient is None:  # backward has computed none, or another hook has removed it
@@ -581,7 +615,7 @@ def _hook(
                 )
             return
         is_added = gradient is alive._leaf.views[bucket][index]
-        if not is_added or alive._last_microbatch:
+        if not is_added or alive._stage >= _Stage.LAST_MICROBATCH:
             alive._take_gradient(alive._by_bucket[bucket][index], gradient)
 
     return take_gradient

@@ -4,6 +4,57 @@ All ranks start the reductions in the same order, and the order of additions doe
 timing. After `finish` a rank holds the full sum, or its shard of it.
 """
 
+# Note [Order, streams and memory of bucket reductions]
+#
+# Order. A process group matches the collectives of its ranks by the order in which each rank issues
+# them; they have no names. If two ranks launched buckets in a different order, gradients of
+# different parameters would be added. The order in which gradients arrive differs between ranks as
+# soon as ranks use different parameters. So `Fp32GradBuckets` launches a bucket only after all
+# buckets before it in an order that all ranks share. `AllToAllReduce` issues several collectives
+# for each bucket, and keeps their order independent of timing as well: launching bucket n issues
+# its all-to-all, then the all-gather of bucket n - 1. With several machines there are two
+# all-to-alls, see Note [Order of the sum over ranks]: launching bucket n issues the first one of
+# bucket n, the all-gather of bucket n - 2, then the second all-to-all of bucket n - 1. No rank
+# tests whether a collective has completed in order to decide what to issue next.
+#
+# Streams. On CUDA, `launch` is called in a backward hook, on the stream that computed the
+# gradients. `AllReduce` needs no stream: NCCL makes its own stream wait for the current one, and
+# `Work.wait` in `finish` makes the current stream wait for NCCL's. `AllToAllReduce` has to wait for
+# a collective in the middle of backward, to sum what it received. On the stream of backward this
+# wait would hold up backward, so it uses a side stream: `_side_stream` makes the side stream wait
+# for the gradients, and `finish` makes the current stream wait for the side stream. With NCCL the
+# host never waits. On CPUs `Work.wait` blocks the host, and with it backward. Therefore the
+# all-to-all of bucket n - 1 is waited for as late as possible: after that of bucket n was issued.
+#
+# Memory. A bucket must not be written until `finish` has returned: the collectives read or write
+# it. The buffers of an all-to-all, `sent` and `received`, are allocated on the side stream. Freed
+# memory goes back to that stream and is reused only by kernels and collectives that are queued
+# after the wait for the collective that used it. `Exchange` holds both buffers until that wait. In
+# FP32 on one machine `sent` is the bucket; on several machines it is a copy, because the first
+# all-to-all sends the shards in another order. The sum is written to this rank's shard of the
+# bucket. In FP32 the all-gather fills the other shards in place; in 16 bits it needs a buffer for
+# the rounded sums of all ranks. A launch leaves one all-to-all (two with several machines) and one
+# all-gather pending, so this memory is that of a few buckets.
+
+# Note [Order of the sum over ranks]
+#
+# Floating-point sums depend on their order, so the order must not depend on timing. An exchange
+# receives the pieces of all ranks before it adds any of them, and adds them in one of two orders:
+#
+# - `sum_rows` calls `torch.sum`, on a GPU once. Its order is the same in every run: it depends on
+#   the number of ranks, the size of the shard and the kind of device, but not on the number of
+#   threads. A loop over the pieces would launch one kernel per rank, each of which reads and writes
+#   the FP32 sum: 10 bytes per received 16-bit value instead of 2 + 4 / ranks.
+# - `sum_pairwise` is a balanced binary tree in rank order, which `reproducible` needs: the sum of
+#   ranks 2k and 2k + 1 is the sum that one rank with the microbatches of both computes. torch has
+#   no reduction with this order, so every level is one launch: log2(ranks) in total.
+#
+# With several machines, an exchange has two hops: over the ranks of a machine, then over the
+# machines. A binary tree in rank order is the same tree with two hops, because both numbers of
+# ranks are powers of two. After the first hop, a rank holds the machine's sum of the shards of all
+# ranks with its local rank. It is rounded to the communication dtype, too: a 16-bit exchange over
+# several machines rounds each value once and the sum of each machine once.
+
 from __future__ import annotations
 
 import contextlib

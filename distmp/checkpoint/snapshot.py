@@ -1,8 +1,7 @@
 """Copies a run's state to host memory, from which it is written while training continues.
 
 A rank copies only what it writes: its own shards, and its share of the replicated tensors. See
-Note [Copying while training continues] for streams and order, and Note [Lifetime of host memory] in
-`host_buffers` for the memory.
+Note [Copying while training continues] for streams and order, and Note [Lifetime of host memory].
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
-from distmp.utils.cgroups import free_host_bytes
 from distmp.utils.flat_shard import FlatShard
+from distmp.utils.processes import free_host_bytes
 from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")

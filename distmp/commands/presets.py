@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distmp.utils.presets import PREFIX, preset_directory, preset_names, preset_purpose
+from distmp.utils.files import PRESET_PREFIX, preset_directory, preset_names, preset_purpose
 from distmp.utils.settings.command_line import Parser
 
 
@@ -13,7 +13,7 @@ def main(argv: list[str]) -> int:
     Parser("distmp presets", description="List the presets of `--config`.").parse_args(argv)
     names = preset_names()
     width = max(map(len, names), default=0)
-    lines = [f"{PREFIX}{name:{width}}  {preset_purpose(name)}\n" for name in names]
+    lines = [f"{PRESET_PREFIX}{name:{width}}  {preset_purpose(name)}\n" for name in names]
     sys.stdout.write("".join(lines))
     sys.stdout.write(
         "\nUse one with `--config preset:NAME`, or copy and edit its file. The files are in:\n"

@@ -28,8 +28,8 @@ from distmp.data.token_metadata import (
 from distmp.errors import ConfigError
 from distmp.models import huggingface_files
 from distmp.models.huggingface_files import DEFINITION, load_tokenizer, sha256
-from distmp.utils.cgroups import granted_cores
 from distmp.utils.files import visible_files
+from distmp.utils.processes import granted_cores
 from distmp.utils.settings.command_line import Parser
 
 BYTES = "bytes"

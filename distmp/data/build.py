@@ -1,19 +1,21 @@
-"""Builds datasets from settings, and checks their files before a run starts."""
+"""Builds datasets from settings; checks their files, and datasets that users pass, before a run."""
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distmp.data.checks import check_workers, problem_of
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Sampler
+
+from distmp.data.loading import is_stream
 from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
 from distmp.data.text import TextDirectory, TextFile, list_text_files
-from distmp.data.tokens import check_validation, open_tokens
-from distmp.data.windows import W, Windows
+from distmp.data.tokens import W, Windows, check_validation, open_tokens
 from distmp.errors import ConfigError
 
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
@@ -215,3 +217,64 @@ def identity(datasets: Datasets) -> dict[str, Any]:
         "vocabulary": datasets.vocabulary_size,
         "digest": train.digest() if hasattr(train, "digest") else None,
     }
+
+
+# --- checks ---
+
+
+def check_dataset(setting: str, dataset: Any, workers: int) -> None:
+    """Refuse an object that is no dataset, or one that is already divided over ranks or workers.
+
+    Args:
+        setting: Name of the argument that holds the dataset, for messages.
+        dataset: The object that the user passed.
+        workers: Processes that read it.
+
+    Raises:
+        ConfigError: With the type of the object, and what to pass instead.
+    """
+    if problem := problem_of(dataset):
+        raise ConfigError(setting, type(dataset).__name__, problem)
+    check_workers("workers", workers, dataset)
+
+
+def check_workers(setting: str, workers: int, dataset: Any) -> None:
+    """Refuse several workers for a stream.
+
+    Raises:
+        ConfigError: With the number of workers.
+    """
+    if workers > 1 and is_stream(dataset):
+        raise ConfigError(
+            setting,
+            workers,
+            "each worker would read the whole stream; use 1, which reads ahead, or 0",
+        )
+
+
+def problem_of(dataset: Any) -> str | None:
+    """Return why samples cannot be read from an object, and what to do; None if they can."""
+    if isinstance(dataset, TorchDataLoader | Sampler):
+        return (
+            "is not a dataset; pass its dataset (loader.dataset), without a DistributedSampler: "
+            "distmp shuffles, divides the samples over the ranks, and collates"
+        )
+    if isinstance(dataset, Mapping):
+        return f"holds several datasets; pass one of {', '.join(map(repr, list(dataset)[:5]))}"
+    if isinstance(dataset, Iterator):
+        return (
+            "can be read only once; pass an object whose __iter__ begins a new pass, such as an "
+            "IterableDataset, or a list of its samples"
+        )
+    if is_stream(dataset):
+        if getattr(dataset, "_distributed", None) is None:  # of Hugging Face
+            return None
+        return (
+            "is divided over the ranks by split_dataset_by_node; pass the dataset before that, "
+            "because distmp divides it, too"
+        )
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return (
+            "is not a dataset: it needs __len__ and __getitem__ (map-style), or __iter__ (iterable)"
+        )
+    return None if len(dataset) else "has no sample"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from distmp.data.checks import check_dataset
+from distmp.data.build import check_dataset
 from distmp.data.evaluation import evaluation_batches
 from distmp.data.loading import Collate, check_same_data, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
@@ -13,6 +14,9 @@ from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
 from distmp.errors import ConfigError, brief
+
+# The loaders of this process, of which `step_of` finds the one that has yielded a list.
+_loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 
 
 class DataLoader:
@@ -96,11 +100,15 @@ class DataLoader:
         self._size = length_of(dataset)
         self._epoch = 0  # of a dataset without a length
         self._begun_at: int | None = None
+        # The list that was yielded last, and the number of lists so far in this process.
+        self._latest: list[Any] | None = None
+        self._yielded = 0
         # Whether `once` has compared the dataset between ranks.
         self._is_compared = False
         self._steps: Generator[Step, None, None] | None = None
         self._check_combinations()
         self._is_built = True
+        _loaders.add(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse assignments, which a running iteration would ignore."""
@@ -169,12 +177,13 @@ class DataLoader:
                 first = step.epoch if first is None else first
                 self._samples += self.batch_size
                 self._epoch = step.next_epoch
+                self._latest, self._yielded = step.microbatches, self._yielded + 1
                 yield step.microbatches
                 if step.next_epoch > first:
                     return
         finally:
             if self._begun_at == begun_at:
-                self._begun_at = None
+                self._begun_at = self._latest = None
 
     def _next_step(self) -> Step:
         if self._steps is None:
@@ -279,6 +288,14 @@ class DataLoader:
             self._steps = None
         self._samples = state["samples"]
         self._epoch = state.get("epoch", 0)
+
+
+def step_of(microbatches: object) -> int | None:
+    """Return which list of its `DataLoader` in this process a list is, from 1.
+
+    None for a list that no loader has yielded last, such as one that was changed since.
+    """
+    return next((each._yielded for each in _loaders if each._latest is microbatches), None)
 
 
 def _check_count(name: str, value: object) -> None:

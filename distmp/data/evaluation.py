@@ -33,7 +33,7 @@ def evaluation_batches(
     world_size: int,
     collate_fn: Collate | None = None,
 ) -> Iterator[Batch | ForwardOnly]:
-    """Return the microbatches of this rank in an evaluation.
+    """Yield the microbatches of this rank in an evaluation.
 
     Every chosen sample occurs exactly once over all ranks, at any world size, and the choice is
     always the same. All ranks get the same number of microbatches, because the forward of a sharded
@@ -48,27 +48,15 @@ def evaluation_batches(
         rank: This rank.
         world_size: Number of ranks that share the evaluation.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-
-    Returns:
-        A finite iterator of collated microbatches.
     """
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):
-        return _evaluate_stream(dataset, samples, microbatch_size, rank, world_size, combine)
+        yield from _evaluate_stream(dataset, samples, microbatch_size, rank, world_size, combine)
+        return
     size = len(dataset)
     chosen = size if samples is None else min(samples, size)
     indices = (np.arange(chosen, dtype=np.int64) * size // max(chosen, 1)).tolist()
     groups = [indices[i : i + microbatch_size] for i in range(0, chosen, microbatch_size)]
-    return _evaluate(dataset, groups, rank, world_size, combine)
-
-
-def _evaluate(
-    dataset: Any,
-    groups: list[list[int]],
-    rank: int,
-    world_size: int,
-    combine: Collate,
-) -> Iterator[Batch | ForwardOnly]:
     for group in groups[rank::world_size]:
         yield combine([dataset[index] for index in group])
     missing = -len(groups) % world_size

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import signal
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +17,13 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from distmp.data.order import Division, MicrobatchSampler
-from distmp.data.seeded import SeededMicrobatches
 from distmp.data.streams import Step, StreamSteps, sample_checksum
 from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.compare_ranks import check_same
-from distmp.distributed.ranks import explain_lost_peers
+from distmp.distributed.ranks import describe, explain_lost_peers
 from distmp.distributed.stopping import STOP_SIGNALS
-from distmp.errors import DataError
-from distmp.utils.generators import generators_kept
+from distmp.errors import DataError, DistmpError
+from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.processes import signal_when_parent_ends
 from distmp.utils.tensor_trees import described
 
@@ -79,47 +80,10 @@ def _as_tensor(value: Any) -> Any:
 
 
 Batch = dict[str, Tensor]
+# Compares a description of the data between ranks.
+_Check = Callable[[str], None]
 Collate = Callable[[list[Any]], Any]
 """Combines the samples of a microbatch."""
-
-
-def step_batches(
-    dataset: Any,
-    *,
-    first_sample: int,
-    global_batch_size: int,
-    microbatch_size: int,
-    rank: int,
-    world_size: int,
-    **options: Any,
-) -> Generator[list[Batch], None, None]:
-    """Return an endless generator of the microbatches of this rank, one list per step.
-
-    Args:
-        dataset: Map-style or iterable dataset, see `steps`.
-        first_sample: Number of samples that all ranks together have consumed before.
-        global_batch_size: Samples of one step, over all ranks.
-        microbatch_size: Samples of one forward and backward.
-        rank: This rank.
-        world_size: Number of ranks that share the batch.
-        options: Further arguments of `steps`.
-
-    Returns:
-        A generator. Its workers end when it is closed or deleted.
-
-    Raises:
-        ConfigError: Immediately, if the global batch cannot be divided over the ranks.
-    """
-    division = Division(first_sample, global_batch_size, microbatch_size, rank, world_size)
-    return _microbatches_of(steps(dataset, division, **options))
-
-
-def _microbatches_of(
-    all_steps: Generator[Step, None, None],
-) -> Generator[list[Batch], None, None]:
-    with closing(all_steps):
-        for step in all_steps:
-            yield step.microbatches
 
 
 def steps(
@@ -138,7 +102,7 @@ def steps(
 
     Args:
         dataset: Map-style dataset, or an iterable one, which is read as `distmp.data.streams`
-            describes. It may draw random numbers (see `distmp.data.seeded`); an attribute
+            describes. It may draw random numbers (see `SeededMicrobatches`); an attribute
             `draws_nothing = True` disables the seeding, which takes time.
         division: How samples are divided over steps, ranks and microbatches.
         seed: Seed of the order, and of what the dataset and `collate_fn` draw.
@@ -162,14 +126,15 @@ def steps(
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     combine = collate_fn or collate_of(dataset)
+    check = functools.partial(_check_same, group, setting) if _has_peers(group) else None
     if is_stream(dataset):
-        read = StreamSteps(dataset, division, seed, combine, compared=_has_peers(group))
+        read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
-        return _compared(loader, division, group, setting)
+        return _compared(loader, division, check)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
     seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
     loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
-    return _grouped(loader, sampler, seeded, group, setting)
+    return _grouped(loader, sampler, seeded, check)
 
 
 def check_same_data(
@@ -208,9 +173,8 @@ def _check_same(group: dist.ProcessGroup | None, setting: str, description: str)
     Raises:
         ConfigError: On every rank, with the descriptions by rank.
     """
-    if _has_peers(group):
-        with explain_lost_peers(group):
-            check_same(group, device_of_host_values(group), {setting: description}, _SAME_DATA)
+    with explain_lost_peers(group):
+        check_same(group, device_of_host_values(group), {setting: description}, _SAME_DATA)
 
 
 _SAME_DATA = (
@@ -224,13 +188,12 @@ def _grouped(
     loader: TorchDataLoader[Any],
     sampler: MicrobatchSampler,
     seeded: SeededMicrobatches,
-    group: dist.ProcessGroup | None,
-    setting: str,
+    check: _Check | None,
 ) -> Generator[Step, None, None]:
     """Yield the microbatches of a map-style dataset, step by step."""
     division, size = sampler.division, sampler.size
-    if _has_peers(group):
-        _check_same(group, setting, _description(sampler, seeded))
+    if check is not None:
+        check(_description(sampler, seeded))
     with _iterator_of(loader) as microbatches:
         for first in division.steps():
             own = [next(microbatches) for _ in range(division.microbatches)]
@@ -249,20 +212,17 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
 
 
 def _compared(
-    loader: TorchDataLoader[Any],
-    division: Division,
-    group: dist.ProcessGroup | None,
-    setting: str,
+    loader: TorchDataLoader[Any], division: Division, check: _Check | None
 ) -> Generator[Step, None, None]:
     """Yield the steps of a stream."""
     with _iterator_of(loader) as all_steps:
         for first, step in zip(division.steps(), all_steps, strict=False):
-            _check_same(
-                group,
-                setting,
-                f"a stream with checksum {step.checksum:08x} of its sample at position {first:,}, "
-                f"and {step.offset:,} samples into pass {step.next_epoch + 1} after this step",
-            )
+            if check is not None:
+                check(
+                    f"a stream with checksum {step.checksum:08x} of its sample at position "
+                    f"{first:,}, and {step.offset:,} samples into pass {step.next_epoch + 1} "
+                    "after this step"
+                )
             yield step
 
 
@@ -289,3 +249,78 @@ def _ignore_stop_signals(worker: int) -> None:
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends()
+
+
+# Note [Random numbers of samples]
+# A dataset that crops, masks or shuffles draws from torch, numpy or Python's `random`. Seeding them
+# for each position gives a resumed run the same samples that it would have had without the
+# interruption, with any number of workers and ranks.
+
+
+@dataclass
+class SeededMicrobatches:
+    """A dataset indexed by (position, index) that seeds the generators with the position.
+
+    Args:
+        dataset: Map-style dataset. An attribute `draws_nothing = True` disables the seeding for
+            each sample, which takes time.
+        seed: Seed of the run.
+        collate: Combines samples into a microbatch.
+        collate_draws: Whether `collate` may draw random numbers, too.
+    """
+
+    dataset: Any
+    seed: int
+    collate: Callable[[list[Any]], Any]
+    collate_draws: bool = True
+
+    def __post_init__(self) -> None:
+        self._draws = not getattr(self.dataset, "draws_nothing", False)
+
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
+        """Return a collated microbatch; torch's data loader calls this method.
+
+        Args:
+            places: (position, index) of each sample.
+        """
+        if not (self._draws or self.collate_draws):
+            return self.collate([self.dataset[index] for _, index in places])
+        with generators_kept():
+            samples = self._samples(places)
+            seed_generators(f"microbatch {self.seed} {places[0][0]}")
+            return self.collate(samples)
+
+    def _samples(self, places: Sequence[tuple[int, int]]) -> list[Any]:
+        get_items = getattr(self.dataset, "__getitems__", None)
+        if get_items is not None:
+            self._seed_generators(places[0][0])
+            samples: list[Any] = get_items([index for _, index in places])
+            return samples
+        return [self.sample(position, index) for position, index in places]
+
+    def sample(self, position: int, index: int) -> Any:
+        """Return one sample; changes the state of the generators.
+
+        Raises:
+            DataError: If the dataset fails.
+        """
+        self._seed_generators(position)
+        try:
+            return self.dataset[index]
+        except DistmpError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"sample {index} of the dataset {type(self.dataset).__qualname__} cannot be read: "
+                f"{describe(error)} ({_place(error)})"
+            ) from error
+
+    def _seed_generators(self, position: int) -> None:
+        if self._draws:
+            seed_generators(f"sample {self.seed} {position}")
+
+
+def _place(error: Exception) -> str:
+    """Return the file and line in which an error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"

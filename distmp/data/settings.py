@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distmp.errors import ConfigError, nearest
-from distmp.utils.imports import check_arguments, load_callable
-from distmp.utils.resume_rules import HARMLESS, consequential
+from distmp.utils.annotations import HARMLESS, consequential
+from distmp.utils.imports import load_function
 
 # Processes per rank; more than a machine has cores only compete.
 _MAX_WORKERS = 512
@@ -81,16 +81,12 @@ class DataConfig:
             ConfigError: If it does not exist, is not callable, or does not take the arguments that
                 it is called with.
         """
-        found = load_callable("data.source", self.source)
-        check_arguments(
-            "data.source",
-            self.source,
-            found,
-            {"split": "train", "sequence_length": self.sequence_length, **self.options},
+        arguments = {"split": "train", "sequence_length": self.sequence_length, **self.options}
+        problem = (
             "cannot be called with split, sequence_length and data.options = "
-            f"{self.options} ({{reason}}); change data.options or the function",
+            f"{self.options} ({{reason}}); change data.options or the function"
         )
-        return found
+        return load_function("data.source", self.source, arguments, problem)
 
     def _check_source(self) -> None:
         if not self.is_import_path and self.source not in _SOURCES:

@@ -8,6 +8,7 @@ from. A pass that has ended is followed by the next one, so training reads an en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -47,7 +48,7 @@ class Stream:
     Args:
         dataset: Every `iter(dataset)` begins a new pass. Before each, `set_epoch(epoch)` is
             called if the dataset has it.
-        seed: Seed of random numbers that the dataset draws, see `distmp.data.seeded`.
+        seed: Seed of random numbers that the dataset draws, see `SeededMicrobatches`.
         first_sample: Number of samples to skip. With a method `skip(n)`, as datasets of Hugging
             Face have it, and with `__len__`, fewer of them are read.
 
@@ -149,6 +150,7 @@ class Stream:
         return True
 
 
+@dataclass(eq=False)
 class StreamSteps(IterableDataset[Step]):
     """The steps of this rank, read from a stream.
 
@@ -160,26 +162,17 @@ class StreamSteps(IterableDataset[Step]):
         compared: Whether steps contain checksums.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        division: Division,
-        seed: int,
-        collate: Callable[[list[Any]], Any],
-        *,
-        compared: bool,
-    ) -> None:
-        self._dataset = dataset
-        self._division = division
-        self._seed = seed
-        self._collate = collate
-        self._compared = compared
+    dataset: Any
+    division: Division
+    seed: int
+    collate: Callable[[list[Any]], Any]
+    compared: bool
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps, without end."""
         with generators_kept():
-            stream = Stream(self._dataset, self._seed, self._division.first_sample)
-        for first in self._division.steps():
+            stream = Stream(self.dataset, self.seed, self.division.first_sample)
+        for first in self.division.steps():
             with generators_kept():
                 step = self._step(stream, first)
             yield step
@@ -187,18 +180,18 @@ class StreamSteps(IterableDataset[Step]):
     def _step(self, stream: Stream, first: int) -> Step:
         """Read all samples of a step, and keep those of this rank."""
         ahead = stream.ahead  # may begin the next epoch
-        digest = sample_checksum(ahead) if self._compared else 0
+        digest = sample_checksum(ahead) if self.compared else 0
         epoch = stream.epoch
-        own = self._division.own(first)
+        own = self.division.own(first)
         microbatches: list[Any] = []
         samples: list[Any] = []
-        for position in range(first, first + self._division.global_batch_size):
+        for position in range(first, first + self.division.global_batch_size):
             sample = stream.next()
             if position in own:
                 samples.append(sample)
-            if len(samples) == self._division.microbatch_size:
-                seed_generators(f"microbatch {self._seed} {position + 1 - len(samples)}")
-                microbatches.append(self._collate(samples))
+            if len(samples) == self.division.microbatch_size:
+                seed_generators(f"microbatch {self.seed} {position + 1 - len(samples)}")
+                microbatches.append(self.collate(samples))
                 samples = []
         return Step(microbatches, epoch, stream.epoch, digest, stream.offset)
 

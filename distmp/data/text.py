@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distmp.data.token_metadata import END_OF_FILE, VOCABULARY_SIZE
-from distmp.data.windows import Windows
+from distmp.data.tokens import Windows
 from distmp.errors import ConfigError, DataError
 from distmp.utils.files import visible_files
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.probe import ForwardOverflow
 from distmp.errors import rank_names
 
 FP16_LARGEST = 65504.0
@@ -37,6 +36,19 @@ Cause = Literal[
     "reduction",
     "not_repeated",
 ]
+
+
+class ForwardOverflow(NamedTuple):
+    """The first module that returned a non-finite value in forward.
+
+    Attributes:
+        module: Name of the module; empty for the model itself.
+        side: "input" if its input was already non-finite, because of an operation between modules;
+            otherwise "output".
+    """
+
+    module: str
+    side: Literal["input", "output"]
 
 
 @dataclass(frozen=True)
@@ -248,18 +260,30 @@ def _where(found: OverflowReport, world_size: int) -> str:
     return text if found.microbatch is None else f"{text}, microbatch {found.microbatch}"
 
 
+def _first(
+    evidence: Sequence[RankOverflowStats], marks: Callable[[RankOverflowStats], Iterable[bool]]
+) -> dict[int, int]:
+    """Return the first microbatch of each rank that is marked.
+
+    Args:
+        evidence: Statistics of each rank, in rank order.
+        marks: Returns a mark for each microbatch of a rank.
+    """
+    marked = {rank: [*marks(stats)] for rank, stats in enumerate(evidence)}
+    return {rank: found.index(True) for rank, found in marked.items() if True in found}
+
+
 def _bad_input(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
-    bad = {rank: stats.bad_inputs for rank, stats in enumerate(evidence) if any(stats.bad_inputs)}
+    bad = _first(evidence, lambda stats: map(bool, stats.bad_inputs))
     if not bad:
         return None
-    count = sum(map(sum, bad.values()))
-    first = next(iter(bad.values()))
+    count = sum(sum(stats.bad_inputs) for stats in evidence)
     return OverflowReport(
         "bad_input",
         f"bad input: {count} inf or NaN among the floating-point values of the batch",
         "check the data of these samples",
         tuple(bad),
-        next(index for index, number in enumerate(first) if number),
+        next(iter(bad.values())),
     )
 
 
@@ -268,11 +292,7 @@ def _bad_weight(
 ) -> OverflowReport | None:
     if 0 <= context.weight < math.inf:
         return None
-    bad = {
-        rank: next(index for index, weight in enumerate(stats.loss_weights) if not _counts(weight))
-        for rank, stats in enumerate(evidence)
-        if not all(map(_counts, stats.loss_weights))
-    }
+    bad = _first(evidence, lambda stats: (not 0 <= each < math.inf for each in stats.loss_weights))
     return OverflowReport(
         "bad_weight",
         f"the weights that the loss function returned add up to {context.weight:g}; a weight is "
@@ -281,10 +301,6 @@ def _bad_weight(
         tuple(bad),
         next(iter(bad.values()), None),
     )
-
-
-def _counts(weight: float) -> bool:
-    return 0 <= weight < math.inf
 
 
 def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
@@ -343,15 +359,12 @@ def _first_losses(
         evidence: Statistics of each rank, in rank order.
         matches: Called with whether the loss is finite in the step, and in its repetition.
     """
-    microbatches = {}
-    for rank, stats in enumerate(evidence):
-        finite = zip(
-            map(math.isfinite, stats.losses), map(math.isfinite, stats.repeated_losses), strict=True
-        )
-        matching = (index for index, pair in enumerate(finite) if matches(*pair))
-        if (first := next(matching, None)) is not None:
-            microbatches[rank] = first
-    return microbatches
+
+    def marks(stats: RankOverflowStats) -> Iterator[bool]:
+        for loss, again in zip(stats.losses, stats.repeated_losses, strict=True):
+            yield matches(math.isfinite(loss), math.isfinite(again))
+
+    return _first(evidence, marks)
 
 
 def _forward_advice(origin: ForwardOverflow | None, context: OverflowContext) -> str:

@@ -19,22 +19,187 @@ default ones of torch, numpy and Python, or if batches were written to after the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.diagnosis.attribution import ParameterOverflow, RankOverflowStats
-from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
+from distmp.diagnosis.attribution import (
+    ForwardOverflow,
+    ParameterOverflow,
+    RankOverflowStats,
+)
+from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
 from distmp.quantization import ProductFormats
 from distmp.utils.dtypes import local_values
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.tensor_trees import parameter_name
+
+
+class GradientSummary(NamedTuple):
+    """Statistics of a gradient.
+
+    Attributes:
+        inf: Number of infinite values.
+        nan: Number of NaN values.
+        largest_finite: Largest magnitude of the finite values; 0 if there are none.
+    """
+
+    inf: int
+    nan: int
+    largest_finite: float
+
+
+class Probe:
+    """Checks values and gradients of one forward and backward in a `with` block.
+
+    It checks gradients before they are added to those of other microbatches and reduced over ranks,
+    for sharded parameters too.
+
+    Args:
+        module: The model.
+        units: Names and modules that gather their parameters before forward; the model itself if
+            parameters are not sharded.
+        activations: Whether `exponents` also counts the gradients of the outputs of modules.
+
+    Attributes:
+        forward: The first module that returned a non-finite value; None if none did.
+        bad_parameters: Names of trainable parameters that hold non-finite values, when they are
+            gathered or when a module returns a non-finite value for the first time.
+        exponents: Counts of the exponents of all gradients, see `count_exponents`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        *,
+        activations: bool = False,
+    ) -> None:
+        self.module = module
+        self.activations = activations
+        self.units = units
+        self.forward: ForwardOverflow | None = None
+        self.bad_parameters: list[str] = []
+        self.exponents = count_exponents(torch.zeros(0))
+        self._summaries: dict[str, Tensor] = {}
+        # By id; the reference makes sure that the id is not reused by another tensor.
+        self._watched: dict[int, Tensor] = {}
+        self._latest_output: Tensor | None = None
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Probe:
+        for name, module in self.units:
+            self._watch_parameters(name, module)
+            self._keep(module.register_forward_pre_hook(self._entry_hook(name)))
+        for name, module in self.module.named_modules():
+            hook = self._output_hook(name)
+            self._keep(module.register_forward_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.close()
+        self._watched.clear()
+        self._latest_output = None
+
+    def gradients(self) -> dict[str, GradientSummary]:
+        """Return statistics of each gradient by the parameter's name, in the order of backward."""
+        if not self._summaries:
+            return {}
+        rows = torch.stack(list(self._summaries.values())).tolist()
+        return {
+            name: GradientSummary(int(inf), int(nan), largest)
+            for name, (inf, nan, largest) in zip(self._summaries, rows, strict=True)
+        }
+
+    def _keep(self, handle: Any) -> None:
+        self._hooks.callback(handle.remove)
+
+    def _entry_hook(self, name: str) -> Any:
+        return lambda module, args: self._watch_parameters(name, module)
+
+    def _watch_parameters(self, unit: str, module: nn.Module) -> None:
+        """Add hooks to the parameters that are gathered now and have none yet."""
+        for local_name, parameter in module.named_parameters():
+            sharded = is_traceable_wrapper_subclass(parameter)
+            if sharded or not parameter.requires_grad or id(parameter) in self._watched:
+                continue
+            self._watched[id(parameter)] = parameter
+            name = _joined(unit, local_name)
+            self._check_finite(name, parameter)
+            self._keep(parameter.register_hook(self._gradient_hook(name)))
+
+    def _check_finite(self, name: str, parameter: Tensor) -> None:
+        if name not in self.bad_parameters and count_non_finite(parameter.detach()):
+            self.bad_parameters.append(name)
+
+    def _gradient_hook(self, name: str) -> Any:
+        @torch.no_grad()
+        def check(gradient: Tensor) -> None:
+            if gradient.numel():
+                self._summaries[name] = _summary(gradient)
+                self._count(gradient)
+
+        return check
+
+    def _count(self, gradient: Tensor) -> None:
+        self.exponents = self.exponents.to(gradient.device) + count_exponents(gradient)
+
+    def _watch_outputs(self, output: Any) -> None:
+        for tensor in pytree.tree_leaves(output):
+            # A container returns the output of its last module.
+            is_new = isinstance(tensor, Tensor) and tensor is not self._latest_output
+            if is_new and tensor.requires_grad:
+                self._latest_output = tensor
+                tensor.register_hook(self._count)
+
+    def _output_hook(self, name: str) -> Any:
+        @torch.no_grad()
+        def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.activations:
+                self._watch_outputs(output)
+            if self.forward is None and count_non_finite(output):
+                bad_input = count_non_finite((args, kwargs), but_negative_inf=True)
+                self.forward = ForwardOverflow(name, "input" if bad_input else "output")
+                for local_name, parameter in module.named_parameters(recurse=False):
+                    # The parameter may have been written to since the beginning of forward.
+                    if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter):
+                        self._check_finite(_joined(name, local_name), parameter)
+
+        return check
+
+
+def count_non_finite(value: Any, *, but_negative_inf: bool = False) -> int:
+    """Count inf and NaN in the floating-point tensors of any nesting of containers.
+
+    Args:
+        value: A tensor, or containers of tensors and other objects.
+        but_negative_inf: Do not count -inf, which additive attention masks contain.
+    """
+    total = 0
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            bad = ~leaf.isfinite()
+            total += int((bad & ~leaf.isneginf() if but_negative_inf else bad).sum())
+    return total
+
+
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _summary(gradient: Tensor) -> Tensor:
+    """Return number of inf, number of NaN and largest finite magnitude, FP64 of shape (3,)."""
+    finite = torch.where(gradient.isfinite(), gradient.abs(), 0)
+    parts = (gradient.isinf().sum(), gradient.isnan().sum(), finite.max())
+    return torch.stack([part.to(torch.float64) for part in parts])
+
 
 # `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and
 # returns its loss.
@@ -83,6 +248,7 @@ class StepReplay:
         """Return statistics of this rank at the step's scale and, if it is lower, at `lowest`."""
         probes, repeated_losses = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
+        counts = [probe.exponents.cpu() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
         weights = self._strategy.optimizer_parameters()
         return RankOverflowStats(
@@ -101,7 +267,7 @@ class StepReplay:
             overflowing_weights=_non_finite(weights, compute_dtype),
             parameters=first_overflows(gradients, self._rank),
             largest=max(map(_largest_finite, gradients)),
-            histogram=_histogram(probes),
+            histogram=ExponentHistogram(torch.stack(counts).sum(dim=0)),
             largest_at_lowest=self._largest_at(lowest) if lowest < scale else None,
         )
 
@@ -169,11 +335,6 @@ def _largest(gradients: dict[str, GradientSummary]) -> float:
     if any(summary.inf or summary.nan for summary in gradients.values()):
         return float("inf")
     return _largest_finite(gradients)
-
-
-def _histogram(probes: Sequence[Probe]) -> ExponentHistogram:
-    counts = [probe.exponents.cpu() for probe in probes]
-    return ExponentHistogram(torch.stack(counts).sum(dim=0))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """How long parts of a run wait for each other when a machine or its connection fails.
 
-All limits are here, because they depend on each other:
+The limits here depend on each other:
 
 - A connection that is cut for T seconds carries data again after up to 2 T: TCP doubles the
   interval between retransmissions, which come 0.2, 0.6, 1.4, ... 25, 51, 102 seconds after the

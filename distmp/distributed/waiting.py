@@ -4,6 +4,15 @@ Ranks end a step together, so all of them seem as slow as the slowest. The time 
 distinguishes them: the slowest rank waits least.
 """
 
+# Note [Waits on CUDA streams]
+#
+# `Work.wait` makes the current stream wait. If that is the stream that computes, the rank waits. If
+# it is a side stream, the collective overlaps with computation, and may take longer than a step
+# without delaying it. So the code that runs a side stream records no waits there (`on_side_stream`)
+# and records how long the computing stream waits for it (`measured`).
+# FSDP runs its side streams itself: there, waits are recorded although they overlap, and
+# `distmp.telemetry.stragglers` counts only their excess over the rank that waits least.
+
 from __future__ import annotations
 
 import contextlib

@@ -6,16 +6,9 @@ from typing import TYPE_CHECKING
 
 from distmp._lazy import lazy_names
 
-__all__ = [
-    "Engine",
-]
+__all__ = ["Engine"]
 
 if TYPE_CHECKING:
     from distmp.engine.engine import Engine
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "distmp.engine.engine": ("Engine",),
-        },
-    )
+    __getattr__ = lazy_names(__name__, {"distmp.engine.engine": ("Engine",)})

@@ -46,7 +46,7 @@ from distmp.parallel.reproducible import check_power_of_two
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
-from distmp.utils.host_memory import return_freed_memory
+from distmp.utils.processes import return_freed_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,7 +126,8 @@ class Engine:
         self._state = state = EngineState(setup)
         self.optimizer = setup.updates.optimizer
         self._calls = EngineCalls(setup.world, setup.strategy.model)
-        self._parts = EngineParts(setup, state, self._calls, EvaluationMode(self.model))
+        modes = EvaluationMode(self.model)
+        self._parts = EngineParts(setup, state, self._calls, modes, [*self.model.parameters()])
         self._replays = Replays(self._parts)
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
@@ -268,7 +269,7 @@ class Engine:
             observers = [observer for observer in self._observers if not observer.is_done]
             for observer in observers:
                 observer.before(batches[0])
-            self._calls.counts["engine.step"] += 1
+            self._calls.count_step(microbatches)
             outcome, stats = take_step(self._parts, batches, observers, stop=bool(stop))
             self._replays.keep(outcome, batches, stats)
             warned = [warning for observer in observers for warning in observer.after()]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from distmp.utils.host_copy import to_device
 from distmp.utils.tensor_trees import map_tensors
 
 
-class MicrobatchStats(NamedTuple):
+@dataclass(frozen=True)
+class MicrobatchStats:
     """Statistics of the microbatches of a step on this rank; each list has one entry for each.
 
     Attributes:
@@ -23,16 +25,11 @@ class MicrobatchStats(NamedTuple):
         streams: Key of the random numbers of each microbatch, see `seed_generators`.
     """
 
-    losses: list[Tensor]
-    loss_sums: list[Tensor]
-    weights: list[Tensor]
-    dropped: list[Tensor]
-    streams: list[str]
-
-    @classmethod
-    def empty(cls) -> MicrobatchStats:
-        """Return statistics without any microbatch."""
-        return cls([], [], [], [], [])
+    losses: list[Tensor] = field(default_factory=list)
+    loss_sums: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    dropped: list[Tensor] = field(default_factory=list)
+    streams: list[str] = field(default_factory=list)
 
     def add(self, loss: Tensor, weight: Tensor, kept: Tensor | None) -> None:
         """Add a microbatch.

@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import nn
 
+from distmp.data.dataloader import step_of
 from distmp.distributed.compare_ranks import (
     describe_model,
     describe_param_groups,
@@ -40,10 +41,14 @@ class EngineCalls:
             engine of a single process. Ranks compare it to detect calls of different engines.
         counts: Number of calls on this rank of each method that changes the training state. Ranks
             compare these numbers in every step.
+        steps_ahead: How many more steps the `DataLoader` of the latest microbatches has yielded
+            than `Engine.step` was called. Ranks compare it too: a rank that leaves out a call
+            makes as many calls as the others until they end, each with later microbatches.
     """
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self.counts = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
+        self.steps_ahead = 0
         self.number = 0 if world.group is None else next(_numbers)
         self._of_which = f" of engine {self.number}" if self.number > 1 else ""
         self._world = world
@@ -92,6 +97,13 @@ class EngineCalls:
         finally:
             self._current = ""
 
+    def count_step(self, microbatches: object) -> None:
+        """Count a step on microbatches, which ranks that have none may have built themselves."""
+        self.counts["engine.step"] += 1
+        step = step_of(microbatches)
+        if step is not None:
+            self.steps_ahead = step - self.counts["engine.step"]
+
     def count(self, name: str) -> None:
         """Count a call that does not wait for other ranks."""
         self._roll_call.count(f"engine.{name}(){self._of_which}")
@@ -111,12 +123,14 @@ class EngineParts:
         state: The numbers of the engine.
         calls: The calls that the ranks make together.
         modes: Which parts of the model are in evaluation mode.
+        parameters: All parameters of the model, in order; each step checks that they are the same.
     """
 
     setup: Setup
     state: EngineState
     calls: EngineCalls
     modes: EvaluationMode
+    parameters: list[nn.Parameter]
 
     def step_settings(self) -> object:
         """Return the settings of a step, without values of the device; () on a single rank."""
@@ -126,11 +140,12 @@ class EngineParts:
         return (
             self.calls.number,
             self.calls.counts,
+            self.calls.steps_ahead,
             self.state.max_norm,
             self.state.nominal_weight,
             hyperparameters(updates.optimizer),
             updates.learning_rates.planned(updates.max_applied),
-            [parameter.requires_grad for parameter in self.setup.strategy.model.parameters()],
+            [parameter.requires_grad for parameter in self.parameters],
             self.modes.evaluating(),
             self.setup.buffers.shapes(),
         )
@@ -147,8 +162,11 @@ class EngineParts:
     def _described(self) -> dict[str, str]:
         """Return the settings as text by name, for a comparison between ranks."""
         updates = self.setup.updates
+        calls = self.calls.counts["engine.step"]
+        step = calls + self.calls.steps_ahead
         return {
             "engine": str(self.calls.number),
+            "microbatches of engine.step": f"step {step} of the DataLoader in call {calls}",
             "max_norm": repr(self.state.max_norm),
             "nominal_weight": repr(self.state.nominal_weight),
             **describe_param_groups(updates.optimizer),

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.distributed.compare_ranks import check_same
 from distmp.errors import ConfigError, TrainingError
+from distmp.precision.stochastic import INCREMENT, mixed
 from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.flat_shard import FlatShard
 from distmp.utils.host_copy import to_device
@@ -43,10 +44,6 @@ DEFAULT_ROWS_PER_BLOCK = 256
 # Integer type that a tensor is read as, by bytes per element; wider elements are read as int32.
 WORDS = {1: torch.uint8, 2: torch.int16}
 
-# Constants of splitmix64 (Steele, Lea and Flood 2014), as signed integers.
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-SHIFTS = (30, 27, 31)
 MASK = 2**64 - 1
 
 
@@ -103,8 +100,8 @@ def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     indices = [[index, row] for index, count in enumerate(counts) for row in range(count)]
     owners, rows = torch.tensor(indices, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
     empty = torch.zeros(0, dtype=torch.int64, device=device)
-    mixed = _mix(torch.cat([empty, *sums]) + rows * GOLDEN)
-    return torch.zeros(len(counts), dtype=torch.int64, device=device).index_add_(0, owners, mixed)
+    hashes = mixed(torch.cat([empty, *sums]) + rows * INCREMENT)
+    return torch.zeros(len(counts), dtype=torch.int64, device=device).index_add_(0, owners, hashes)
 
 
 def _row_sums(tensor: Tensor) -> Tensor:
@@ -123,15 +120,7 @@ def _row_sums(tensor: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Return the weight of each column, int64 of shape (ROW,)."""
     columns = torch.arange(1, ROW + 1, dtype=torch.int64, device=device)
-    return _mix(columns * GOLDEN) | 1
-
-
-def _mix(values: Tensor) -> Tensor:
-    """Return a hash of each int64 number; different numbers have different hashes (splitmix64)."""
-    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
-        # >> copies the sign bit; the mask removes the copies.
-        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
-    return values
+    return mixed(columns * INCREMENT) | 1
 
 
 def _replicated_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

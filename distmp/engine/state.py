@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,8 @@ SCHEDULE = "schedule/"
 
 # Name of the number of tokens that `precision.phases` needs.
 TOKENS = "low_precision/tokens"
+
+T = TypeVar("T")
 
 # Shape and dtype of a stored tensor.
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -178,12 +181,7 @@ class EngineState:
         Raises:
             CheckpointError: If there are phases, and the state has no number of tokens.
         """
-        prefix = "optimizer/"
-        optimizer_state = {
-            name.removeprefix(prefix): kind
-            for name, kind in stored.items()
-            if name.startswith(prefix)
-        }
+        optimizer_state = _under("optimizer/", stored)
         shapes = {
             name: global_shape(self._strategy.as_stored(name, tensor))
             for name, tensor in self._strategy.optimizer_parameters()
@@ -194,7 +192,7 @@ class EngineState:
         if self._updates.skips_on_device:
             prepare_for_device_skip(self._updates.optimizer)
         self._strategy.used.unused = [
-            *(name.removeprefix(UNUSED) for name in stored if name.startswith(UNUSED)),
+            *_under(UNUSED, stored),
             *never_updated(self._updates.optimizer, self._updates.names, optimizer_state),
         ]
         if left_out:
@@ -257,17 +255,9 @@ class EngineState:
         Args:
             live: The result of `prepare`.
         """
-        prefix = "loss_scale/"
-        self.loss_scale.load_state_dict(
-            {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},
-            quiet=self._is_quiet,
-        )
-        self.divergence.load_state_dict(
-            {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
-        )
-        self._updates.learning_rates.load_state_dict(
-            {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
-        )
+        self.loss_scale.load_state_dict(_under("loss_scale/", live), quiet=self._is_quiet)
+        self.divergence.load_state_dict(_under("divergence/", live))
+        self._updates.learning_rates.load_state_dict(_under(SCHEDULE, live))
         self._strategy.publish_weights()
         self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
@@ -277,3 +267,12 @@ class EngineState:
     def _warn(self, message: str, names: list[str]) -> None:
         if not self._is_quiet:
             logger.warning(message, listed(names))
+
+
+def _under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
+    """Return the entries whose names begin with a prefix, without it."""
+    return {
+        name.removeprefix(prefix): entry
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }

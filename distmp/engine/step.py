@@ -10,7 +10,6 @@ from torch import Tensor
 
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
-from distmp.distributed.world import World
 from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.observers import StepObserver
 from distmp.engine.outcome import StepOutcome
@@ -31,45 +30,6 @@ from distmp.scaling.step_decision import (
 )
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.host_copy import to_device
-
-
-def sum_over_ranks(
-    strategy: Strategy,
-    stats: MicrobatchStats,
-    fingerprint: Fingerprint,
-    of_products: Tensor | None,
-    world: World,
-    *,
-    stop: bool,
-    reproducible: bool,
-) -> Tensor:
-    """Sum the statistics of a step over ranks, in one all-reduce; the host does not wait.
-
-    Args:
-        strategy: Holds the gradients of the step.
-        stats: Losses and weights of the microbatches of this rank.
-        fingerprint: The settings of the step on this rank.
-        of_products: See `LowPrecisionMatmuls.terms`.
-        world: The ranks, all of which have to call this.
-        stop: Whether this rank requests to stop.
-        reproducible: Whether the sums must not depend on the number of ranks.
-
-    Returns:
-        FP64, the first argument of `decide_step`, then the sums of the terms of `fingerprint` and
-        those of `of_products`.
-    """
-    options: dict[str, Any] = {
-        "stop": stop,
-        "dropped": sum(stats.dropped) if stats.dropped else 0.0,
-        "more": fingerprint.terms,
-        "exact": of_products,
-        "device": world.device,
-    }
-    batches = stats.loss_sums, stats.weights
-    if reproducible:
-        shards = strategy.gradient_shards()
-        return ordered_total(shards, *batches, **options, group=world.group)
-    return all_reduce_stats(local_stats(strategy.gradients(), *batches, **options), world.group)
 
 
 def take_step(
@@ -100,15 +60,7 @@ def take_step(
     current_phase.enter(DECISION)
     setup.clock.end()
     fingerprint = Fingerprint.of(parts.step_settings(), setup.world.world_size)
-    sums = sum_over_ranks(
-        setup.strategy,
-        stats,
-        fingerprint,
-        products.terms(),
-        setup.world,
-        stop=stop,
-        reproducible=setup.config.reproducible,
-    )
+    sums = _sum_over_ranks(setup, stats, fingerprint, stop=stop)
     setup.clock.begin()
     total, terms, of_products = sums.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
     decision = decide_step(total, scale, state.nominal_weight or 1.0, state.max_norm)
@@ -151,7 +103,7 @@ def _accumulate(
     strategy.compare_microbatches(count)
     strategy.begin_step()
     products.begin_step()
-    stats = MicrobatchStats.empty()
+    stats = MicrobatchStats()
     # With reproducible, random numbers belong to the position in the global batch, not to the rank.
     stream = random_stream(setup, state, "step", rank=0 if reproducible else None)
     first = setup.world.rank * count if reproducible else 0
@@ -221,6 +173,36 @@ def _backward_factor(
             weight, microbatches, setup.world, reproducible=setup.config.reproducible
         )
     return scale / (state.nominal_weight or 1.0)
+
+
+def _sum_over_ranks(
+    setup: Setup, stats: MicrobatchStats, fingerprint: Fingerprint, *, stop: bool
+) -> Tensor:
+    """Sum the statistics of a step over ranks, in one all-reduce; the host does not wait.
+
+    Args:
+        setup: Its strategy holds the gradients of the step.
+        stats: Losses and weights of the microbatches of this rank.
+        fingerprint: The settings of the step on this rank.
+        stop: Whether this rank requests to stop.
+
+    Returns:
+        FP64, the first argument of `decide_step`, then the sums of the terms of `fingerprint` and
+        those of `LowPrecisionMatmuls.terms`.
+    """
+    strategy, world = setup.strategy, setup.world
+    options: dict[str, Any] = {
+        "stop": stop,
+        "dropped": sum(stats.dropped) if stats.dropped else 0.0,
+        "more": fingerprint.terms,
+        "exact": setup.low_precision_matmuls.terms(),
+        "device": world.device,
+    }
+    batches = stats.loss_sums, stats.weights
+    if setup.config.reproducible:
+        shards = strategy.gradient_shards()
+        return ordered_total(shards, *batches, **options, group=world.group)
+    return all_reduce_stats(local_stats(strategy.gradients(), *batches, **options), world.group)
 
 
 def _outcome(

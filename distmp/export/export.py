@@ -15,45 +15,78 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distmp.checkpoint import store
-from distmp.errors import ConfigError, nearest
-from distmp.export.files import Weights, write, write_directory
-from distmp.export.sources import CheckpointWeights, has_average
+from distmp.errors import CheckpointError, ConfigError, nearest
+from distmp.export.files import write, write_directory
+from distmp.export.weights import PREFIX
 from distmp.models import huggingface_files
 from distmp.models.adapters import exported_name, is_adapter
-from distmp.models.huggingface_files import has_tokenizer
 from distmp.precision.policy import DTYPE_WORDS
 from distmp.utils.files import check_directory_name
 
+logger = logging.getLogger("distmp")
+
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Where the callback `Ema` of a run saves the average of each trained weight.
+AVERAGE_PREFIX = "callbacks/Ema/"
 
 
-class AdapterWeights:
-    """The parameters of adapters, under the names in peft's files.
+class CheckpointWeights:
+    """The weights and buffers in a checkpoint, under their names in the model.
 
     Args:
-        source: All weights of the model.
+        checkpoint: A checkpoint of any strategy and world size.
+        dtype: Dtype of all floating-point tensors of up to 32 bits; others keep theirs.
+        ema: Whether trained weights are those of the average (setting `ema`).
+        adapters: Select the parameters of adapters, under their names in peft's files.
 
     Attributes:
         specs: Shape and dtype of each tensor, as tensors on the meta device.
     """
 
-    def __init__(self, source: Weights) -> None:
-        self._source = source
-        self._names = {exported_name(name): name for name in source.specs if is_adapter(name)}
-        self.specs = {ours: source.specs[name] for ours, name in self._names.items()}
+    def __init__(
+        self,
+        checkpoint: store.StoredCheckpoint,
+        dtype: torch.dtype,
+        *,
+        ema: bool = False,
+        adapters: bool = False,
+    ) -> None:
+        # The name in the checkpoint of each tensor.
+        self._stored = _names_below(PREFIX, checkpoint)
+        if ema:
+            self._stored |= _names_below(AVERAGE_PREFIX, checkpoint)
+        if adapters:
+            own = filter(is_adapter, self._stored)
+            self._stored = {exported_name(name): self._stored[name] for name in own}
+        self.specs = {}
+        for name, stored_name in self._stored.items():
+            shape, stored = checkpoint.tensors[stored_name]
+            is_converted = stored.is_floating_point and stored.itemsize <= 4
+            kept = dtype if is_converted else stored
+            self.specs[name] = torch.empty(shape, dtype=kept, device="meta")
+        self._checkpoint = checkpoint
+        self._dtype = dtype
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors on the CPU; raises what the source raises."""
-        found = {ours: self._source.read([self._names[ours]]) for ours in names}
-        return {ours: value for ours, read in found.items() for value in read.values()}
+        """Return tensors on the CPU.
+
+        Raises:
+            CheckpointError: If they cannot be read, or a finite weight is infinite in the dtype.
+        """
+        tensors = {name: torch.empty_like(self.specs[name], device="cpu") for name in names}
+        self._checkpoint.load({self._stored[name]: tensor for name, tensor in tensors.items()})
+        if self._dtype == torch.float16:
+            refuse_infinite(tensors, str(self._checkpoint))
+        return tensors
 
 
 def write_adapter(
     directory: Path,
-    weights: AdapterWeights,
+    weights: CheckpointWeights,
     described: Mapping[str, Any],
     tokenizer: Path | None = None,
 ) -> None:
@@ -74,9 +107,6 @@ def write_adapter(
         huggingface_files.copy(tokenizer, temporary)
 
     write_directory(directory, weights, {_WEIGHTS: [*weights.specs]}, write_rest, writes=True)
-
-
-logger = logging.getLogger("distmp")
 
 
 def export(
@@ -133,24 +163,48 @@ def export(
         raise ConfigError(
             "--ema", str(checkpoint), "contains no average of the weights; train with ema.decay"
         )
-    read = CheckpointWeights(checkpoint, DTYPE_WORDS[dtype], ema=ema)
-    written: Weights = read
     tokenizer = _tokenizer(checkpoint)
     adapter = checkpoint.numbers.get("adapter")
+    weights = CheckpointWeights(
+        checkpoint, DTYPE_WORDS[dtype], ema=ema, adapters=adapter is not None
+    )
     if adapter is not None:
-        written = own = AdapterWeights(read)
-        write_adapter(target, own, adapter, tokenizer)
+        write_adapter(target, weights, adapter, tokenizer)
     else:
         described = checkpoint.numbers.get("model")
-        write(target, written, described, DTYPE_WORDS[dtype], tokenizer=tokenizer)
-    return sum(tensor.numel() for tensor in written.specs.values())
+        write(target, weights, described, DTYPE_WORDS[dtype], tokenizer=tokenizer)
+    return sum(tensor.numel() for tensor in weights.specs.values())
 
 
 def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
     """Return the directory of the tokenizer of a run, if it exists; log if there is none."""
     known = checkpoint.numbers.get("tokenizer")
-    if known is not None and has_tokenizer(Path(known)):
+    if known is not None and huggingface_files.has_tokenizer(Path(known)):
         return Path(known)
     if known is not None:
         logger.warning("no tokenizer is exported: %s has no files of one any more", known)
     return None
+
+
+def has_average(checkpoint: store.StoredCheckpoint) -> bool:
+    """Return whether a checkpoint contains an average of the weights."""
+    return bool(_names_below(AVERAGE_PREFIX, checkpoint))
+
+
+def _names_below(prefix: str, checkpoint: store.StoredCheckpoint) -> dict[str, str]:
+    """Return the names in a checkpoint that begin with a prefix, by the rest of the name."""
+    names = (name for name in checkpoint.tensors if name.startswith(prefix))
+    return {name.removeprefix(prefix): name for name in names}
+
+
+def refuse_infinite(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse infinite values in float16.
+
+    Raises:
+        CheckpointError: With the name of the tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.isinf().any():
+            raise CheckpointError(
+                f"{name!r} of {source} has values beyond the range of float16; use bf16 or fp32"
+            )

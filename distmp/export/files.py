@@ -137,7 +137,11 @@ def write(
 
     def write_rest(temporary: Path) -> None:
         if len(files) > 1:
-            _write_index(temporary, weights.specs, files)
+            index = {
+                "metadata": {"total_size": sum(spec.nbytes for spec in weights.specs.values())},
+                "weight_map": {name: file for file, names in files.items() for name in names},
+            }
+            (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         _write_architecture(temporary, architecture, dtype)
         huggingface_files.copy(tokenizer, temporary)
 
@@ -206,16 +210,6 @@ def write_directory(
     finally:
         for _ in values:  # the other ranks read them together with this one, also after an error
             pass
-
-
-def _write_index(
-    directory: Path, specs: Mapping[str, Tensor], files: Mapping[str, Sequence[str]]
-) -> None:
-    index = {
-        "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
-        "weight_map": {name: file for file, names in files.items() for name in names},
-    }
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_architecture(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,10 @@ from torch import Tensor, nn
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.export.files import MAX_SHARD_SIZE, check_shard_size, write
-from distmp.export.sources import EngineWeights
 from distmp.export.weights import PREFIX
-from distmp.models import huggingface
-from distmp.models.architecture import TRANSFORMER
-from distmp.models.transformer import Transformer
+from distmp.models.architecture import described
 from distmp.utils.files import check_directory_name
+from distmp.utils.flat_shard import gathered, global_shape
 
 
 class RunningEngine(Protocol):
@@ -39,6 +36,39 @@ class RunningEngine(Protocol):
         """Return the names of the tensors that only an update of the optimizer changes."""
 
 
+class EngineWeights:
+    """The weights and buffers of a running engine; all ranks together read each tensor.
+
+    Args:
+        state: Result of `Engine.state_dict`.
+        keep: Whether `read` returns them on this rank.
+
+    Attributes:
+        specs: Shape and dtype of each tensor, as tensors on the meta device.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor], *, keep: bool) -> None:
+        self._keep = keep
+        self._state = {
+            name.removeprefix(PREFIX): tensor
+            for name, tensor in state.items()
+            if name.startswith(PREFIX)
+        }
+        self.specs = {
+            name: torch.empty(global_shape(tensor), dtype=tensor.dtype, device="meta")
+            for name, tensor in self._state.items()
+        }
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Gather tensors; return them on the CPU if this rank keeps them, else nothing."""
+        tensors = {}
+        for name in names:
+            full = gathered(self._state[name])
+            if self._keep:
+                tensors[name] = full.detach().to("cpu")
+        return tensors
+
+
 def save_weights(
     engine: RunningEngine,
     directory: str | Path,
@@ -51,11 +81,11 @@ def save_weights(
     check_shard_size("max_shard_size", max_shard_size)
     writes = engine.world.rank == 0
     weights = EngineWeights(_checked(state, engine.state_dict()), keep=writes)
-    described = _description(engine.model)
+    architecture = described(engine.model)
     # Collective, and a rank that fails still takes part in all reads.
     engine.world.ranks.all_or_none(
         lambda: write(
-            Path(directory), weights, described, torch.float32, max_shard_size, writes=writes
+            Path(directory), weights, architecture, torch.float32, max_shard_size, writes=writes
         ),
         error=lambda failures, _: CheckpointError(min(failures.items())[1].message),
     )
@@ -113,12 +143,3 @@ def trained_weights(engine: RunningEngine) -> dict[str, Tensor]:
         for wanted in weights.specs
         for name, value in weights.read([wanted]).items()
     }
-
-
-def _description(model: nn.Module) -> dict[str, Any] | None:
-    """Return the content of config.json for models that have one."""
-    if isinstance(model, Transformer):
-        return {"model_type": TRANSFORMER, **asdict(model.config)}
-    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
-        return huggingface.configuration(model)
-    return None

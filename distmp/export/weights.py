@@ -223,7 +223,8 @@ class BuiltModel(NamedTuple):
         state = model.state_dict(keep_vars=True)
         names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
         if has_adapters:
-            names = {own: names[name] for own, name in adapters.base_names(names).items()}
+            own = [name for name in names if not adapters.is_adapter(name)]
+            names = {adapters.stored_name(name): names[name] for name in own}
         return cls(names, _dimensions(model))
 
 

@@ -248,7 +248,7 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         if self.gradient_state.sync_gradients:
-            self._found_inf = self.scaler.latest_found_inf
+            self._found_inf = self.scaler._latest_found_inf
 
     @property
     def step_was_skipped(self) -> bool:

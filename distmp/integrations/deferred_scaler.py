@@ -73,11 +73,6 @@ class DeferredGradScaler(DistributedGradScaler):
         self._finish_iteration()
         super().load_state_dict(state_dict)
 
-    @property
-    def latest_found_inf(self) -> Tensor | None:
-        """Flag of the latest step: 0-dim, above 0 if the step was skipped."""
-        return self._latest_found_inf
-
     def _finish_iteration(self) -> None:
         if self._due:
             self._due = False

@@ -33,7 +33,7 @@ from distmp.launcher.plan import (
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, guarded
 from distmp.launcher.torchrun import check, parse, read
 from distmp.masking import masked
-from distmp.utils.cgroups import granted_cores
+from distmp.utils.processes import granted_cores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -220,11 +220,6 @@ def is_adapter(name: str) -> bool:
 def stored_name(name: str) -> str:
     """Return the name that a parameter has in the model without adapters."""
     return name.replace(".base_layer.", ".").removeprefix("base_layer.")
-
-
-def base_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of a model with adapters by those of the model without them."""
-    return {stored_name(name): name for name in names if not is_adapter(name)}
 
 
 def exported_name(name: str) -> str:

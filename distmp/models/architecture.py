@@ -27,10 +27,18 @@ def architecture(model: nn.Module, config: ModelConfig) -> dict[str, Any]:
     """Return the description of a model from `build_model`, as values that JSON can represent."""
     if config.is_import_path:
         return {"model_type": IMPORT_PATH, "name": config.name, "options": config.options}
-    if config.is_hugging_face:
+    found = described(model)
+    assert found is not None
+    return found
+
+
+def described(model: nn.Module) -> dict[str, Any] | None:
+    """Return the content of config.json for models that have one."""
+    if isinstance(model, Transformer):
+        return {"model_type": TRANSFORMER, **asdict(model.config)}
+    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         return huggingface.configuration(model)
-    dimensions: Any = model.config
-    return {"model_type": TRANSFORMER, **asdict(dimensions)}
+    return None
 
 
 def is_hugging_face(described: Mapping[str, Any]) -> bool:

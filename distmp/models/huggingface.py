@@ -23,8 +23,8 @@ from distmp.errors import ConfigError, listed, nearest
 from distmp.models.huggingface_files import CONFIG_FILE, locate
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.models.settings import ModelConfig
-from distmp.utils.host_memory import is_out_of_memory
 from distmp.utils.imports import require_package
+from distmp.utils.processes import is_out_of_memory
 
 logger = logging.getLogger("distmp")
 
@@ -48,10 +48,11 @@ def build(
         ConfigError: If transformers cannot build it, or the model is too small for the data.
     """
     path = locate(name)
-    with _quiet():
-        config = _read_config(name, path, options)
+    with _quiet(), _refusals(name):
+        config = _read_config(path, options)
         _check_size(name, config, vocabulary_size, sequence_length)
-        return _prepared(_create(name, config))
+        model = _auto_model().from_config(config, trust_remote_code=False, dtype=torch.float32)
+        return _prepared(model)
 
 
 def weights_directory(name: str) -> Path | None:
@@ -74,9 +75,8 @@ def load(config: ModelConfig) -> tuple[nn.Module, list[str]]:
         ConfigError: If transformers cannot load it, or weights do not fit.
     """
     path = locate(config.name)
-    with _quiet():
-        described = _read_config(config.name, path, config.options)
-        model, unknown = _load(config, path, described)
+    with _quiet(), _refusals(config.name):
+        model, unknown = _load(config, path, _read_config(path, config.options))
         return _prepared(model), unknown
 
 
@@ -196,29 +196,24 @@ def write_configuration(directory: Path, values: Mapping[str, Any], dtype: torch
     from transformers import AutoConfig
 
     with _quiet(), torch.device("meta"):
-        try:
+        with _refusals(str(values.get("model_type"))):
             config = AutoConfig.for_model(**values)
             model = _auto_model().from_config(config, trust_remote_code=False, dtype=dtype)
-        except Exception as error:
-            raise _refused(str(values.get("model_type")), error) from error
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(directory)
         model.generation_config.save_pretrained(directory)
 
 
-def _read_config(name: str, path: Path, options: Mapping[str, Any]) -> Any:
+def _read_config(path: Path, options: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    try:
-        config, unused = AutoConfig.from_pretrained(
-            str(path),
-            local_files_only=True,
-            trust_remote_code=False,
-            return_unused_kwargs=True,
-            **options,
-        )
-    except Exception as error:
-        raise _refused(name, error) from error
+    config, unused = AutoConfig.from_pretrained(
+        str(path),
+        local_files_only=True,
+        trust_remote_code=False,
+        return_unused_kwargs=True,
+        **options,
+    )
     for option in unused:
         known = [key for key in config.to_dict() if not key.startswith("_")]
         raise ConfigError(
@@ -269,30 +264,17 @@ def _has_weights(name: str, path: Path) -> bool:
     return False
 
 
-def _create(name: str, config: Any) -> nn.Module:
-    try:
-        model: nn.Module = _auto_model().from_config(
-            config, trust_remote_code=False, dtype=torch.float32
-        )
-    except Exception as error:
-        raise _refused(name, error) from error
-    return model
-
-
 def _load(config: ModelConfig, path: Path, described: Any) -> tuple[nn.Module, list[str]]:
-    try:
-        model, report = _auto_model().from_pretrained(
-            str(path),
-            config=described,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
-        )
-    except Exception as error:
-        raise _refused(config.name, error) from error
+    model, report = _auto_model().from_pretrained(
+        str(path),
+        config=described,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report
+    )
     # transformers fills these with random values.
     _refuse(config, report["missing_keys"], "of the model are not in the directory")
     other = [name for name, *_ in report["mismatched_keys"]]
@@ -306,11 +288,18 @@ def _auto_model() -> Any:
     return AutoModelForCausalLM
 
 
-def _refused(name: str, error: Exception) -> ConfigError:
-    if is_out_of_memory(error):
-        raise error
-    first_line = str(error).strip().partition("\n")[0]
-    return ConfigError("model.name", name, f"refused by transformers: {first_line}")
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """Turn errors of transformers, which are of any type, into one of `model.name`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError("model.name", name, f"refused by transformers: {first_line}") from error
 
 
 def _without_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distmp.errors import ConfigError
+from distmp.utils.files import MODEL, located
 from distmp.utils.imports import require_package
-from distmp.utils.presets import MODEL, located
 
 PREFIX = "hf:"
 CONFIG_FILE = "config.json"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
-from distmp.utils.imports import check_arguments, load_callable
-from distmp.utils.resume_rules import IGNORED, dangerous
+from distmp.utils.annotations import IGNORED, dangerous
+from distmp.utils.imports import load_function
 
 if TYPE_CHECKING:
     from distmp.models.transformer import TransformerConfig
@@ -136,16 +136,11 @@ class ModelConfig:
         Raises:
             ConfigError: If it does not exist, is not callable, or does not take the options.
         """
-        found = load_callable("model.name", self.name)
-        check_arguments(
-            "model.name",
-            self.name,
-            found,
-            self.options,
+        problem = (
             f"cannot be called with model.options = {self.options} ({{reason}}); change "
-            "model.options or the function",
+            "model.options or the function"
         )
-        return found
+        return load_function("model.name", self.name, self.options, problem)
 
     def transformer(self, vocabulary_size: int, sequence_length: int) -> TransformerConfig:
         """Return the configuration of the transformer.

@@ -140,23 +140,8 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=_STD)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in FP32 for any input dtype.
-
-    Args:
-        dimension: Size of the last dimension.
-        epsilon: Added to the mean square.
-    """
-
-    def __init__(self, dimension: int, epsilon: float = 1e-5) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(dimension))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weights to one."""
-        nn.init.ones_(self.weight)
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm over the last dimension, computed in FP32 for any input dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / rms(x) * weight, in the dtype of `x`."""
@@ -164,7 +149,7 @@ class RMSNorm(nn.Module):
         # dtype.
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         weight = self.weight.to(dtype)
-        return F.rms_norm(x.to(dtype), weight.shape, weight, self.epsilon).to(x.dtype)
+        return F.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):

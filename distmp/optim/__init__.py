@@ -25,11 +25,7 @@ else:
         __name__,
         {
             "distmp.optim.adamw": ("AdamW",),
-            "distmp.optim.build": (
-                "NamedParameters",
-                "OptimizerFactory",
-                "ScheduleFactory",
-            ),
+            "distmp.optim.build": ("NamedParameters", "OptimizerFactory", "ScheduleFactory"),
             "distmp.optim.learning_rates": ("LearningRates",),
             "distmp.optim.muon": ("Muon",),
         },

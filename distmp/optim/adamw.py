@@ -112,10 +112,7 @@ class AdamW(torch.optim.AdamW):
         Args:
             closure: Computes the loss again; optional, as in torch.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         number = 0
         for group in self.param_groups:
             names = group.get("param_names") or map(str, itertools.count(number))
@@ -220,16 +217,17 @@ class _Update:
         denominator = new_second.sqrt() / self._root + self._eps
         result = weights.float() * self._decay - new_first / denominator * self._rate
         upper = None if moment_bits is None else moment_bits >> 16
-        self._store(weights, _rounded(result, weights.dtype, weight_bits))
-        self._store(second, _rounded(new_second, second.dtype, upper))
-        self._store(first, new_first.to(first.dtype))
+        store(weights, _rounded(result, weights.dtype, weight_bits), self._skip)
+        store(second, _rounded(new_second, second.dtype, upper), self._skip)
+        store(first, new_first.to(first.dtype), self._skip)
 
-    def _store(self, old: Tensor, new: Tensor) -> None:
-        """Write new values over old ones, unless the step is skipped; the host does not wait."""
-        if self._skip is None:
-            old.copy_(new)
-        else:
-            torch.where(self._skip, old, new, out=old)
+
+def store(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
+    """Write new values over old ones, unless `skip`, 0-dim, is true; the host does not wait."""
+    if skip is None:
+        old.copy_(new)
+    else:
+        torch.where(skip, old, new, out=old)
 
 
 def _flat(values: Tensor) -> Tensor:

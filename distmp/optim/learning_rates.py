@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,18 +52,17 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     if not any(map(is_traceable_wrapper_subclass, tensors)):
         return
     if issubclass(kind, torch.optim.Adafactor | torch.optim.Rprop):
-        raise ConfigError(
-            "optimizer",
-            kind.__name__,
-            "cannot compute with sharded parameters (DTensor); use the strategy 'ddp', or AdamW",
+        problem = (
+            "cannot compute with sharded parameters (DTensor); use the strategy 'ddp', or AdamW"
         )
-    if issubclass(kind, torch.optim.Muon):
-        raise ConfigError(
-            "optimizer",
-            kind.__name__,
+    elif issubclass(kind, torch.optim.Muon):
+        problem = (
             "computes with sharded parameters (DTensor), and its updates then depend on the number "
-            "of ranks; use distmp.optim.Muon (optim.name = 'muon'), which exchanges full matrices",
+            "of ranks; use distmp.optim.Muon (optim.name = 'muon'), which exchanges full matrices"
         )
+    else:
+        return
+    raise ConfigError("optimizer", kind.__name__, problem)
 
 
 def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -103,28 +102,24 @@ def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRSchedu
 
 
 def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer) -> None:
-    name = type(part).__name__
     if isinstance(part, lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "schedule",
-            name,
+        problem = (
             "follows a metric, and the engine schedules by the number of updates; build the engine "
-            "without `schedule`, and step it on engine.optimizer yourself",
+            "without `schedule`, and step it on engine.optimizer yourself"
         )
-    if getattr(part, "cycle_momentum", False):
-        raise ConfigError(
-            "schedule",
-            name,
+    elif getattr(part, "cycle_momentum", False):
+        problem = (
             "also changes the momentum, but the engine schedules only learning rates; build it "
-            "with cycle_momentum=False",
+            "with cycle_momentum=False"
         )
-    if getattr(part, "optimizer", optimizer) is not optimizer:
-        raise ConfigError(
-            "schedule",
-            name,
+    elif getattr(part, "optimizer", optimizer) is not optimizer:
+        problem = (
             "is built on another optimizer than the one that the function is called with, whose "
-            f"learning rate would not change; use that one: {_EXAMPLE}",
+            f"learning rate would not change; use that one: {_EXAMPLE}"
         )
+    else:
+        return
+    raise ConfigError("schedule", type(part).__name__, problem)
 
 
 # The table first grows by FIRST_CHUNK rows, then doubles, and finally grows by CHUNK rows, so that
@@ -161,39 +156,30 @@ class LearningRates:
         on_device: bool,
     ) -> None:
         self._optimizer = optimizer
-        self._base_rates: list[float] = []
-        self._build_schedule = schedule
         self._schedule: lr_scheduler.LRScheduler | None = None
         self._rows: list[list[float]] = []
         self._device = device
         self._on_device = on_device
         # The rate that each group received last, and its version counter if it is a tensor.
         self._assigned: list[tuple[Any, int]] = []
-        self.add_groups(optimizer.param_groups)
+        if schedule is not None:
+            self._run_ahead(schedule)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         # Not stored: loading a state into the optimizer replaces the list.
         return self._optimizer.param_groups
 
-    def add_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Include more groups, with the rates that they would have had from the start.
-
-        Args:
-            groups: The last groups of the optimizer, or groups that will be added at its end.
-        """
-        build = self._build_schedule
-        if build is None:
-            return
-        self._base_rates += [float(group["lr"]) for group in groups]
+    def _run_ahead(
+        self, build: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+    ) -> None:
+        """Build the schedule on a placeholder optimizer with the rates of the groups."""
+        rates = [float(group["lr"]) for group in self._groups]
         if self._on_device:
-            for group in groups:
-                group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
+            for group, rate in zip(self._groups, rates, strict=True):
+                group["lr"] = torch.tensor(rate, device=self._device)
         self._placeholder = torch.optim.SGD(
-            [
-                {"params": [torch.zeros((), requires_grad=True)], "lr": rate}
-                for rate in self._base_rates
-            ],
+            [{"params": [torch.zeros((), requires_grad=True)], "lr": rate} for rate in rates],
             lr=0.0,
         )
         self._schedule = build_schedule(build, self._placeholder)
@@ -215,7 +201,7 @@ class LearningRates:
             ConfigError: If a rate is not a number of 0 or more, or a rate was set outside of the
                 schedule.
         """
-        if self._build_schedule is None:
+        if self._schedule is None:
             for index, group in enumerate(self._groups):
                 _check_rate(index, group["lr"])
             rate = self._groups[0]["lr"]
@@ -236,21 +222,21 @@ class LearningRates:
 
     def planned(self, update: int) -> list[float]:
         """Return the rate of each group for an update; empty if the host has not computed it."""
-        return self._rows[update] if self._build_schedule and update < len(self._rows) else []
+        return self._rows[update] if update < len(self._rows) else []
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of the rates besides the number of updates: FP64 copies by name.
 
         `rates` has the rate of each group, in shape (groups,).
         """
-        if self._build_schedule is not None:
+        if self._schedule is not None:
             return {}
         current = [float(group["lr"]) for group in self._groups]
         return {"rates": torch.tensor(current, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue with the rates of a state; rates that are missing stay unchanged."""
-        if "rates" not in state or self._build_schedule is not None:
+        if "rates" not in state or self._schedule is not None:
             return
         for group, rate in zip(self._groups, state["rates"].tolist(), strict=True):
             if isinstance(group["lr"], Tensor):

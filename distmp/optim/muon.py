@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError, listed, nearest
+from distmp.optim.adamw import store
 from distmp.optim.owners import Owners, ShardedMatrix
 from distmp.scaling.norms import chunk_norms
 from distmp.scaling.step_decision import PRESCALE
@@ -185,10 +186,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ConfigError: If a matrix is a shard, and `shard` has not set how it is divided.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._step_muon()
         self._step_adamw()
         return loss
@@ -244,7 +242,7 @@ class Muon(torch.optim.Optimizer):
             gradient = gradient / scale
         old, momentum = local_values(state["momentum_buffer"]), matrix.group["momentum"]
         new = old.lerp(gradient, 1 - momentum)
-        matrix.store(old, new)
+        store(old, new, matrix.skip)
         return gradient.lerp(new, momentum)
 
 
@@ -272,14 +270,7 @@ class _Matrix(NamedTuple):
         ratio = ADJUSTMENTS[group["adjust_lr_fn"]](*(shape or weights.shape))
         direction = direction.view_as(weights).to(weights)
         decayed = weights * (1 - group["lr"] * group["weight_decay"])
-        self.store(weights, decayed - direction * (group["lr"] * ratio))
-
-    def store(self, old: Tensor, new: Tensor) -> None:
-        """Write new values over old ones, unless the step is skipped; the host does not wait."""
-        if self.skip is None:
-            old.copy_(new)
-        else:
-            torch.where(self.skip, old, new, out=old)
+        store(weights, decayed - direction * (group["lr"] * ratio), self.skip)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

@@ -79,18 +79,13 @@ class OptimizerTensors:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
         self.optimizer = optimizer
-        self._parameters: list[tuple[str, Tensor]] = []
+        self._parameters = parameters
         self._is_stepping = False
-        self.add(parameters)
-        optimizer.register_step_pre_hook(self._refuse_step)
-
-    def add(self, parameters: NamedParameters) -> None:
-        """Include tensors that were added to the optimizer."""
-        self._parameters += parameters
-        self._groups = self.optimizer.param_groups
+        self._groups = optimizer.param_groups
         self._updated = self._tensor_ids()
         # The kernel that each group was built for; loading a state overwrites the flag.
         self._fused = [group.get("fused") for group in self._groups]
+        optimizer.register_step_pre_hook(self._refuse_step)
 
     def step(self) -> None:
         """Step the optimizer."""
@@ -156,7 +151,6 @@ class OptimizerTensors:
 
 
 def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
-    kind = type(optimizer).__name__
     names = {id(tensor): name for name, tensor in parameters}
     counts = Counter(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
     foreign = [
@@ -166,25 +160,22 @@ def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters
         if id(tensor) not in names
     ]
     if foreign:
-        raise ConfigError(
-            "optimizer",
-            kind,
+        problem = (
             f"updates {len(foreign)} tensors that the engine does not train ({listed(foreign)}), "
             "so its updates would be lost; build it on the tensors that the function is called "
-            f"with, not on model.parameters(): {_EXAMPLE}",
+            f"with, not on model.parameters(): {_EXAMPLE}"
         )
-    if twice := [names[key] for key, count in counts.items() if count > 1]:
-        raise ConfigError(
-            "optimizer", kind, f"would update {listed(twice)} more than once; put each in one group"
-        )
-    if missing := [name for key, name in names.items() if key not in counts]:
-        raise ConfigError(
-            "optimizer",
-            kind,
+    elif twice := [names[key] for key, count in counts.items() if count > 1]:
+        problem = f"would update {listed(twice)} more than once; put each in one group"
+    elif missing := [name for key, name in names.items() if key not in counts]:
+        problem = (
             f"does not step {listed(missing)}; put every tensor that the function is called with "
             "into a group, and freeze parameters that are not trained (requires_grad_(False)) "
-            "before the engine is built",
+            "before the engine is built"
         )
+    else:
+        return
+    raise ConfigError("optimizer", type(optimizer).__name__, problem)
 
 
 def set_rounding(optimizer: torch.optim.Optimizer, policy: PrecisionPolicy) -> None:

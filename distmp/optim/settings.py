@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distmp.errors import ConfigError
-from distmp.utils.resume_rules import consequential, dangerous
+from distmp.utils.annotations import consequential, dangerous
 
 # Schedules of distmp; others are import paths.
 SHAPES = ("cosine", "linear", "constant", "wsd")

@@ -168,6 +168,7 @@ def create_state(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim")
     left_out: dict[str, None] = {}
     updated = {entry.rpartition("/")[0] for entry in stored}
     for name, (parameter, _) in owners.items():
@@ -184,7 +185,7 @@ def create_state(
             state.update(optimizer.new_state(parameter))
         if key in state or isinstance(optimizer, AdamW):
             continue
-        if dtype.is_floating_point and _is_of_torch(optimizer):
+        if dtype.is_floating_point and is_of_torch:
             dtype = parameter.dtype if shape else dtype
         full = parameter.shape if shapes is None else shapes[name]
         if shape == full and parameter.dim() > 0 and (shape or key not in _COUNTS):
@@ -196,10 +197,6 @@ def create_state(
                 shape, dtype=dtype, device=parameter.device if on_device else "cpu"
             )
     return list(left_out)
-
-
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def never_updated(

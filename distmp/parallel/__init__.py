@@ -23,15 +23,8 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "distmp.parallel.build": (
-                "build_strategy",
-                "resolve_strategy",
-            ),
-            "distmp.parallel.settings": (
-                "STRATEGIES",
-                "AccumulationSettings",
-                "ParallelConfig",
-            ),
+            "distmp.parallel.build": ("build_strategy", "resolve_strategy"),
+            "distmp.parallel.settings": ("STRATEGIES", "AccumulationSettings", "ParallelConfig"),
             "distmp.parallel.strategy": ("Strategy",),
         },
     )

@@ -1,5 +1,17 @@
 """The blocks of a model, which are sharded, recomputed or compiled as one unit."""
 
+# Note [Buffers and recomputation]
+#
+# A forward may write buffers, such as the running statistics of BatchNorm. The recomputation in
+# backward must not write them a second time, and must not read values that were written since the
+# first forward. So it runs on copies of the buffers with the values of the first forward. The
+# copies are different tensors, because autograd keeps references to tensors that it needs for
+# backward.
+#
+# Between forward and backward, only buffers that forward has written are held twice. A write is
+# detected by the version counter of a tensor. Batch norm does not increment the version of its
+# statistics; this is correct, because in training mode it writes them without reading them.
+
 from __future__ import annotations
 
 import functools

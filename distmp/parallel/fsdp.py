@@ -5,6 +5,58 @@ that of every other strategy: gradients are summed (not averaged) over ranks and
 FP32.
 """
 
+# Note [Accumulation and reduction with FSDP2]
+#
+# FSDP2 reduces a parameter group at the end of the group's backward. `accumulation.place`
+# determines what happens before the last microbatch:
+#
+# - "sharded": Every microbatch is reduced. FSDP adds the result to the `.grad` of the shards.
+# - "unsharded": `set_requires_gradient_sync(False)` skips the reduction. Autograd accumulates into
+#   the `.grad` of the gathered parameters, which exists while the parameters themselves are freed.
+# - "hybrid": `set_requires_all_reduce(False)` skips the all-reduce over the copies of the model.
+#   FSDP adds the result of the reduce-scatter to a partial sum of the group. The `.grad` of the
+#   shards is set in the last microbatch only.
+#
+# Sums over microbatches and over the uses of a weight have to be FP32, and FSDP fails if the
+# dtypes of a group's gradients differ, as they would for a parameter that is first used in the
+# last microbatch. So autograd makes all gradients FP32 (`accumulate_in_fp32`). It makes none FP32
+# in a group of 16-bit weights that the loss uses exactly once: FSDP converts these when it copies
+# them to the input of the reduction or adds them (`unconverted_gradients`). Only `ReduceScatter`
+# rounds: once to the communication dtype, and it sums over ranks in FP32. With a 16-bit
+# `reduce_dtype` in FSDP's policy, the backend would sum in 16 bits. So FSDP's policy is always
+# FP32, and `ReduceScatter` knows the communication dtype.
+#
+# FSDP calls our collectives on its own CUDA streams, and `ReduceScatter` waits there, so it does
+# not hold up backward. Its temporary buffers belong to FSDP's reduce-scatter stream, so their
+# memory is reused in the order of that stream. FSDP keeps the input alive until the stream has
+# read it. On CPUs the collective has finished when the call returns, so `ReduceScatter` frees the
+# input at once.
+
+# Note [Order of FSDP2 collectives]
+#
+# FSDP gathers a group before its forward. In backward it gathers the next group ahead of time
+# (prefetch), in the reverse order of the last forward. The order of collectives on a rank therefore
+# follows from the modules that this rank has run, and collectives of different ranks are matched by
+# order alone. `AllGather` and `ReduceScatter` report each collective to `CollectiveOrder` before
+# it starts, so ranks that differ raise an error instead of mixing parameters. A parameter without a
+# gradient on this rank counts as zero in the reduction of its group (`watch_reductions`).
+#
+# After forward, the parameters of the root stay gathered, and those of blocks too if
+# `reshard_after_forward` is false. FSDP frees them in backward. After a forward without backward
+# they would remain, and the next forward would use them without a new gather: with old values,
+# after an update or after loading a checkpoint. `_end_forward` therefore frees them.
+
+# Note [Abandoned steps with FSDP2]
+#
+# If forward or backward raises an exception, the step leaves gathered parameters in the model,
+# collectives in flight and gradients in four places: the `.grad` of shards, the `.grad` of gathered
+# parameters, FSDP's accumulator and the partial sums of "hybrid". `zero_grad` clears the
+# first only, and `reset_iter_state` (torch 2.13) only the partial sums, so a NaN of the abandoned
+# step would reach the next one. `_unfinished` is set from the first microbatch until the gradients
+# are final. If it is still set in `begin_step`, `_discard` resets FSDP's state, which waits for
+# collectives in flight (torch 2.13), frees the gathered parameters, clears all these gradients and
+# makes `CollectiveOrder` discard the pass.
+
 from __future__ import annotations
 
 import functools
@@ -15,9 +67,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distmp.buckets.parameters import WATCHED_STEPS
@@ -141,6 +191,7 @@ class FullySharded(Strategy):
         self._order = self._watch_collectives(world, policy, kept)
         fsdp_internals.check(self.module)
         fsdp_internals.accumulate_in_fp32(self.module)
+        self._sixteen_bit = fsdp_internals.sixteen_bit_groups(self.module)
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
         self._known = KnownParameters(module)
@@ -198,14 +249,15 @@ class FullySharded(Strategy):
             self._root.set_requires_all_reduce(last)
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
-        return fsdp_internals.unconverted_gradients(self.module, loss)
+        return fsdp_internals.unconverted_gradients(self._sixteen_bit, loss)
 
     def finish_gradients(self) -> None:
         # FSDP waits for its reductions at the end of each backward.
         self.used.exchange_flags()
+        unused = self.used.unused_in_step
         for name, parameter in self._trainable:
             self._check_gradient(parameter)
-            if self.used.is_unused(name) or not parameter.requires_grad:
+            if name in unused or not parameter.requires_grad:
                 # FSDP reduces all parameters of a group, even those that were frozen later.
                 parameter.grad = None
             elif parameter.grad is None:

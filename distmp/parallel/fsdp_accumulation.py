@@ -12,7 +12,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.settings import Accumulation
 from distmp.precision.policy import PrecisionPolicy
-from distmp.utils.cgroups import free_host_bytes
+from distmp.utils.processes import free_host_bytes
 from distmp.utils.units import bytes_text
 
 Place = Literal["sharded", "unsharded", "hybrid"]

@@ -58,19 +58,18 @@ def check_shapes(module: nn.Module, strategy: str) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError("model", name, HOOK)
         if parameter.dim() == 0:
-            raise ConfigError(
-                "strategy",
-                strategy,
+            problem = (
                 f"shards parameters by rows, but {name!r} has the shape (); give it the shape "
-                "(1,), or use 'ddp'",
+                "(1,), or use 'ddp'"
             )
-        if parameter.numel() == 0 and parameter.requires_grad:
-            raise ConfigError(
-                "strategy",
-                strategy,
+        elif parameter.numel() == 0 and parameter.requires_grad:
+            problem = (
                 f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
-                "freeze or remove it, or use 'ddp'",
+                "freeze or remove it, or use 'ddp'"
             )
+        else:
+            continue
+        raise ConfigError("strategy", strategy, problem)
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

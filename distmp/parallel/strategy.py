@@ -280,11 +280,9 @@ class KnownParameters:
         self._tree = ModuleTree(model)
 
     def _is_unchanged(self) -> bool:
+        kinds = [(each.dtype, each.device.type) for each, _, _ in self._trained.values()]
         return (
-            all(
-                parameter.dtype == dtype and parameter.device.type == device
-                for parameter, dtype, device in self._trained.values()
-            )
+            kinds == [(dtype, device) for _, dtype, device in self._trained.values()]
             and not any(parameter.requires_grad for parameter in self._frozen)
             and self._tree.is_unchanged()
         )

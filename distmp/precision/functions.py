@@ -101,14 +101,14 @@ def functions_in_fp32(names: Iterable[str]) -> contextlib.AbstractContextManager
         if name not in _known():
             similar = difflib.get_close_matches(name, sorted(_known()), 1)
             problem = f"did you mean {similar[0] + '()'!r}?" if similar else "torch has none"
-            raise ConfigError("precision.policy.keep_fp32", f"{name}()", problem)
-        if name.endswith("_"):
-            raise ConfigError(
-                "precision.policy.keep_fp32",
-                f"{name}()",
+        elif name.endswith("_"):
+            problem = (
                 "writes to its argument, which would be an FP32 copy; name a function that "
-                "returns new values",
+                "returns new values"
             )
+        else:
+            continue
+        raise ConfigError("precision.policy.keep_fp32", f"{name}()", problem)
     return Fp32Functions(names) if names else contextlib.nullcontext()
 
 

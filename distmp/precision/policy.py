@@ -9,8 +9,8 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from distmp.errors import ConfigError
+from distmp.utils import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.limits import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *SIXTEEN_BIT)

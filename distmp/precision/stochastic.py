@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # Constants of SplitMix64 (Steele, Lea and Flood 2014) as signed numbers, which int64 tensors need.
-_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _SHIFTS = (30, 27, 31)
 
@@ -46,7 +46,7 @@ def random_bits(index: Tensor, *, seed: int, step: Tensor | int, parameter: int)
     digest = hashlib.sha256(f"{seed} {parameter}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
     number = torch.as_tensor(step, device=index.device).to(torch.int64)
-    stream = _mixed(number * _INCREMENT + key)
+    stream = mixed(number * INCREMENT + key)
     return _bits_of_stream(index, stream)
 
 
@@ -67,7 +67,7 @@ def uniform(shape: torch.Size, key: Tensor) -> Tensor:
 
 def _uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
     index = torch.arange(math.prod(shape), dtype=torch.int64, device=key.device)
-    bits = _bits_of_stream(index, _mixed(key * _INCREMENT))
+    bits = _bits_of_stream(index, mixed(key * INCREMENT))
     return ((bits >> 8).to(torch.float32) * 2.0**-24).reshape(shape)
 
 
@@ -83,10 +83,10 @@ def _(key: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _bits_of_stream(index: Tensor, stream: Tensor) -> Tensor:
-    return (_mixed(index * _INCREMENT + stream) >> 32) & 0xFFFFFFFF
+    return (mixed(index * INCREMENT + stream) >> 32) & 0xFFFFFFFF
 
 
-def _mixed(values: Tensor) -> Tensor:
+def mixed(values: Tensor) -> Tensor:
     """Return the hash of each int64 value; overwrites `values`. Products wrap around."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         # `>>` copies the sign bit; the mask makes it a logical shift.
@@ -110,42 +110,6 @@ def round_with_bits(values: Tensor, bits: Tensor) -> Tensor:
     # bfloat16 is the upper half of FP32: a carry out of the lower half rounds up.
     rounded = (values.view(torch.int32) + bits.to(torch.int32)) & -(2**16)
     return torch.where(values.isfinite(), rounded.view(torch.float32), values).to(torch.bfloat16)
-
-
-def stochastic_round(
-    values: Tensor,
-    *,
-    seed: int,
-    step: Tensor | int,
-    parameter: int,
-    start: int | Tensor = 0,
-) -> Tensor:
-    """Return values in bfloat16, rounded stochastically.
-
-    Args:
-        values: FP32.
-        seed: Seed of the run.
-        step: Number of the update; a 0-dim tensor may be on the device.
-        parameter: `parameter_id` of the parameter.
-        start: Index of the first of consecutive elements in the flattened full parameter, or the
-            index of each element: int64, in the shape of `values`.
-
-    Raises:
-        ValueError: For another dtype of `values`.
-
-    Example:
-        >>> import torch
-        >>> third = torch.full((30_000,), 1 + 1 / 384)  # a third between 1 and the next bfloat16
-        >>> rounded = stochastic_round(third, seed=0, step=1, parameter=0)
-        >>> round(rounded.float().mean().item(), 4)
-        1.0026
-    """
-    if values.dtype != torch.float32:
-        raise ValueError(f"rounds float32 to bfloat16, not {values.dtype}")
-    if isinstance(start, int):
-        start = indices(start, values.numel(), values.device).view(values.shape)
-    bits = random_bits(start, seed=seed, step=step, parameter=parameter)
-    return round_with_bits(values, bits & 0xFFFF)
 
 
 def indices(start: int, count: int, device: torch.device) -> Tensor:

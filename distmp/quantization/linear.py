@@ -9,6 +9,15 @@ Inputs, weights and output gradients are rounded to the format of the product wh
 dtype). Sums are FP32, and results are rounded to the dtype of `x` once.
 """
 
+# Note [One rounded weight]
+#
+# The rounded weight of forward is that of backward: scales of weights belong to rows (output
+# features) or square blocks, so the transposed weight has the same values. For "row", grad sums
+# over the rows, so a scale of a row cannot be applied to the result. It is a power of two, and is
+# multiplied into dy instead, before dy is rounded, which is exact:
+#
+#     dx = dy diag(s) q = (dy diag(s)) q
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -10,6 +10,15 @@ blocks, so that the same rounded weight is used in forward and, transposed, in b
   operand.
 """
 
+# Note [Statistics under torch.compile]
+#
+# Statistics are added to one tensor in place, in forward and in backward. In a compiled graph the
+# tensor would be an input that backward keeps, and torch refuses to run backward after another
+# forward has changed it. So the graph computes three sums, and an operator adds them to a tensor
+# that it finds by a number. The operator returns the scales that it is given, so that the compiler
+# does not remove it as unused. The number is a tensor on the host: with an integer, torch would
+# compile every layer again.
+
 from __future__ import annotations
 
 import itertools

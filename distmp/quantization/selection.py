@@ -113,31 +113,27 @@ def _matched(model: nn.Module, pattern: str, blocks: Sequence[str]) -> Iterator[
         optional = pattern in OPTIONAL
         tops = [*matching_modules(model, pattern, "precision.policy.hp", optional=optional)]
     for name, part in model.named_modules():
-        if isinstance(part, nn.Linear) and any(_is_inside(name, top) for top in tops):
+        if isinstance(part, nn.Linear) and any(f"{name}.".startswith(f"{top}.") for top in tops):
             yield name
-
-
-def _is_inside(name: str, top: str) -> bool:
-    return name == top or name.startswith(f"{top}.")
 
 
 def _some_blocks(
     pattern: str, which: str, number: str, percent: str, *, blocks: Sequence[str]
 ) -> Sequence[str]:
     """Return the first or last blocks; a percentage is rounded up to whole blocks."""
-    if not blocks:
-        raise ConfigError(
-            "precision.policy.hp",
-            pattern,
-            "the model has neither a module list nor _no_split_modules, so its blocks are unknown; "
-            "name them in sharding.wrap, or set hp without this pattern, as in hp=head|embedding",
-        )
     count = math.ceil(int(number) * len(blocks) / 100) if percent else int(number)
-    if count == 0:
-        raise ConfigError("precision.policy.hp", pattern, "selects no block; use 1 or more")
-    if count > len(blocks):
-        raise ConfigError("precision.policy.hp", pattern, f"the model has {len(blocks)} blocks")
-    return blocks[:count] if which == "first" else blocks[len(blocks) - count :]
+    if not blocks:
+        problem = (
+            "the model has neither a module list nor _no_split_modules, so its blocks are unknown; "
+            "name them in sharding.wrap, or set hp without this pattern, as in hp=head|embedding"
+        )
+    elif count == 0:
+        problem = "selects no block; use 1 or more"
+    elif count > len(blocks):
+        problem = f"the model has {len(blocks)} blocks"
+    else:
+        return blocks[:count] if which == "first" else blocks[len(blocks) - count :]
+    raise ConfigError("precision.policy.hp", pattern, problem)
 
 
 def _tied_to_embeddings(model: nn.Module) -> Iterator[str]:

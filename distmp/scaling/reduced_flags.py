@@ -133,7 +133,8 @@ def reduce_flags(
     exact_scale = scale.to(torch.float64)
     found = [member.local_found_inf for member in members]
     local = found[0] if len(found) == 1 else torch.stack([torch.zeros_like(scale), *found]).amax()
-    has_gradients = any(_has_gradients(member.optimizer) for member in members)
+    held = (parameter for member in members for parameter in parameters(member.optimizer))
+    has_gradients = any(parameter.grad is not None for parameter in held)
     values = [
         local.to(torch.float64),
         torch.full_like(exact_scale, has_gradients),
@@ -154,7 +155,3 @@ def reduce_flags(
         empty=with_gradients == 0,
         square_sum=squares,
     )
-
-
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(parameter.grad is not None for parameter in parameters(optimizer))

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from distmp.errors import ConfigError
-from distmp.utils.annotations import check_types
-from distmp.utils.limits import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
-from distmp.utils.resume_rules import consequential
+from distmp.utils import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
+from distmp.utils.annotations import check_types, consequential
 
 # Number of clean steps before growth in runs of a few hundred steps.
 SHORT_RUN_GROWTH_INTERVAL = 400

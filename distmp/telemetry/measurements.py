@@ -16,7 +16,7 @@ from torch import Tensor
 from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.quantization.linear import OPERANDS
 from distmp.quantization.operands import STATISTICS
-from distmp.utils.host_memory import return_freed_memory
+from distmp.utils.processes import return_freed_memory
 
 if TYPE_CHECKING:
     import torch

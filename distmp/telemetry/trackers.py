@@ -12,7 +12,7 @@ from distmp.errors import ConfigError, nearest
 from distmp.masking import masked, masked_text
 from distmp.telemetry.records import StepRecord
 from distmp.utils.imports import load_object, require_package
-from distmp.utils.settings.convert import flat
+from distmp.utils.settings import flat
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -16,30 +18,60 @@ from distmp.engine.saving import load_checkpoint
 from distmp.optim import Muon
 from distmp.quantization.layers import describe_formats, formats_record
 from distmp.telemetry.console import Console
-from distmp.training import manifest
 from distmp.training.components import (
     Progress,
     RunComponents,
     build_engine,
     check_datasets,
+    configured_weights,
     find_checkpoint,
     prepare,
     start_from_weights,
     stored_progress,
 )
 from distmp.training.restarts import Restarts
-from distmp.training.run import Run
-from distmp.training.run_directory import RunDirectory, try_to_write
+from distmp.training.run_directory import RunDirectory, record_start, try_to_write
 from distmp.training.run_fingerprint import (
     Changes,
     changes_since,
     describe_model,
     run_fingerprint,
-    weights_directory,
 )
-from distmp.training.run_lease import DirectoryChoice, this_job
+from distmp.training.run_lease import DirectoryChoice, RunLease, this_job
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import settings
+from distmp.utils.settings.yaml_files import write_yaml
+
+
+@dataclass(frozen=True)
+class Run:
+    """The components of a training run on one rank, as `build_run` returns them.
+
+    Attributes:
+        config: The configuration.
+        world: The ranks.
+        console: Prints messages; quiet on all ranks but the first.
+        components: Data, loss, and the model before it was distributed.
+        engine: Takes the optimizer steps. The state of the checkpoint, if any, has been loaded.
+        fingerprint: Properties of the run that a checkpoint stores, see `run_fingerprint`.
+        directory: The directory of the run.
+        restarts: Earlier attempts of this job.
+        checkpoint: The checkpoint that was loaded; None for a new run.
+        progress: Steps and samples up to now.
+        lease: On rank 0, the right to write to the directory; None on the others.
+    """
+
+    config: RunConfig
+    world: World
+    console: Console
+    components: RunComponents
+    engine: Engine
+    fingerprint: dict[str, Any]
+    directory: RunDirectory
+    restarts: Restarts
+    checkpoint: store.StoredCheckpoint | None
+    progress: Progress
+    lease: RunLease | None
 
 
 def build_run(config: RunConfig, world: World, console: Console, restarts: Restarts) -> Run:
@@ -59,26 +91,19 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
         raise
 
 
+@dataclass(frozen=True)
 class _Builder:
     """Builds a run; on rank 0, `choice` claims its directory."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        console: Console,
-        restarts: Restarts,
-        choice: DirectoryChoice | None,
-    ) -> None:
-        self._config = config
-        self._world = world
-        self._console = console
-        self._restarts = restarts
-        self._choice = choice
+    config: RunConfig
+    world: World
+    console: Console
+    restarts: Restarts
+    choice: DirectoryChoice | None
 
     def build(self) -> Run:
         """Return the run; see `build_run`."""
-        config, world, ranks = self._config, self._world, self._world.ranks
+        config, world, ranks = self.config, self.world, self.world.ranks
         components = ranks.all_or_none(self._prepare)
         checkpoint = self._find_checkpoint()
         progress = Progress() if checkpoint is None else stored_progress(checkpoint)
@@ -98,8 +123,8 @@ class _Builder:
             start_from_weights(components, engine)
         fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
         fingerprint |= describe_model(components.model, config)
-        if checkpoint is None and _freezes_random_weights(config):
-            self._console.message(
+        if checkpoint is None and self._freezes_random_weights():
+            self.console.message(
                 "model.peft: the model has random weights, and they stay frozen; name its weights "
                 "with hf:DIRECTORY or model.weights"
             )
@@ -109,39 +134,46 @@ class _Builder:
             if not config.resume_force:
                 ranks.all_or_none(lambda: changes.refuse(str(checkpoint)))
         directory = self._choose_directory(checkpoint)
-        for line in _summary(chosen, world, components, engine, parameters, reason):
-            self._console.message(line)
+        for line in self._summary(components, engine, parameters):
+            self.console.message(line)
+        if reason:
+            self.console.message(f"strategy: {chosen.strategy} ({reason})")
         self._record_start(directory, checkpoint, progress.step, engine)
         if checkpoint is not None:
             self._continue_from(checkpoint, progress, engine, changes)
-        if (attempt := self._restarts.describe_attempt(progress.step)) is not None:
-            self._console.message(attempt)
+        if (attempt := self.restarts.describe_attempt(progress.step)) is not None:
+            self.console.message(attempt)
         return Run(
             config,
             world,
-            self._console,
+            self.console,
             components,
             engine,
             fingerprint,
             directory,
-            self._restarts,
+            self.restarts,
             checkpoint,
             progress,
-            None if self._choice is None else self._choice.lease,
+            None if self.choice is None else self.choice.lease,
         )
 
     def _prepare(self) -> RunComponents:
-        components = prepare(self._config, self._world)
-        check_datasets(self._config, components.datasets)
+        components = prepare(self.config, self.world)
+        check_datasets(self.config, components.datasets)
         return components
+
+    def _freezes_random_weights(self) -> bool:
+        model = self.config.model
+        known = model.peft is not None and not model.is_import_path
+        return known and configured_weights(model) is None
 
     def _find_checkpoint(self) -> store.StoredCheckpoint | None:
         """Claim the directory to continue, and return the checkpoint to continue from."""
-        config = self._config
+        config = self.config
 
         def claim() -> str | None:
-            assert self._choice is not None
-            directory = self._choice.continued(self._restarts.directory)
+            assert self.choice is not None
+            directory = self.choice.continued(self.restarts.directory)
             return None if directory is None else str(directory.path)
 
         def configured() -> store.StoredCheckpoint | None:
@@ -150,20 +182,39 @@ class _Builder:
             directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
             return find_checkpoint(config, directory)
 
-        path = self._world.ranks.from_rank_0(claim)
-        return self._world.ranks.all_or_none(lambda: self._restarts.checkpoint(configured))
+        path = self.world.ranks.from_rank_0(claim)
+        return self.world.ranks.all_or_none(lambda: self.restarts.checkpoint(configured))
 
     def _choose_directory(self, checkpoint: store.StoredCheckpoint | None) -> RunDirectory:
         """Return the directory of the run that wrote the checkpoint, or create one, on rank 0."""
 
         def choose() -> str:
-            assert self._choice is not None
-            directory = self._restarts.directory or self._choice.final(checkpoint)
-            self._restarts.begin(directory, checkpoint)
+            assert self.choice is not None
+            directory = self.restarts.directory or self.choice.final(checkpoint)
+            self.restarts.begin(directory, checkpoint)
             return str(directory.path)
 
-        path = self._world.ranks.from_rank_0(choose)
-        return RunDirectory(Path(path), self._config.checkpoint.path)
+        path = self.world.ranks.from_rank_0(choose)
+        return RunDirectory(Path(path), self.config.checkpoint.path)
+
+    def _summary(self, components: RunComponents, engine: Engine, parameters: str) -> Iterator[str]:
+        """Yield lines about the run, with the reason for every automatic choice."""
+        config, world, batch = self.config, self.world, self.config.batch
+        yield f"data: {components.datasets.description}"
+        yield (
+            f"model: {config.model.name}, {parameters}; "
+            f"precision {engine.policy.name} ({engine.policy_reason})"
+        )
+        if engine.low_precision_matmuls.layers is not None:
+            yield f"formats: {describe_formats(engine.low_precision_matmuls.layers)}"
+        yield (
+            f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
+            f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
+            f"batch {batch.global_batch_size} = {world.world_size} ranks x "
+            f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
+        )
+        if isinstance(engine.optimizer, Muon):
+            yield f"optimizer: {engine.optimizer.describe()}"
 
     def _record_start(
         self,
@@ -173,7 +224,7 @@ class _Builder:
         engine: Engine,
     ) -> None:
         """Write the configuration and the manifest, and print the directory of the run."""
-        config, log = self._config, self._console.message
+        config, log = self.config, self.console.message
         log(f"run directory: {directory.path}")
         if checkpoint is not None:
             log(f"continuing from {checkpoint}")
@@ -182,12 +233,12 @@ class _Builder:
                     f"nothing is left to train: the checkpoint is of step {step}, and "
                     f"steps = {config.steps}"
                 )
-        if self._world.rank == 0:
-            try_to_write(directory.config, lambda path: settings.write_yaml(config, path), log)
+        if self.world.rank == 0:
+            try_to_write(directory.config, lambda path: write_yaml(config, path), log)
         layers = engine.low_precision_matmuls.layers
-        manifest.record(
+        record_start(
             directory.manifest,
-            self._world,
+            self.world,
             settings.to_mapping(config),
             first_step=step,
             low_precision_matmuls=None if layers is None else formats_record(layers),
@@ -201,50 +252,16 @@ class _Builder:
         changes: Changes,
     ) -> None:
         """Report what changed since the checkpoint, and load it."""
-        if progress.step >= self._config.steps:
+        if progress.step >= self.config.steps:
             # A change of `steps` affects the learning rates of later steps, and none are left.
             changes.consequential.pop("steps", None)
         current_phase.enter("loading a checkpoint", transfers=True)
-        if self._world.rank == 0:
-            changes.report(self._console.message)
+        if self.world.rank == 0:
+            changes.report(self.console.message)
         same_optimizer = "optim.name" not in changes.dangerous
-        self._world.ranks.all_or_none(
+        self.world.ranks.all_or_none(
             lambda: load_checkpoint(engine, checkpoint, optimizer=same_optimizer)
         )
-
-
-def _summary(
-    config: RunConfig,
-    world: World,
-    components: RunComponents,
-    engine: Engine,
-    parameters: str,
-    strategy_reason: str,
-) -> Iterator[str]:
-    """Yield lines about the run, with the reason for every automatic choice."""
-    batch = config.batch
-    yield f"data: {components.datasets.description}"
-    yield (
-        f"model: {config.model.name}, {parameters}; "
-        f"precision {engine.policy.name} ({engine.policy_reason})"
-    )
-    if engine.low_precision_matmuls.layers is not None:
-        yield f"formats: {describe_formats(engine.low_precision_matmuls.layers)}"
-    yield (
-        f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
-        f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
-        f"batch {batch.global_batch_size} = {world.world_size} ranks x "
-        f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
-    )
-    if isinstance(engine.optimizer, Muon):
-        yield f"optimizer: {engine.optimizer.describe()}"
-    if strategy_reason:
-        yield f"strategy: {config.strategy} ({strategy_reason})"
-
-
-def _freezes_random_weights(config: RunConfig) -> bool:
-    known = config.model.peft is not None and not config.model.is_import_path
-    return known and weights_directory(config) is None
 
 
 def _count_parameters(model: nn.Module) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +17,8 @@ from distmp.checkpoint import store
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
-from distmp.data.loading import Batch, is_stream, step_batches
-from distmp.data.order import microbatches_per_rank
-from distmp.data.seeded import SeededMicrobatches
+from distmp.data.loading import Batch, SeededMicrobatches, is_stream, steps
+from distmp.data.order import Division, microbatches_per_rank
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.saving import load_checkpoint
@@ -89,7 +89,7 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     datasets = build_datasets(config.data)
     torch.manual_seed(config.seed)
     model = _build(config, datasets.vocabulary_size, world)
-    weights = _weights(config.model)
+    weights = configured_weights(config.model)
     if weights is not None and weights.may_have_more:
         model, weights = _with_weights(model, weights, config.model, quiet=world.rank != 0)
     if config.model.peft is not None:
@@ -199,7 +199,8 @@ def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.M
         return build_whole(build, config.seed)
 
 
-def _weights(config: ModelConfig) -> StoredWeights | None:
+def configured_weights(config: ModelConfig) -> StoredWeights | None:
+    """Return the weights that a new run starts from; None for random weights."""
     if config.weights is not None:
         return StoredWeights(Path(config.weights))
     directory = huggingface.weights_directory(config.name) if config.is_hugging_face else None
@@ -275,18 +276,25 @@ def training_batches(
     config: RunConfig, parts: RunComponents, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
     """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
-    return step_batches(
+    batch = config.batch
+    division = Division(
+        progress.samples,
+        batch.global_batch_size,
+        batch.microbatch_size,
+        world.rank,
+        world.world_size,
+    )
+    all_steps = steps(
         parts.datasets.train,
+        division,
         seed=config.seed,
-        first_sample=progress.samples,
-        global_batch_size=config.batch.global_batch_size,
-        microbatch_size=config.batch.microbatch_size,
-        rank=world.rank,
-        world_size=world.world_size,
         workers=config.data.workers,
         pin_memory=world.device.type == "cuda",
         group=world.group,
     )
+    with closing(all_steps):
+        for step in all_steps:
+            yield step.microbatches
 
 
 def find_checkpoint(

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
+import torch
 import torch.distributed as dist
 
+from distmp.config import RunConfig
 from distmp.distributed import rank_monitor, rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
@@ -26,7 +30,9 @@ from distmp.distributed.stopping import StopSignals
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
 from distmp.faults.watchdog import Ending, Watchdog, record
 from distmp.masking import print_message
-from distmp.training.out_of_memory import advice
+from distmp.parallel.settings import SHARDED_STRATEGIES
+from distmp.utils.processes import is_out_of_memory, memory_limit
+from distmp.utils.units import bytes_text
 
 # Time in which the launcher has to end a rank; it needs well under a second.
 GRACE_SECONDS = 15.0
@@ -67,11 +73,6 @@ def watch(
     )
     _watchdog.watch()
     rank_monitor.use(_watchdog)
-
-
-def watch_preflight(environment: RankEnvironment) -> None:
-    """Watch the ranks during the preflight, which has a shorter limit than a run."""
-    watch(environment, PREFLIGHT_SECONDS, PREFLIGHT_SECONDS, "preflight peers")
 
 
 def before_exit(action: Callable[[], object]) -> None:
@@ -178,3 +179,67 @@ def wait_to_be_ended() -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def advice(
+    error: BaseException, config: RunConfig | None, world_size: int, phase: str
+) -> str | None:
+    """Return a message that replaces the traceback of an out-of-memory error.
+
+    Args:
+        error: Any error.
+        config: The configuration; None if it was not loaded.
+        world_size: Number of ranks.
+        phase: What the rank was doing, as text.
+
+    Returns:
+        torch's message, the memory in use, and the settings that need less memory; None for other
+        errors.
+    """
+    if not is_out_of_memory(error):
+        return None
+    on_gpu = torch.cuda.is_available() and re.search("cuda|cublas", str(error), re.I) is not None
+    cause = " ".join(str(error).split()) or type(error).__name__
+    lines = [f"ran out of {'GPU' if on_gpu else 'main'} memory in {phase}: {cause}"]
+    if not on_gpu:
+        lines.append(f"  in use: {_host_usage()}")
+    changes = [] if config is None else _changes(config, world_size)
+    lines += [f"  - {change}" for change in changes]
+    lines.append(
+        "  `distmp explain` with the options of this run predicts the memory, before and after a "
+        "change"
+    )
+    return "\n".join(lines)
+
+
+def _host_usage() -> str:
+    machine = psutil.virtual_memory()
+    usage = (
+        f"{bytes_text(psutil.Process().memory_info().rss)} by this rank; "
+        f"{bytes_text(machine.available)} of {bytes_text(machine.total)} are free on this machine"
+    )
+    limit = memory_limit()
+    if limit is not None and limit < machine.total:
+        usage += f", and the limit of this job is {bytes_text(limit)}"
+    return usage
+
+
+def _changes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield changes that need less memory and give the same result, the cheapest first."""
+    size = config.batch.microbatch_size
+    if smaller := next((d for d in range(size // 2, 0, -1) if size % d == 0), None):
+        yield (
+            f"batch.microbatch_size = {smaller} instead of {size}: the same global batch of "
+            f"{config.batch.global_batch_size} in {size // smaller} times as many microbatches"
+        )
+    if (value := config.activation_checkpointing) != "blocks":
+        yield f"activation_checkpointing = blocks instead of {value}: takes up to a third more time"
+    sharded = config.strategy in SHARDED_STRATEGIES
+    if world_size > 1 and not sharded:
+        # The run prints what `auto` selected; the configuration does not have it.
+        condition = ", if auto selected ddp" if config.strategy == "auto" else ""
+        yield (
+            f"strategy = fsdp instead of {config.strategy}{condition}: shards weights, gradients "
+            f"and optimizer state over {world_size} ranks"
+        )
+    yield f"more ranks than {world_size}, or a smaller model"

@@ -97,7 +97,9 @@ def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> 
     if not is_enabled(config, environment):
         # From here on, so that a rank that stops while the ranks connect is noticed.
         return join(environment, timeout_seconds=timeout_seconds, on_store=watch)
-    watch_preflight = partial(failures.watch_preflight, environment)
+    # The preflight has a shorter limit than a run.
+    limit = failures.PREFLIGHT_SECONDS
+    watch_preflight = partial(failures.watch, environment, limit, limit, "preflight peers")
     world, report = join_checked(config, environment, watch_preflight)
     watch()
     for line in report:

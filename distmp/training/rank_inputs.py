@@ -18,10 +18,9 @@ from distmp.data.settings import DataConfig
 from distmp.errors import ConfigError
 from distmp.masking import masked
 from distmp.models.huggingface_files import locate
-from distmp.utils import settings
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.files import sampled_digests
-from distmp.utils.settings.convert import flat
+from distmp.utils.settings import flat, to_mapping
 
 # Kinds of inputs.
 VERSIONS, SETTINGS, ENVIRONMENT = "versions", "settings", "environment"
@@ -54,7 +53,7 @@ def inputs(config: RunConfig, *, with_files: bool) -> dict[str, dict[str, Any]]:
         config: The configuration of the run.
         with_files: Whether to read files; one rank of each machine is enough.
     """
-    values = flat(masked(settings.to_mapping(config)))
+    values = flat(masked(to_mapping(config)))
     found: dict[str, dict[str, Any]] = {
         VERSIONS: {f"version of {name}": version for name, version in versions().items()},
         SETTINGS: values,

@@ -12,6 +12,7 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ RESTARTS_WITHOUT_GAIN = 3
 MORE_MACHINES = "more machines have joined"
 
 
+@dataclass
 class Restarts:
     """The attempts of a job to finish a run: one, unless a launcher restarts the ranks.
 
@@ -46,21 +48,18 @@ class Restarts:
         directory: The directory of the run in earlier attempts; None if they made none.
     """
 
-    def __init__(
-        self,
-        store: rendezvous_store.Store | None,
-        count: int,
-        max_restarts: int,
-        world_size: int,
-        checkpoint_path: str | None = None,
-    ) -> None:
-        self.count = count
-        self.max_restarts = max_restarts
-        self._world_size = world_size
-        self._store = store
-        self._values = None if store is None else rendezvous_store.PrefixStore("distmp/job", store)
-        path = self._stored_value("directory") if count > 0 else None
-        self.directory = None if path is None else RunDirectory(Path(path), checkpoint_path)
+    store: rendezvous_store.Store | None
+    count: int
+    max_restarts: int
+    world_size: int
+    checkpoint_path: str | None = None
+
+    def __post_init__(self) -> None:
+        self._values = None
+        if self.store is not None:
+            self._values = rendezvous_store.PrefixStore("distmp/job", self.store)
+        path = self._stored_value("directory") if self.count > 0 else None
+        self.directory = None if path is None else RunDirectory(Path(path), self.checkpoint_path)
 
     @classmethod
     def of_this_job(cls, world_size: int, checkpoint_path: str | None = None) -> Restarts:
@@ -111,10 +110,10 @@ class Restarts:
             raise
         best = self._stored_value("reached")
         # A machine that joins or leaves is no failure of the run.
-        joined_or_left = self._stored_value("ranks") not in (None, self._world_size)
+        joined_or_left = self._stored_value("ranks") not in (None, self.world_size)
         gained = best is None or reached > best or joined_or_left
         futile = 0 if gained else self._stored_value("futile") + 1
-        self._store_value("ranks", self._world_size)
+        self._store_value("ranks", self.world_size)
         self._store_value("reached", reached if best is None else max(reached, best))
         self._store_value("futile", futile)
         if futile >= RESTARTS_WITHOUT_GAIN:
@@ -150,11 +149,11 @@ class Restarts:
             received: The signal that each rank has received, if any.
         """
         machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        if self._store is None or not set(received) <= {None, signal.SIGTERM}:
+        if self.store is None or not set(received) <= {None, signal.SIGTERM}:
             return False
-        if self._store.add(ROSTER, 0) <= machines:
+        if self.store.add(ROSTER, 0) <= machines:
             return False
-        if running_launchers(self._store) <= machines:
+        if running_launchers(self.store) <= machines:
             return False
         self._store_value(f"cause {self.count}", MORE_MACHINES)
         return True
@@ -175,8 +174,8 @@ class Restarts:
         """Return why the last attempt ended."""
         if (noted := self._stored_value(f"cause {self.count - 1}")) is not None:
             return str(noted)
-        if self._store is not None:
-            before = rendezvous_store.for_attempt(self._store, self.count - 1)
+        if self.store is not None:
+            before = rendezvous_store.for_attempt(self.store, self.count - 1)
             ending = ending_of(rendezvous_store.PrefixStore("peers", before))
             if ending is not None:
                 return ending.cause

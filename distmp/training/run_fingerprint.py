@@ -17,15 +17,15 @@ from distmp.data.build import Datasets, identity
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.masking import masked
-from distmp.models import adapters, huggingface, huggingface_files
+from distmp.models import adapters, huggingface_files
 from distmp.models.architecture import architecture
 from distmp.optim.settings import ScheduleConfig
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
+from distmp.training.components import configured_weights
+from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
-from distmp.utils.resume_rules import ResumeRule, resume_rules
-from distmp.utils.settings import leaf_names, to_mapping
-from distmp.utils.settings.convert import digest, flat
+from distmp.utils.settings import digest, flat, leaf_names, to_mapping
 
 _OTHER_SAMPLES = "the position in the data refers to other samples"
 
@@ -166,20 +166,12 @@ def describe_model(model: nn.Module, config: RunConfig) -> dict[str, Any]:
     """
     described: dict[str, Any] = {"model": architecture(model, config.model)}
     if config.model.peft is not None:
-        described["adapter"] = adapters.describe(model, weights_directory(config))
+        weights = configured_weights(config.model)
+        base = None if weights is None else str(weights.path.absolute())
+        described["adapter"] = adapters.describe(model, base)
     if (tokenizer := tokenizer_directory(config)) is not None:
         described["tokenizer"] = str(tokenizer.absolute())
     return described
-
-
-def weights_directory(config: RunConfig) -> str | None:
-    """Return the directory of the weights that a new run starts from; None for random weights."""
-    if config.model.weights is not None:
-        return str(Path(config.model.weights).absolute())
-    directory = None
-    if config.model.is_hugging_face:
-        directory = huggingface.weights_directory(config.model.name)
-    return None if directory is None else str(directory.absolute())
 
 
 def tokenizer_directory(config: RunConfig) -> Path | None:

@@ -7,93 +7,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint import store
-from distmp.checkpoint.store import StoredCheckpoint
-from distmp.config import RunConfig
+from distmp.config import RunConfig, parse_callbacks
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World
-from distmp.engine import Engine
 from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry.console import Console
 from distmp.telemetry.measurements import StepTimer
 from distmp.training.build import build_run
-from distmp.training.callback_state import CallbackStates
 from distmp.training.callbacks import Callback, PendingStep, StepResult
 from distmp.training.callbacks.callback import Rollback, action_for
-from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.callbacks.checkpointing import CallbackStates, Checkpointing
 from distmp.training.callbacks.order import check_hooks, in_order, load_callbacks
 from distmp.training.components import Progress, restore, training_batches
 from distmp.training.restarts import Restarts
 from distmp.utils.generators import seed_generators
 
 MAX_ROLLBACKS = 5
-
-
-def roll_back(
-    engine: Engine, directory: Path, result: StepResult, before: Progress
-) -> tuple[store.StoredCheckpoint, Progress, Rollback]:
-    """Load a checkpoint from before a step into the engine, and skip the data up to that step.
-
-    The statistics of the spike check stay: early in a run, older ones would still be in their
-    warm-up. Collective over all ranks.
-
-    Args:
-        engine: Receives the state.
-        directory: Holds the checkpoints of the run.
-        result: The step that is out of bounds.
-        before: The progress up to that step.
-
-    Returns:
-        The checkpoint, the new progress, and what was done. The caller saves the new position, so
-        that a restart does not train on the skipped data.
-
-    Raises:
-        TrainingError: On every rank, after `MAX_ROLLBACKS` rollbacks, or if there is no checkpoint
-            to go back to.
-    """
-    assert result.spike is not None
-    step, problem = result.step, result.spike.problem
-    check_limit(step, problem, before.rollbacks)
-    checkpoint = checkpoint_before(directory, step)
-    guard = engine.divergence
-    statistics = {name: value.clone() for name, value in guard.state_dict().items()}
-    stored = engine.world.ranks.all_or_none(lambda: restore(engine, checkpoint))
-    guard.load_state_dict(statistics)
-    progress = Progress(stored.step, result.samples, before.rollbacks + 1, stored.step)
-    done = Rollback(step, stored.step, problem, result.samples - stored.samples)
-    return checkpoint, progress, done
-
-
-def message(rollback: Rollback, progress: Progress) -> str:
-    """Return the line that reports a rollback.
-
-    Args:
-        rollback: The rollback.
-        progress: The progress after the rollback.
-    """
-    first_sample = progress.samples - rollback.samples_skipped
-    return (
-        f"step {rollback.from_step}: {rollback.problem}; back to step {rollback.to_step}, "
-        f"continuing with sample {progress.samples} instead of {first_sample} (rollback "
-        f"{progress.rollbacks} of at most {MAX_ROLLBACKS})"
-    )
-
-
-def check_limit(step: int, problem: str, rollbacks: int) -> None:
-    """Raise if the run has used up its rollbacks.
-
-    Raises:
-        TrainingError: On every rank.
-    """
-    if rollbacks >= MAX_ROLLBACKS:
-        raise TrainingError(
-            f"step {step}: {problem}, and the run has already rolled back {rollbacks} times; lower "
-            "optim.lr or optim.max_norm, or inspect the data, and continue with --resume and the "
-            "path of an earlier checkpoint"
-        )
 
 
 def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
@@ -230,7 +162,7 @@ class Trainer:
             self._restore_callbacks(self._checkpoint)
             self._checkpoint = None
 
-    def _restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
+    def _restore_callbacks(self, checkpoint: store.StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""
         message = self.world.ranks.all_or_none(lambda: self.states.restore(checkpoint))
         if message is not None:
@@ -332,9 +264,7 @@ class Trainer:
         current_phase.enter("going back to a checkpoint", transfers=True)
         writer = self.checkpointing.writer
         writer.finish()
-        checkpoint, self.progress, done = roll_back(
-            self.engine, self.directory.checkpoints, result, self.progress
-        )
+        checkpoint, done = self._load_earlier(result)
         self._restore_callbacks(checkpoint)
         writer.resumed(self.progress.step, saved=False)
         self.rollback_from = None
@@ -344,7 +274,39 @@ class Trainer:
             callback.on_rollback(self, done)
         # After the hooks, which may replace the state of their callbacks.
         self.checkpointing.save_now(self)
-        self.console.message(message(done, self.progress))
+        samples = self.progress.samples
+        self.console.message(
+            f"step {done.from_step}: {done.problem}; back to step {done.to_step}, continuing with "
+            f"sample {samples} instead of {samples - done.samples_skipped} (rollback "
+            f"{self.progress.rollbacks} of at most {MAX_ROLLBACKS})"
+        )
+
+    def _load_earlier(self, result: StepResult) -> tuple[store.StoredCheckpoint, Rollback]:
+        """Load a checkpoint from before a step, and skip the data up to that step. Collective.
+
+        The statistics of the spike check stay: early in a run, older ones would still be in their
+        warm-up. The caller saves the new position, so that a restart does not train on the skipped
+        data.
+
+        Raises:
+            TrainingError: On every rank, after `MAX_ROLLBACKS` rollbacks, or if there is no
+                checkpoint to go back to.
+        """
+        assert result.spike is not None
+        step, problem, before = result.step, result.spike.problem, self.progress.rollbacks
+        if before >= MAX_ROLLBACKS:
+            raise TrainingError(
+                f"step {step}: {problem}, and the run has already rolled back {before} times; "
+                "lower optim.lr or optim.max_norm, or inspect the data, and continue with "
+                "--resume and the path of an earlier checkpoint"
+            )
+        checkpoint = checkpoint_before(self.directory.checkpoints, step)
+        guard = self.engine.divergence
+        statistics = {name: value.clone() for name, value in guard.state_dict().items()}
+        stored = self.world.ranks.all_or_none(lambda: restore(self.engine, checkpoint))
+        guard.load_state_dict(statistics)
+        self.progress = Progress(stored.step, result.samples, before + 1, stored.step)
+        return checkpoint, Rollback(step, stored.step, problem, result.samples - stored.samples)
 
     def report_validation(self, loss: float, metrics: Mapping[str, float]) -> None:
         """Pass loss and metrics on held-out data to the record of the step and to all callbacks."""

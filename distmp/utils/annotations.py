@@ -1,12 +1,12 @@
-"""Checks values against the annotations of dataclass fields, and describes expected values."""
+"""Annotations and metadata of settings: checks and descriptions of values, rules for resuming."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -85,7 +85,9 @@ def accepts(annotation: Any, value: Any) -> bool:
         # True == 1, so equality alone would confuse them.
         return any(value == item and type(value) is type(item) for item in get_args(annotation))
     if origin is tuple:
-        return isinstance(value, (list, tuple)) and _right_length(annotation, value)
+        *_, last = items = get_args(annotation)
+        fits = isinstance(value, (list, tuple))
+        return fits and (last is Ellipsis or len(items) == len(value))
     if origin is dict:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if annotation is float:
@@ -95,11 +97,6 @@ def accepts(annotation: Any, value: Any) -> bool:
     if dataclasses.is_dataclass(annotation):
         return False
     raise TypeError(f"a setting cannot have the type {annotation!r}")
-
-
-def _right_length(annotation: Any, value: Sequence[Any]) -> bool:
-    items = get_args(annotation)
-    return items[-1] is Ellipsis or len(items) == len(value)
 
 
 _DESCRIPTIONS = {
@@ -138,3 +135,67 @@ def hint(annotation: Any, value: Any) -> str:
     if isinstance(value, str) and any(member in (bool, int, float) for member in members):
         return ", not text"
     return ""
+
+
+# Note [Resume rules]
+# Fields declare in their metadata which effect a change of the setting has on a run that resumes:
+#
+#     lr: float = field(default=1e-3, metadata=consequential("learning rates change from here on"))
+#
+# A rule on a section applies to all of its settings that declare none. Every setting has a rule;
+# tests/training/test_run_fingerprint.py checks it.
+_KEY = "resume"
+
+
+class ResumeRule(NamedTuple):
+    """The effect of a change on a run that resumes.
+
+    Attributes:
+        kind: "ignored": the setting concerns how a run starts and is not compared. "harmless": no
+            effect on the weights except for rounding; the change is logged. "consequential":
+            allowed, with a warning. "dangerous": an error unless forced.
+        effect: Description of the effect, for the message.
+    """
+
+    kind: Literal["ignored", "harmless", "consequential", "dangerous"]
+    effect: str = ""
+
+
+IGNORED: Mapping[str, Any] = {_KEY: ResumeRule("ignored")}
+HARMLESS: Mapping[str, Any] = {_KEY: ResumeRule("harmless")}
+
+
+def consequential(effect: str) -> Mapping[str, Any]:
+    """Return the metadata of a setting whose change is allowed and logged as a warning."""
+    return {_KEY: ResumeRule("consequential", effect)}
+
+
+def dangerous(effect: str) -> Mapping[str, Any]:
+    """Return the metadata of a setting whose change is refused unless forced."""
+    return {_KEY: ResumeRule("dangerous", effect)}
+
+
+def resume_rules(cls: type[Any]) -> dict[str, ResumeRule]:
+    """Return the rules of all settings of a configuration class, by dotted name.
+
+    Settings without a rule are absent.
+    """
+    return dict(_rules(cls, "", None))
+
+
+def _rules(
+    cls: type[Any], prefix: str, inherited: ResumeRule | None
+) -> Iterator[tuple[str, ResumeRule]]:
+    annotations = field_annotations(cls)
+    for field in dataclasses.fields(cls):
+        name = f"{prefix}{field.name}"
+        rule = field.metadata.get(_KEY, inherited)
+        sections = [
+            cast("type[Any]", member)
+            for member in members_of(annotations[field.name])
+            if dataclasses.is_dataclass(member)
+        ]
+        for section in sections:
+            yield from _rules(section, f"{name}.", rule)
+        if not sections and rule is not None:
+            yield name, rule

@@ -1,4 +1,4 @@
-"""Replaces files atomically, and reads regular files safely."""
+"""Replaces files atomically, reads regular files safely, and finds those of presets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
 
 # Suffixes of weight and checkpoint files, refused in names of directories.
 _OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -153,3 +153,51 @@ def _offsets(size: int, blocks: int) -> Iterator[int]:
         chosen = random.Random(size)
         yield from (0, size - _BLOCK_BYTES)
         yield from (chosen.randrange(size - _BLOCK_BYTES) for _ in range(blocks - 2))
+
+
+# A configuration that is part of the package is named by `preset:NAME` in place of a path.
+PRESET_PREFIX = "preset:"
+CONFIGURATION = ".yaml"
+MODEL = ".json"
+
+
+def preset_directory() -> Path:
+    """Return the directory of the presets: `configs/` in a clone, `presets` in a wheel."""
+    package = Path(__file__).parents[1]
+    installed = package / "presets"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def preset_names(suffix: str = CONFIGURATION) -> list[str]:
+    """Return the names of the presets with a suffix: configurations of runs, or of models."""
+    return sorted(file.stem for file in preset_directory().glob(f"*{suffix}"))
+
+
+def preset_purpose(name: str) -> str:
+    """Return what a configuration is for: the first line of its comment."""
+    with (preset_directory() / f"{name}{CONFIGURATION}").open() as lines:
+        return next(lines).removeprefix("#").strip()
+
+
+def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
+    """Return the path of the file that `preset:NAME` names; other paths are returned unchanged.
+
+    Args:
+        setting: Name of the setting, for the message.
+        path: Path of a file, or `preset:NAME`.
+        suffix: Suffix of the file of the preset.
+
+    Raises:
+        ConfigError: If there is no such preset, or a path that does not exist has the name of one.
+    """
+    if not path.startswith(PRESET_PREFIX):
+        name = Path(path).name.removesuffix(suffix)
+        if not Path(path).expanduser().exists() and name in preset_names(suffix):
+            raise ConfigError(
+                setting, path, f"there is no such file; did you mean '{PRESET_PREFIX}{name}'?"
+            )
+        return path
+    name, known = path.removeprefix(PRESET_PREFIX), preset_names(suffix)
+    if name not in known:
+        raise ConfigError(setting, path, f"there is no such preset; {nearest(name, known)}")
+    return str(preset_directory() / f"{name}{suffix}")

@@ -21,7 +21,7 @@ def generators_kept(device: torch.device | None = None) -> Iterator[None]:
         device: Device whose generator of torch is restored, too, besides that of the CPU:
             `torch.manual_seed` seeds all devices.
     """
-    before = np.random.get_state(), random.getstate()
+    before = np.random.get_state(legacy=False), random.getstate()  # as a tuple takes longer
     on_cpu = device is None or device.type == "cpu"
     try:
         with torch.random.fork_rng(

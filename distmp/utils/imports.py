@@ -79,33 +79,30 @@ def load_callable(setting: str, path: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", loaded)
 
 
-def check_arguments(
-    setting: str,
-    value: object,
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    problem: str,
-) -> None:
-    """Refuse keyword arguments that a function or class does not take, without calling it.
+def load_function(
+    setting: str, path: str, arguments: Mapping[str, Any], problem: str
+) -> Callable[..., Any]:
+    """Import `module:attribute`, which has to take some keyword arguments; it is not called.
 
     Args:
-        setting: Name of the setting, for the error message.
-        value: Its value.
-        function: The function or class.
+        setting: Name of the setting with the path, for the error message.
+        path: See `load_object`.
         arguments: The keyword arguments.
         problem: What is wrong, and what to do, for the message; "{reason}" in it is replaced.
 
     Raises:
-        ConfigError: If an argument is unknown, or one is missing.
+        ConfigError: If it does not exist, is not callable, does not take an argument, or lacks one.
     """
+    function = load_callable(setting, path)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a callable in C has no signature
-        return
+        return function
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(setting, value, problem.replace("{reason}", str(error))) from None
+        raise ConfigError(setting, path, problem.replace("{reason}", str(error))) from None
+    return function
 
 
 class Entry(NamedTuple):

@@ -166,7 +166,7 @@ MUTANTS = [
         "a reduction starts before the last gradient of its bucket is there",
         GRADIENT_BUCKETS,
         "        if gradient is not view:",
-        "        if self._last_microbatch and self._reduction is not None:\n"
+        "        if self._stage >= _Stage.LAST_MICROBATCH and self._reduction is not None:\n"
         "            self._mark_ready(slot)\n"
         "        if gradient is not view:",
         IN_FP32,
@@ -696,7 +696,7 @@ MUTANTS = [
     Mutant(
         "gradients of FSDP are copied in FP32",
         "distmp/parallel/fsdp.py",
-        "        return fsdp_internals.unconverted_gradients(self.module, loss)",
+        "        return fsdp_internals.unconverted_gradients(self._sixteen_bit, loss)",
         "        return super().backward_context(loss)",
         f"{PREDICTED}test_memory_traffic_is_at_most_that_of_fsdp2_by_hand",
     ),

@@ -45,7 +45,7 @@ from tests.torchrun import corpus
 CPU_SECONDS, MEMORY_BYTES, IDLE_SECONDS = 15, 4 << 30, 40
 LONGEST_MESSAGE = 3000
 PRELOADED = (*PRELOAD, "distmp.cli", "distmp.launcher.command", "distmp.commands.export",
-             "distmp.commands.explain.command", "distmp.commands.report.command",
+             "distmp.commands.explain.command", "distmp.commands.report",
              "distmp.export.export")  # fmt: skip
 
 TINY: dict[str, Any] = {
@@ -376,8 +376,7 @@ CASES = (
 @functools.cache
 def _defaults() -> dict[str, Any]:
     from distmp.config import RunConfig
-    from distmp.utils.settings import leaf_names, to_mapping
-    from distmp.utils.settings.convert import flat
+    from distmp.utils.settings import flat, leaf_names, to_mapping
 
     return flat(to_mapping(RunConfig()), frozenset(leaf_names(RunConfig)))
 
@@ -457,7 +456,7 @@ def _command(arguments: list[str]) -> int:
 def _weights(run: Path) -> str:
     """Return a digest of the weights after the last step."""
     from distmp.checkpoint import store
-    from distmp.export.sources import CheckpointWeights
+    from distmp.export.export import CheckpointWeights
 
     checkpoint = store.StoredCheckpoint(run / "checkpoints" / f"step-{STEPS:06d}")
     digest = hashlib.sha256()

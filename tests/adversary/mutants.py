@@ -131,26 +131,26 @@ MUTANTS = [
     Mutant(
         "the place of an absent gradient keeps the one of the step before",
         "distmp/buckets/gradients.py",
-        "self._leaf.views[bucket][slot.index].zero_()",
+        "torch._foreach_zero_(self._starting_at_zero)",
         "pass",
     ),
     Mutant(
         "a parameter frozen during training keeps being updated with its last gradient",
         "distmp/buckets/gradients.py",
-        "steps = slot.parameter.requires_grad and not self.used.is_unused(slot.name)",
-        "steps = not self.used.is_unused(slot.name)",
+        "steps=slot.parameter.requires_grad and slot.name not in unused",
+        "steps=slot.name not in unused",
     ),
     Mutant(
         "a parameter that no rank has used is updated under fsdp",
         "distmp/parallel/fsdp.py",
-        "if self.used.is_unused(name) or not parameter.requires_grad:",
+        "if name in unused or not parameter.requires_grad:",
         "if not parameter.requires_grad:",
     ),
     Mutant(
         "a parameter frozen during training is updated under fsdp",
         "distmp/parallel/fsdp.py",
-        "if self.used.is_unused(name) or not parameter.requires_grad:",
-        "if self.used.is_unused(name):",
+        "if name in unused or not parameter.requires_grad:",
+        "if name in unused:",
     ),
     Mutant(
         "a step without a gradient does not count as a zero gradient",
@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "a fused optimizer does not receive the skip flag",
         "distmp/engine/updates.py",
-        "self.optimizer.found_inf = decision.found_inf ",
-        "self.optimizer.found_inf = torch.zeros_like(decision.found_inf) ",
+        "None if known else decision.found_inf ",
+        "None if known else torch.zeros_like(decision.found_inf) ",
     ),
     Mutant(
         "skipped steps consume the schedule",

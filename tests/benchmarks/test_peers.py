@@ -148,7 +148,7 @@ def race(**changes: Any) -> dict[str, Any]:
 def test_a_race_has_a_table() -> None:
     """accelerate is faster and smaller, but is not compared, because its dtype differs."""
     table = races.rendered("ddp fp16", race())
-    head = "| ddp fp16, 1m | tokens/s | time relative to the fastest |"
+    head = "| ddp fp16, 1m | tokens/s | time relative to the fastest peer |"
     assert table.splitlines()[0].startswith(head)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     assert rows == [

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.explain_memory import peak_allocated
 from benchmarks.traffic import Traffic
-from distmp.buckets import Fp32GradBuckets
+from distmp.buckets import Fp32GradBuckets, gradients
 from distmp.buckets.used import weights_used_once
 from distmp.errors import TrainingError
 from tests.ranks import ranks, run_ranks
@@ -47,6 +47,11 @@ def accumulate(
         buckets.end_microbatch()
     buckets.finish()
     return {name: gradient.clone() for name, gradient in buckets.gradients().items()}
+
+
+@pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "SMALL_ELEMENTS", 0)
 
 
 def group() -> dist.ProcessGroup:
@@ -119,6 +124,7 @@ def sum_of_squares(output: Tensor) -> Tensor:
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
+@pytest.mark.usefixtures("all_are_large")
 def test_the_16_bit_gradient_of_one_use_is_added_without_an_fp32_copy(
     device: str, dtype: torch.dtype, uses: int
 ) -> None:
@@ -278,7 +284,9 @@ def test_tied_weights_are_one_parameter() -> None:
     torch.testing.assert_close(found["first.weight"], 3 * plain.first.weight.grad)
 
 
-def test_step_starts_with_zero_gradients() -> None:
+@pytest.mark.parametrize("small", [0, WIDTH**2])
+def test_step_starts_with_zero_gradients(monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    monkeypatch.setattr(gradients, "SMALL_ELEMENTS", small)
     model = nn.Linear(WIDTH, WIDTH)
     buckets = Fp32GradBuckets(model.named_parameters(), None)
     batch = torch.randn(5, WIDTH)
@@ -295,14 +303,18 @@ def test_step_starts_with_zero_gradients() -> None:
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_autograd_adds_to_the_bucket_from_the_second_microbatch_on() -> None:
+@pytest.mark.parametrize("small", [0, WIDTH, WIDTH**2])
+def test_autograd_adds_to_the_bucket_but_a_large_gradient_is_copied_first(
+    monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    monkeypatch.setattr(gradients, "SMALL_ELEMENTS", small)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     plain = copy.deepcopy(model)
     buckets = Fp32GradBuckets(model.named_parameters(), None)
     batch = torch.randn(5, WIDTH)
     model(batch).sum().backward()
     buckets.begin_step()
-    counts = {}
+    counts: dict[int, Counter[str]] = {}
     for index in range(3):
         buckets.begin_microbatch(last=index == 2)
         with buckets.backward_context():
@@ -311,7 +323,9 @@ def test_autograd_adds_to_the_bucket_from_the_second_microbatch_on() -> None:
     for _ in range(2):
         in_plain_torch = operators(lambda: plain(batch).square().sum().backward())
     assert counts[1] == in_plain_torch
-    assert counts[0]["aten::copy_"] == len(list(model.parameters()))
+    copied = sum(parameter.numel() > small for parameter in model.parameters())
+    assert counts[0]["aten::copy_"] == copied
+    assert counts[0]["aten::add_"] == counts[1]["aten::add_"] - copied
 
 
 def halve(weight: Tensor) -> None:

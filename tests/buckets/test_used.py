@@ -25,7 +25,7 @@ def step(
         used.end_microbatch(None if kept is None else torch.tensor(kept))
     used.exchange_flags()
     used.end_step(skipped)
-    return "".join(letter for letter in "abcd" if used.is_unused(letter))
+    return "".join(letter for letter in "abcd" if letter in used.unused_in_step)
 
 
 def test_parameter_is_updated_from_its_first_gradient_on() -> None:

@@ -14,7 +14,7 @@ from distmp.checkpoint import manifest, store
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError, ConfigError
 from distmp.telemetry.records import read_records
-from distmp.training.train import main
+from distmp.train import main
 from tests.ranks import ranks
 from tests.torchrun import tiny
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distmp.data.evaluation import ForwardOnly, evaluation_batches
-from distmp.data.loading import step_batches
-from distmp.data.order import sample_indices
+from distmp.data.loading import steps as all_steps
+from distmp.data.order import Division, sample_indices
 from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.errors import ConfigError, DataError
 
@@ -42,13 +42,18 @@ class Pairs(Numbers):
 
 def batches(dataset: Any = None, size: int = 24, microbatch: int = 2, **changes: int) -> Any:
     """Yield the microbatches of a rank in global batches of `size`; by default of the only one."""
-    values = {"seed": 3, "first_sample": 0, "rank": 0, "world_size": 1, **changes}
-    sizes = {"global_batch_size": size, "microbatch_size": microbatch}
-    return step_batches(dataset or Numbers(50), **values, **sizes)  # type: ignore[arg-type]
+    first, rank, world_size = (
+        changes.pop(name, default)
+        for name, default in (("first_sample", 0), ("rank", 0), ("world_size", 1))
+    )
+    division = Division(first, size, microbatch, rank, world_size)
+    return all_steps(dataset or Numbers(50), division, seed=3, **changes)
 
 
 def inputs(steps: Any, count: int) -> list[list[list[int]]]:
-    return [[m["inputs"].flatten().tolist() for m in step] for step in islice(steps, count)]
+    return [
+        [m["inputs"].flatten().tolist() for m in step.microbatches] for step in islice(steps, count)
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -196,7 +201,9 @@ def test_dataset_builds_microbatches_in_training_and_evaluation() -> None:
             ]
             assert found == expected[rank]
         steps = batches(dataset, 6, 3)
-        assert sum(int(batch["targets"]) for batch in next(steps)) == sum(range(10, 16))
+        assert sum(int(batch["targets"]) for batch in next(steps).microbatches) == sum(
+            range(10, 16)
+        )
         steps.close()
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmp.data.loading import step_batches
+from distmp.data.loading import steps as all_steps
+from distmp.data.order import Division
 
 
 class Augmented:
@@ -38,17 +39,10 @@ def drawn(
     """Return the samples of all ranks in the order of the global batches, [steps, 8, 4]."""
     ranks = []
     for rank in range(world_size):
-        batches = step_batches(
-            dataset,
-            seed=3,
-            first_sample=first_sample,
-            global_batch_size=8,
-            microbatch_size=2,
-            rank=rank,
-            world_size=world_size,
-            workers=workers,
-        )
-        ranks.append(torch.stack([torch.cat(step) for step in islice(batches, steps)]))
+        division = Division(first_sample, 8, 2, rank, world_size)
+        batches = all_steps(dataset, division, seed=3, workers=workers)
+        own = [torch.cat(step.microbatches) for step in islice(batches, steps)]
+        ranks.append(torch.stack(own))
         batches.close()
     return torch.cat(ranks, dim=1)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distmp.diagnosis.attribution import (
+    ForwardOverflow,
     OverflowContext,
     OverflowReport,
     ParameterOverflow,
@@ -16,7 +17,6 @@ from distmp.diagnosis.attribution import (
     diagnose,
 )
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
-from distmp.diagnosis.probe import ForwardOverflow
 
 
 def make_context(**changes: Any) -> OverflowContext:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distmp.diagnosis.attribution import ForwardOverflow
 from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.probe import ForwardOverflow, GradientSummary, Probe, count_non_finite
+from distmp.diagnosis.replay import GradientSummary, Probe, count_non_finite
 
 
 def units(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -97,7 +97,7 @@ def test_gradient_path_agrees_with_code() -> None:
 
 @pytest.mark.nightly
 def test_setting_and_checkpoint_paths_agree_with_code(cwd: Path) -> None:
-    from distmp.training.train import main
+    from distmp.train import main
 
     (cwd / "x.yaml").write_text("optim:\n  max_norm: 0.5\n")
     arguments = ["--config=x.yaml", *tiny(cwd, "--checkpoint.every=1", "--steps=2")]

@@ -13,8 +13,8 @@ from benchmarks.figures import ROOT
 from distmp.checkpoint import store
 from distmp.config import RunConfig, load
 from distmp.export.files import MAX_SHARD_SIZE
+from distmp.train import main
 from distmp.training.run_fingerprint import all_rules, compare
-from distmp.training.train import main
 from distmp.utils.settings import from_mapping, leaf_names
 from tests.checkpoint import listing
 from tests.torchrun import tiny

@@ -11,7 +11,7 @@ from distmp.commands.doctor import CHECKS
 from distmp.distributed.limits import ARRIVAL_SECONDS
 from distmp.telemetry import stragglers
 from distmp.telemetry.settings import LogConfig
-from distmp.training import preflight, rank_speed
+from distmp.training import preflight
 from distmp.training.failures import PREFLIGHT_SECONDS
 from distmp.utils import environment_info as circumstances
 from distmp.utils.files import TOTAL_BYTES
@@ -41,7 +41,7 @@ def test_page_numbers_agree_with_code() -> None:
     assert f"after {PREFLIGHT_SECONDS:g} seconds without progress of any rank" in ALL_WELL
     assert f"within {ARRIVAL_SECONDS:g} seconds" in ALL_WELL
     assert f"{TOTAL_BYTES >> 20} MiB on each machine" in ALL_WELL
-    assert f"better link is {rank_speed.SLOW_LINK:g} x slower" in ALL_WELL
+    assert f"better link is {preflight.SLOW_LINK:g} x slower" in ALL_WELL
     assert f"Every {LogConfig.ranks_every} steps" in RUNNING
     assert f"takes {stragglers.SLOW} x the median of the others twice in a row" in " ".join(
         RUNNING.split()

@@ -19,7 +19,7 @@ from distmp.engine import divergence_guard as divergence
 from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 from distmp.faults.hang_report import report
-from distmp.training.callbacks import time_limit
+from distmp.training.callbacks import stopping
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN
 from distmp.utils.settings import from_mapping
 
@@ -42,10 +42,10 @@ def test_page_numbers_agree_with_code() -> None:
     for sentence, number in (
         ("asks all ranks every 8 microbatches", CHECK_EVERY == 8),
         ("After three restarts in a row", RESTARTS_WITHOUT_GAIN == 3),
-        ("three times the slowest of the last 50 steps", time_limit._STEPS_TO_STOP == 3),
-        ("slowest of the last 50", time_limit._STEPS_REMEMBERED == 50),
-        ("1.5 times the longest save", time_limit._SAVES == 1.5),
-        ("and five seconds", time_limit._END_SECONDS == 5),
+        ("three times the slowest of the last 50 steps", stopping._STEPS_TO_STOP == 3),
+        ("slowest of the last 50", stopping._STEPS_REMEMBERED == 50),
+        ("1.5 times the longest save", stopping._SAVES == 1.5),
+        ("and five seconds", stopping._END_SECONDS == 5),
         ("from the last 128 steps", divergence.WINDOW == 128),
         ("max(1.4826 * MAD,", divergence.DEVIATION_OF_MAD == 1.4826),
         ("1% of the median", divergence.SMALLEST_LOSS_DEVIATION == 0.01),

@@ -14,7 +14,7 @@ from distmp.cli import _SUBCOMMANDS
 from distmp.config import RunConfig
 from distmp.launcher import plan
 from distmp.utils.files import PRIVATE
-from distmp.utils.settings.convert import setting_names
+from distmp.utils.settings import setting_names
 
 PACKAGE = Path(distmp.__file__).parent
 SOURCES = {path: path.read_text() for path in PACKAGE.rglob("*.py")}

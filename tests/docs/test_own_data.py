@@ -14,7 +14,7 @@ import torch
 from benchmarks.figures import ROOT
 from distmp import cli
 from distmp.telemetry.records import read_records
-from distmp.training.train import main
+from distmp.train import main
 from tests.marks import nightly
 from tests.torchrun import SENTENCES
 

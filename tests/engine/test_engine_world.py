@@ -9,16 +9,19 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import distmp
 from distmp.distributed.world import world_of_process
 from distmp.errors import ConfigError
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly
 from tests.ranks import ranks
+from tests.reference import make_engine, sum_of_squares
 from tests.torchrun import python, run
 
 SCRIPT = """
@@ -59,6 +62,13 @@ if sys.argv[2:] and engine.world.rank == int(sys.argv[3]):
     }
     calls[sys.argv[2]]()
 """
+
+SAMPLES = torch.arange(120.0).view(40, 3) / 100
+LINEAR: dict[str, Any] = {
+    "strategy": "ddp",
+    "model": torch.nn.Linear(3, 1),
+    "loss": sum_of_squares,
+}
 
 
 @pytest.fixture
@@ -197,6 +207,32 @@ def test_a_group_of_one_among_several_ranks_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="WORLD_SIZE = '2': several ranks were started, but"):
         world_of_process("cpu")
+
+
+@ranks(2)
+def test_a_rank_that_leaves_out_a_step_is_named_in_the_next_one() -> None:
+    engine, loader = make_engine(**LINEAR), distmp.DataLoader(SAMPLES, batch_size=8)
+    batches = iter(loader)
+    for _ in range(2):
+        engine.step(next(batches))
+    if dist.get_rank() == 1:
+        next(batches)  # without a call of `step`
+    with pytest.raises(ConfigError) as error:
+        engine.step(next(batches))
+    assert str(error.value).startswith(
+        "microbatches of engine.step = step 3 of the DataLoader in call 3 on rank 0; "
+        "step 4 of the DataLoader in call 3 on rank 1: differs between ranks"
+    )
+    assert engine.step_counts.tolist() == [2, 1, 1]
+
+
+@ranks(2)
+def test_a_rank_may_replace_the_microbatches_of_the_loader() -> None:
+    engine, loader = make_engine(**LINEAR), distmp.DataLoader(SAMPLES, batch_size=8)
+    for step, microbatches in enumerate(loader):
+        without_samples = step == 2 * dist.get_rank()
+        engine.step([torch.zeros(0, 3)] if without_samples else microbatches)
+    assert engine.step_counts.tolist() == [5, 0, 0]
 
 
 @ranks(2)

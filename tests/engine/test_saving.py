@@ -20,7 +20,7 @@ from distmp.checkpoint.storage import INDEX_FILE
 from distmp.engine import Engine
 from distmp.engine.saving import OPTIMIZER, OWN_NUMBERS
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
-from distmp.training.train import main
+from distmp.train import main
 from tests.checkpoint.sealing import seal
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks

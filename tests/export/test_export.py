@@ -22,7 +22,7 @@ from distmp.export.files import write
 from distmp.export.weights import load_model, load_weights
 from distmp.models.transformer import Transformer
 from distmp.telemetry.records import read_records
-from distmp.training.train import main
+from distmp.train import main
 from tests.ranks import run_ranks
 from tests.reference import (
     TWO_RANKS,

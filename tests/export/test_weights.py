@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.export.files import divided, in_file_order, write, write_file
-from distmp.export.sources import EngineWeights
+from distmp.export.running import EngineWeights
 from distmp.export.weights import load_model, load_weights
 from distmp.models.architecture import architecture
 from distmp.models.settings import ModelConfig

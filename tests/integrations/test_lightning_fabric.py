@@ -21,9 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distmp.errors import ConfigError, TrainingError
-from distmp.integrations.lightning import MixedPrecision
-from distmp.integrations.lightning.precision import check_parallel, resolved, scale_rules
-from distmp.integrations.lightning.weights import StepWeights
+from distmp.integrations.lightning import MixedPrecision, check_parallel, resolved, scale_rules
+from distmp.integrations.step_weights import StepWeights
 from distmp.precision.policy import PRESETS
 from distmp.scaling import LossScaleConfig
 from tests.integrations.test_lightning_trainer import (

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from distmp.errors import ConfigError
 from distmp.launcher import local
 from distmp.launcher.local import default_ranks, launch, plan_here
-from distmp.utils import cgroups
+from distmp.utils import processes
 from tests.marks import nightly
 from tests.progress import finished, kill_all, wait_until
 
@@ -466,9 +466,9 @@ def test_ranks_and_threads_follow_cgroup_quota(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cgroups, "usable_cores", lambda: 8)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 8)
     for quota, ranks, threads in ((None, 2, "4"), (3.5, 2, "1"), (0.5, 1, "1")):
-        monkeypatch.setattr(cgroups, "core_quota", lambda root, quota=quota: quota)
+        monkeypatch.setattr(processes, "core_quota", lambda root, quota=quota: quota)
         assert default_ranks()[0] == ranks
         plan = plan_here([])
         assert plan.variables["OMP_NUM_THREADS"].value == threads

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.training.train import main
+from distmp.train import main
 from tests import slurm
 from tests.ranks import run_ranks
 from tests.slurm import Cluster, wait_until

@@ -23,13 +23,12 @@ from distmp.config import load
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError
-from distmp.export.export import AdapterWeights, write_adapter
-from distmp.export.sources import CheckpointWeights
+from distmp.export.export import CheckpointWeights, write_adapter
 from distmp.models import adapters
 from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.train import main
 from distmp.training.components import build_engine, prepare, start_from_weights
 from distmp.training.run_fingerprint import describe_model
-from distmp.training.train import main
 from distmp.utils.flat_shard import gathered
 from tests.models.test_huggingface import GPT2, LLAMA, directory, distance
 from tests.ranks import run_ranks
@@ -180,7 +179,7 @@ def test_adapter_training_agrees_with_peft_under_strategies(tmp_path: Path) -> N
         # peft loads the exported directory, and computes with the FP32 adapters.
         saved = store.resolve(str(tmp_path / "saved" / case), Path(), setting="checkpoint")
         assert saved is not None
-        exported = AdapterWeights(CheckpointWeights(saved, torch.float32))
+        exported = CheckpointWeights(saved, torch.float32, adapters=True)
         write_adapter(tmp_path / case, exported, described, tmp_path / model)
         base = AUTO.from_pretrained(tmp_path / model)
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / case)

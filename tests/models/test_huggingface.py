@@ -16,15 +16,16 @@ from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.export.export import export
 from distmp.export.files import write
-from distmp.export.sources import EngineWeights
+from distmp.export.running import EngineWeights
 from distmp.models import huggingface
 from distmp.models.architecture import build_model
 from distmp.models.loss import next_token_loss, takes_targets
 from distmp.models.settings import ModelConfig
 from distmp.telemetry.records import read_records
+from distmp.train import main
 from distmp.training.components import build_engine, prepare, start_from_weights
-from distmp.training.train import main
-from distmp.utils.settings import from_mapping, read_yaml
+from distmp.utils.settings import from_mapping
+from distmp.utils.settings.yaml_files import read_yaml
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits
 from tests.torchrun import corpus

@@ -42,7 +42,7 @@ def tokens(batch: int = 2, time: int = 9) -> Tensor:
 
 
 def reference_norm(x: Tensor, norm: RMSNorm) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + norm.epsilon).sqrt() * norm.weight
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
 def reference_rotation(x: Tensor, position: int, base: float) -> Tensor:

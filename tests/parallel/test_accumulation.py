@@ -9,7 +9,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.fsdp_accumulation import AccumulationChoice, choose, least_free_bytes
 from distmp.precision import policy
-from distmp.utils import cgroups
+from distmp.utils import processes
 from tests.ranks import ranks
 
 
@@ -56,14 +56,14 @@ def test_ranks_agree_on_the_least_free_memory() -> None:
     class Memory:
         available = 2000 * (1 + world.rank)
 
-    cgroups.psutil.virtual_memory = lambda: Memory  # the process ends after this
+    processes.psutil.virtual_memory = lambda: Memory  # the process ends after this
     assert least_free_bytes(world) == 1000
 
 
 def test_free_memory_respects_the_limit_of_the_control_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cgroups, "_memory_groups", lambda root: iter([(16_000, 0)]))
+    monkeypatch.setattr(processes, "_memory_groups", lambda root: iter([(16_000, 0)]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert least_free_bytes(World.current("cpu")) == 4_000
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp import train
 from distmp.config import RunConfig
 from distmp.engine import Engine, setup
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, make_deterministic, prepare_cublas
 from distmp.scaling import LossScaleConfig
-from distmp.training import train
-from distmp.training.train import run_as_rank
+from distmp.train import run_as_rank
 from tests.ranks import ranks, run_ranks
 from tests.reference import (
     INPUTS,

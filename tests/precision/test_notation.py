@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from distmp.config import PrecisionConfig, RunConfig, load
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, as_mapping, as_text, policy
-from distmp.utils.settings import from_mapping, read_yaml, write_yaml
+from distmp.utils.settings import from_mapping
+from distmp.utils.settings.yaml_files import read_yaml, write_yaml
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

@@ -16,8 +16,8 @@ from distmp.config import RunConfig
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, CheckpointError, SetupError
+from distmp.train import main
 from distmp.training import failures
-from distmp.training.train import main
 from tests import faulty_runs
 from tests.elastic import Done, Job, run_jobs
 from tests.torchrun import python, run

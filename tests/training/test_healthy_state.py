@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from distmp.checkpoint import manifest
 from distmp.engine.saving import skipped_in_a_row
 from distmp.export.export import export
+from distmp.train import main
 from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
-from distmp.training.train import main
 from tests.marks import nightly
 from tests.torchrun import TINY, corpus
 

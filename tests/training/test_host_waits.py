@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from distmp.train import main
 from distmp.training.callbacks import Callback
-from distmp.training.train import main
 from tests.torchrun import tiny
 
 pytestmark = [

@@ -15,7 +15,7 @@ from distmp.distributed.world import World
 from distmp.quantization.linear import OPERANDS
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
-from distmp.training.train import main
+from distmp.train import main
 from distmp.training.trainer import Trainer
 from tests.commands.report.test_report import report
 from tests.torchrun import TINY, corpus

@@ -18,11 +18,10 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
 from distmp.masking import HIDDEN, masked
 from distmp.telemetry.records import read_records
-from distmp.training import manifest
-from distmp.training.manifest import read, record, revision
+from distmp.train import main
+from distmp.training.run_directory import append_start, read_starts, record_start, revision
 from distmp.training.run_fingerprint import changes_since
-from distmp.training.train import main
-from distmp.utils.settings.convert import digest
+from distmp.utils.settings import digest
 from tests.ranks import run_ranks
 from tests.telemetry.test_trackers import Recorder
 from tests.torchrun import tiny
@@ -30,14 +29,14 @@ from tests.torchrun import tiny
 
 def on_each_rank(path: Path) -> int:
     for steps in (1, 2):
-        record(path, World.current("cpu"), {"steps": steps}, first_step=steps - 1)
+        record_start(path, World.current("cpu"), {"steps": steps}, first_step=steps - 1)
     return os.getpid()
 
 
 def test_manifest_describes_start_of_several_ranks(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     pids = run_ranks(on_each_rank, 2, path)
-    first, second = read(path)
+    first, second = read_starts(path)
     assert (first["configuration"], second["configuration"]) == ({"steps": 1}, {"steps": 2})
     assert (first["first_step"], second["first_step"]) == (0, 1)
     assert first["configuration_hash"] == digest({"steps": 1}) != second["configuration_hash"]
@@ -102,7 +101,7 @@ def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, "hush")
     monkeypatch.setenv("HOME_SWEET_HOME", "hush")  # not on the list of what matters
     path = tmp_path / "manifest.json"
-    record(path, World.current("cpu"), settings)
+    record_start(path, World.current("cpu"), settings)
     assert "hush" not in path.read_text()
 
 
@@ -111,7 +110,7 @@ def test_other_file_in_place_of_manifest_is_refused(text: str, tmp_path: Path) -
     path = tmp_path / "manifest.json"
     path.write_text(text)
     with pytest.raises(SetupError, match=r"manifest\.json: not a manifest"):
-        record(path, World.current("cpu"), {})
+        record_start(path, World.current("cpu"), {})
     assert path.read_text() == text
 
 
@@ -119,15 +118,15 @@ def test_failed_write_keeps_previous_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "manifest.json"
-    manifest.append(path, {"started": "now"})
+    append_start(path, {"started": "now"})
 
     def fail(*_: Any, **__: Any) -> str:
         raise RuntimeError
 
     monkeypatch.setattr(json, "dumps", fail)
     with pytest.raises(RuntimeError):
-        manifest.append(path, {"started": "later"})
-    assert [start["started"] for start in read(path)] == ["now"]
+        append_start(path, {"started": "later"})
+    assert [start["started"] for start in read_starts(path)] == ["now"]
     assert list(tmp_path.iterdir()) == [path]
 
 

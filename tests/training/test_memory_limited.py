@@ -14,8 +14,8 @@ import pytest
 from distmp.commands import export
 from distmp.export.weights import load_model
 from distmp.telemetry.records import read_records
+from distmp.train import end_process, main
 from distmp.training.callbacks import Callback, TrainingLoop
-from distmp.training.train import end_process, main
 from tests.elastic import Job, run_jobs
 from tests.memory_limit import limit_memory, reset_peak, status
 from tests.torchrun import corpus

@@ -20,8 +20,8 @@ from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.telemetry.records import read_records
-from distmp.training.callbacks.time_limit import TimeBudget, TimeLimit
-from distmp.training.train import main
+from distmp.train import main
+from distmp.training.callbacks.stopping import TimeBudget, TimeLimit
 from distmp.training.trainer import Trainer
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from distmp.config import BatchConfig, RunConfig
-from distmp.training.out_of_memory import advice
-from distmp.utils.host_memory import is_out_of_memory
+from distmp.training.failures import advice
+from distmp.utils.processes import is_out_of_memory
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "

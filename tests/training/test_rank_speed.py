@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.training.rank_speed import RankSpeed, partners, slow_ranks, stride
+from distmp.training.preflight import RankSpeed, partners, slow_ranks, stride
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.data())

@@ -27,7 +27,7 @@ from distmp.training.run_fingerprint import (
     to_json,
 )
 from distmp.training.trainer import Trainer
-from distmp.utils.resume_rules import HARMLESS, consequential, resume_rules
+from distmp.utils.annotations import HARMLESS, consequential, resume_rules
 from distmp.utils.settings import from_mapping, leaf_names
 from tests.training.test_resume import configuration, train
 

@@ -19,7 +19,7 @@ from distmp.training.build import build_run
 from distmp.training.components import Progress, build_engine, prepare, training_batches
 from distmp.training.restarts import Restarts
 from distmp.training.strategy_choice import OPTIONS, SHARE, choose_strategy
-from distmp.utils import cgroups
+from distmp.utils import processes
 from tests.commands.explain.runs import CPU, policy, run
 from tests.marks import nightly
 from tests.ranks import ranks
@@ -138,7 +138,7 @@ def free_bytes(least: int, world: World) -> None:
     class Memory:
         available = 2 * least * (2 if world.rank == 0 else 1)
 
-    cgroups.psutil.virtual_memory = lambda: Memory
+    processes.psutil.virtual_memory = lambda: Memory
 
 
 @pytest.mark.nightly

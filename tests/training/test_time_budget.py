@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from distmp.training.callbacks.time_limit import TimeBudget, job_started
+from distmp.training.callbacks.stopping import TimeBudget, job_started
 
 
 class Clock:
@@ -58,7 +58,7 @@ def test_time_budget_without_limit_is_never_spent() -> None:
 
 @pytest.mark.nightly
 def test_job_start_is_that_of_launcher() -> None:
-    script = "from distmp.training.callbacks.time_limit import job_started; print(job_started())"
+    script = "from distmp.training.callbacks.stopping import job_started; print(job_started())"
     variables = {name: v for name, v in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     before = time.time()
     alone, launched = (

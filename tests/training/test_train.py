@@ -19,8 +19,9 @@ from distmp.checkpoint import store
 from distmp.config import RunConfig, load
 from distmp.models.architecture import build_model
 from distmp.telemetry.records import StepRecord, read_records
-from distmp.training.train import main
-from distmp.utils.settings import from_mapping, read_yaml
+from distmp.train import main
+from distmp.utils.settings import from_mapping
+from distmp.utils.settings.yaml_files import read_yaml
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly

@@ -13,10 +13,9 @@ import pytest
 
 from distmp.config import load
 from distmp.telemetry.records import read_records
-from distmp.training import manifest
-from distmp.training.train import main
-from distmp.utils.settings import to_mapping
-from distmp.utils.settings.convert import digest
+from distmp.train import main
+from distmp.training.run_directory import read_starts
+from distmp.utils.settings import digest, to_mapping
 from tests.elastic import Job, run_jobs
 from tests.torchrun import corpus, environment, tiny, torchrun
 
@@ -83,7 +82,7 @@ def test_killed_rank_has_complete_log(tmp_path: Path) -> None:
     assert all(map(math.isnan, times[0]))
     assert all(slow > 0.6 > fast for fast, slow in times[1:])
     assert re.search(rf"rank 1 on {host} takes .* of the others .*, since step 2\n", done.stdout)
-    (start,) = manifest.read(directory / "run" / "manifest.json")
+    (start,) = read_starts(directory / "run" / "manifest.json")
     assert [rank["host"] for rank in start["ranks"]] == [host, host]
     assert f"pid {start['ranks'][1]['pid']}" in second.splitlines()[0]
 
@@ -92,7 +91,7 @@ def test_resumed_run_appends_to_logs_and_manifest(cwd: Path) -> None:
     arguments = tiny(cwd, "--resume=auto", "--preflight=always")
     for steps in (2, 3):
         assert main([*arguments, f"--steps={steps}", "--log.console=off"]) == 0
-    first, second = manifest.read(cwd / "run" / "manifest.json")
+    first, second = read_starts(cwd / "run" / "manifest.json")
     assert first["configuration"]["steps"] == 2
     configuration = to_mapping(load([*arguments, "--steps=3", "--log.console=off"]))
     assert second["configuration_hash"] == digest(configuration)

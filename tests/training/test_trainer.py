@@ -17,7 +17,7 @@ from distmp.checkpoint.snapshot import HostBuffers
 from distmp.data import IGNORED
 from distmp.models.loss import next_token_loss
 from distmp.telemetry.records import read_records
-from distmp.training.train import main
+from distmp.train import main
 from tests.disks import disk, fill, mount, unmount
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distmp.utils import cgroups
-from distmp.utils.cgroups import core_quota, free_host_bytes, granted_cores, memory_limit
+from distmp.utils import processes
+from distmp.utils.processes import core_quota, free_host_bytes, granted_cores, memory_limit
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -71,7 +71,7 @@ def test_cgroup_limits_are_read(
 def test_cores_are_minimum_of_affinity_and_quota(
     cores: int, quota: str, granted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroups, "usable_cores", lambda: cores)
+    monkeypatch.setattr(processes, "usable_cores", lambda: cores)
     files = {"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/cpu.max": f"{quota} 100000"}
     assert granted_cores(write(tmp_path, files)) == granted
 

@@ -8,7 +8,7 @@ from distmp import cli
 from distmp.config import load
 from distmp.errors import ConfigError
 from distmp.models import huggingface
-from distmp.utils.presets import MODEL, located, preset_directory, preset_names, preset_purpose
+from distmp.utils.files import MODEL, located, preset_directory, preset_names, preset_purpose
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

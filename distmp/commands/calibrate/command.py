@@ -16,7 +16,7 @@ from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.config import load_as
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.parallel.settings import ShardingConfig
-from distmp.training.train import end_process, run_as_rank
+from distmp.train import end_process, run_as_rank
 
 load = functools.partial(
     load_as,
@@ -41,7 +41,8 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
     world = join(environment, timeout_seconds=60 * config.timeout_minutes)
     config = config.with_fixed_formats()
     if world.group is None:
-        config = _for_one_process(config)
+        sharding = ShardingConfig(wrap=config.sharding.wrap)
+        config = replace(config, strategy="single", sharding=sharding, shard_optimizer=False)
     content: dict[str, Any] = {}
     text: list[str] = []
     if any(resolve(name, world.device)[0].loss_scale is not None for name in config.policies):
@@ -55,12 +56,6 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
         sys.stdout.write((json.dumps(content, indent=2) if config.json else "\n".join(text)) + "\n")
     leave()
     return 0
-
-
-def _for_one_process(config: CalibrationConfig) -> CalibrationConfig:
-    """Adapt a configuration for several ranks to one rank."""
-    sharding = ShardingConfig(wrap=config.sharding.wrap)
-    return replace(config, strategy="single", sharding=sharding, shard_optimizer=False)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from distmp.config import RunConfig
-from distmp.diagnosis.histogram import CLASSES, EXPONENTS, ExponentHistogram, count_exponents
+from distmp.diagnosis.histogram import ExponentHistogram
+from distmp.diagnosis.replay import Probe
 from distmp.distributed.world import World
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling import LossScaleConfig
@@ -28,74 +27,7 @@ from distmp.training.components import (
     training_batches,
 )
 from distmp.training.strategy_choice import choose_strategy
-from distmp.utils.dtypes import is_dtensor
 from distmp.utils.units import counted, text_table
-
-
-class GradientRecorder:
-    """Counts the gradients of a module in a `with` block.
-
-    Args:
-        module: The model, prepared by any strategy.
-        device: Device of the counts.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module = module
-        self._counts = torch.zeros((EXPONENTS, CLASSES), dtype=torch.int64, device=device)
-        self._handles: list[RemovableHandle] = []
-        # By id; the reference makes sure that the id is not reused by another tensor.
-        self._watched: dict[int, Tensor] = {}
-        self._latest_output: Tensor | None = None
-
-    def __enter__(self) -> GradientRecorder:
-        for part in self._module.modules():
-            self._watch_parameters(part, None)
-            self._handles += [
-                # FSDP replaces parameters by gathered ones before forward.
-                part.register_forward_pre_hook(self._watch_parameters),
-                part.register_forward_hook(self._watch_outputs),
-            ]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._watched.clear()
-        self._latest_output = None
-
-    def histogram(self, group: dist.ProcessGroup | None) -> ExponentHistogram:
-        """Return the sum of the counts of all ranks.
-
-        Args:
-            group: The ranks, all of which have to call this; None for a single process.
-        """
-        total = self._counts.clone()
-        if group is not None:
-            dist.all_reduce(total, group=group)
-        return ExponentHistogram(total)
-
-    def _watch_parameters(self, part: nn.Module, inputs: Any) -> None:
-        for parameter in part.parameters(recurse=False):
-            # A shard has no gradient in backward, only the parameter that is gathered from it.
-            is_used = parameter.requires_grad and not is_dtensor(parameter)
-            if is_used and id(parameter) not in self._watched:
-                self._watched[id(parameter)] = parameter
-                self._handles.append(parameter.register_hook(self._count))
-
-    def _watch_outputs(self, part: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in pytree.tree_leaves(output):
-            # A container returns the output of its last module.
-            if tensor is self._latest_output or not isinstance(tensor, Tensor):
-                continue
-            if tensor.requires_grad:
-                self._latest_output = tensor
-                tensor.register_hook(self._count)
-
-    def _count(self, gradient: Tensor) -> None:
-        self._counts.add_(count_exponents(gradient))
-
 
 # Exponents of the loss scales in the table, besides the recommended one.
 SCALE_EXPONENTS = (0, 3, 8, 12, 16, 20, 24)
@@ -147,11 +79,25 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     else:
         progress = world.ranks.all_or_none(lambda: restore(engine, checkpoint))
     batches = training_batches(config, parts, world, progress)
-    with closing(batches), GradientRecorder(engine.module, world.device) as recorder:
+    with closing(batches), recorder(engine.module) as recorded:
         for _ in range(steps):
             engine.step(next(batches))
-        gradients = recorder.histogram(world.group)
-    return Calibration(steps, world.world_size, f"{measured_in.name} ({reason})", gradients)
+    name = f"{measured_in.name} ({reason})"
+    return Calibration(steps, world.world_size, name, histogram(recorded, world))
+
+
+def recorder(module: nn.Module) -> Probe:
+    """Return what counts the gradients of parameters and outputs in a `with` block."""
+    # FSDP gathers the parameters of some modules before forward: all are watched.
+    return Probe(module, [*module.named_modules()], activations=True)
+
+
+def histogram(recorded: Probe, world: World) -> ExponentHistogram:
+    """Return the sum of the counts of all ranks; every rank must call it."""
+    total = recorded.exponents.to(world.device)
+    if world.group is not None:
+        dist.all_reduce(total, group=world.group)
+    return ExponentHistogram(total)
 
 
 def _policy(configured: PolicyLike, device: torch.device) -> Resolution:

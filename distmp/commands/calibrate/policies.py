@@ -1,4 +1,4 @@
-"""Trains a few steps of a run under each precision policy in turn."""
+"""Trains a few steps of a run under each precision policy in turn, perhaps with several seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from distmp.commands.calibrate.seeds import SeedComparison
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
@@ -31,6 +30,73 @@ from distmp.training.components import (
 )
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import bytes_text, counted, text_table
+
+# A policy agrees with the reference if the mean of its differences over seeds is at most this
+# number of standard deviations of the reference over seeds: another seed changes it as much.
+DEVIATIONS = 2.0
+
+
+@dataclass(frozen=True)
+class SeedComparison:
+    """The results of policies with several seeds. All policies use the same seeds.
+
+    Attributes:
+        values: "loss" and metrics on held-out samples after the last step, one value for each seed,
+            by policy and name. The first policy is the reference.
+    """
+
+    values: Mapping[str, Mapping[str, list[float]]]
+
+    @property
+    def reference(self) -> Mapping[str, list[float]]:
+        """The values of the first policy."""
+        return next(iter(self.values.values()))
+
+    def noise(self, what: str) -> float:
+        """Return the standard deviation of the reference over seeds; NaN if a seed diverged."""
+        values = self.reference[what]
+        return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+    def excess(self, policy: str, what: str) -> float:
+        """Return the mean over seeds of the differences from the reference with the same seed."""
+        pairs = zip(self.values[policy][what], self.reference[what], strict=True)
+        return statistics.fmean(value - other for value, other in pairs)
+
+    def agrees(self, policy: str) -> bool:
+        """Return whether loss and metrics of a policy are those of the reference, up to noise."""
+        return all(
+            abs(self.excess(policy, what)) <= DEVIATIONS * self.noise(what)
+            for what in self.reference
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values of each policy, and whether it agrees, as JSON values."""
+        return {
+            policy: {
+                "values": {
+                    what: [value if math.isfinite(value) else None for value in values]
+                    for what, values in found.items()
+                },
+                "agrees": self.agrees(policy),
+            }
+            for policy, found in self.values.items()
+        }
+
+    def report(self) -> Iterator[str]:
+        """Yield a line for the reference and one for each other policy, by loss and metric."""
+        first, *others = self.values
+        for what, values in self.reference.items():
+            noise = self.noise(what)
+            yield (
+                f"held-out {what}: under {first}, a mean of {statistics.fmean(values):.4f} and a "
+                f"standard deviation of {noise:.4f} over {len(values)} seeds; a policy agrees if "
+                f"the mean of its differences is at most {DEVIATIONS:g} standard deviations"
+            )
+            for policy in others:
+                excess = self.excess(policy, what)
+                verdict = "agrees" if abs(excess) <= DEVIATIONS * noise else "DIFFERS"
+                yield f"  {policy} {verdict}: {excess:+.4f}"
+
 
 # Policies within this factor of the fastest count as equally fast, because of noise.
 SAME_SPEED = 1.05

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distmp.commands.calibrate.seeds import LEAST_SEEDS
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
 
 # Steps that compile, allocate and fill caches, which are not timed.
 WARM_UP = 3
+# Fewer values have no meaningful standard deviation.
+LEAST_SEEDS = 3
 
 
 @dataclass(frozen=True)

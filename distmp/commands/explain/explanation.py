@@ -11,9 +11,13 @@ from typing import Any
 import torch
 
 from distmp.commands.explain.fake_ranks import simulate_ranks
-from distmp.commands.explain.observe import ObservedDtypes, differences
+from distmp.commands.explain.observe import (
+    ModuleGroup,
+    ObservedDtypes,
+    differences,
+    expected_groups,
+)
 from distmp.commands.explain.trace_steps import CommVolume, comm_volumes, trace_steps
-from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.distributed.world import World, local_device

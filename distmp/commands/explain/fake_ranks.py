@@ -43,14 +43,16 @@ MAX_REAL_ELEMENTS = 2**20
 aten = torch.ops.aten
 
 
-class FakeTensors(TorchDispatchMode):
-    """Makes floating-point and large tensors that are created inside of it fake."""
+class FakeRanks(TorchDispatchMode):
+    """Replaces other ranks by fake collectives, and makes floating-point and large tensors fake."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            return communicate(func, args)
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -90,15 +92,6 @@ def _without_masks(indices: Any) -> list[Any]:
 
 
 BACKEND = "fake_ranks"
-
-
-class FakeRanks(FakeTensors):
-    """Makes tensors fake, and replaces other ranks by fake collectives."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            return communicate(func, args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def communicate(func: Any, args: Any, work: dist.Work | None = None) -> Any:

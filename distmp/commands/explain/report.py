@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from distmp.commands.explain.explanation import Explanation
-from distmp.commands.explain.types import ModuleGroup
+from distmp.commands.explain.observe import ModuleGroup
 from distmp.precision.policy import dtype_word
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.units import bytes_text, counted, quantity, text_table

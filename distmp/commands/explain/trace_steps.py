@@ -17,6 +17,7 @@ from distmp.commands.explain.observe import DtypeRecorder, ObservedDtypes
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
+from distmp.engine.replays import STEPS_KEPT
 from distmp.precision import PrecisionPolicy
 from distmp.quantization import LowPrecisionLayers
 from distmp.training.components import Progress, RunComponents, build_engine, training_batches
@@ -185,10 +186,6 @@ def group_ranks(args: Any) -> Sequence[int]:
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf))
     return range(dist.get_world_size())
-
-
-# Number of steps for which an engine keeps microbatches for attribution.
-STEPS_KEPT = 2
 
 
 class StepTrace(NamedTuple):

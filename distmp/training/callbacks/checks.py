@@ -14,8 +14,8 @@ from distmp.training.callbacks.callback import Callback, PendingStep, StepResult
 from distmp.training.run_lease import LostLeaseError
 
 if TYPE_CHECKING:
-    from distmp.training.callbacks.ema import Ema
-    from distmp.training.run import Run
+    from distmp.training.build import Run
+    from distmp.training.callbacks.validation import Ema
 
 
 class AdapterCheck(Callback):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 
-from distmp.callback_settings import find_callback
+from distmp.config import find_callback
 from distmp.errors import ConfigError, nearest
+from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.checks import (
@@ -15,14 +16,10 @@ from distmp.training.callbacks.checks import (
     RankConsistency,
     StragglerDetection,
 )
-from distmp.training.callbacks.early_stopping import EarlyStopping
-from distmp.training.callbacks.ema import Ema
-from distmp.training.callbacks.profiling import Profiling
 from distmp.training.callbacks.sample import TextSample
-from distmp.training.callbacks.step_logger import StepLogger
-from distmp.training.callbacks.time_limit import TimeLimit
-from distmp.training.callbacks.validation import Validation
-from distmp.training.run import Run
+from distmp.training.callbacks.step_logger import Profiling, StepLogger
+from distmp.training.callbacks.stopping import EarlyStopping, TimeLimit
+from distmp.training.callbacks.validation import Ema, Validation
 from distmp.utils.imports import Entry
 
 
@@ -60,7 +57,18 @@ def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:
     Raises:
         ConfigError: If an entry does not return a `Callback`.
     """
-    return [_load(entry) for entry in entries]
+    callbacks = []
+    for entry in entries:
+        callback = find_callback(entry)(**entry.options)
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                "callbacks",
+                entry.name,
+                f"returned a {type(callback).__name__}; return a "
+                "distmp.training.callbacks.Callback",
+            )
+        callbacks.append(callback)
+    return callbacks
 
 
 def check_hooks(callbacks: Iterable[Callback]) -> None:
@@ -99,14 +107,3 @@ def _check_names(callback: Callback) -> None:
                 f"its {name} is not a hook, so it would never be called: {nearest(name, hooks)}; "
                 "give a method of your own another name",
             )
-
-
-def _load(entry: Entry) -> Callback:
-    callback = find_callback(entry)(**entry.options)
-    if not isinstance(callback, Callback):
-        raise ConfigError(
-            "callbacks",
-            entry.name,
-            f"returned a {type(callback).__name__}; return a distmp.training.callbacks.Callback",
-        )
-    return callback

@@ -16,8 +16,8 @@ from distmp.distributed.progress import current_phase
 from distmp.errors import require
 from distmp.models.huggingface_files import load_tokenizer
 from distmp.models.loss import logits_of
+from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
-from distmp.training.run import Run
 
 
 @torch.no_grad()

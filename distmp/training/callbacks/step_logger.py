@@ -1,9 +1,10 @@
-"""Records each step and reports it: record file, trackers, console."""
+"""Records each step and reports it: record file, trackers, console, profiles."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ from distmp.engine.outcome import advice
 from distmp.telemetry import trackers
 from distmp.telemetry.console import Console
 from distmp.telemetry.measurements import peak_memory_bytes, summarize
+from distmp.telemetry.profiler import StepProfiler
 from distmp.telemetry.records import RecordWriter, StepRecord, read_records
 from distmp.telemetry.trackers import Trackers
+from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult, TrainingLoop
+from distmp.training.callbacks.checkpointing import exit_context
 from distmp.training.callbacks.validation import weight_unit
-from distmp.training.run import Run
 from distmp.utils import settings
 
 
+@dataclass
 class StepLog:
     """Logs the record of every step; only the first rank writes anything.
 
@@ -30,26 +34,21 @@ class StepLog:
         steps: Number of steps of the run.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        after_step: int,
-        trackers: Trackers,
-        console: Console,
-        steps: int,
-    ) -> None:
-        self._path = path
-        self._trackers = trackers
-        self._console = console
-        self._steps = steps
-        self._writer = self._opened(after_step)
+    path: Path | None
+    after_step: int
+    trackers: Trackers
+    console: Console
+    steps: int
+
+    def __post_init__(self) -> None:
+        self._writer = self._opened(self.after_step)
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step to all destinations."""
         if self._writer is not None:
             self._writer.write(record)
-        self._trackers.write(record)
-        self._console.step(record, self._steps)
+        self.trackers.write(record)
+        self.console.step(record, self.steps)
 
     def rewind(self, last_step: int) -> None:
         """Drop the records of later steps."""
@@ -59,9 +58,9 @@ class StepLog:
 
     def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Add the numbers of a validation to the record of the last step, if that is `step`."""
-        if self._path is None:
+        if self.path is None:
             return
-        records = read_records(self._path)
+        records = read_records(self.path)
         self.rewind(step - 1)
         if self._writer is not None and records and records[-1].step == step:
             self._writer.write(
@@ -74,12 +73,12 @@ class StepLog:
         """Close the record file, and flush the trackers."""
         if self._writer is not None:
             self._writer.close()
-        self._trackers.close()
+        self.trackers.close()
 
     def _opened(self, after_step: int) -> RecordWriter | None:
-        if self._path is None:
+        if self.path is None:
             return None
-        return RecordWriter(self._path, after_step, self._console.message)
+        return RecordWriter(self.path, after_step, self.console.message)
 
 
 class StepLogger(Callback):
@@ -198,3 +197,35 @@ def _start_trackers(run: Run) -> Trackers:
         after_step=run.progress.step,
         warn=run.console.message,
     )
+
+
+class Profiling(Callback):
+    """Starts and stops a `StepProfiler`.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._profiler = StepProfiler(
+            run.config.profile, run.directory.profile, run.world, run.console.message
+        )
+
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
+        """Start before the first step to record, stop before the step after the last one."""
+        with trainer.timer.paused():
+            self._profiler.before(step)
+
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
+        """Stop before a rollback, which is not part of a step."""
+        if result.rolls_back:
+            self._profiler.finish()
+
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
+        """Stop, and report if no step was recorded."""
+        exit_context(self._profiler, None)
+
+    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
+        """After an error, write what was recorded."""
+        if error is not None:
+            exit_context(self._profiler, error)

@@ -1,4 +1,4 @@
-"""Evaluates the model on held-out data, every `validation.every` steps and at the end."""
+"""Evaluates the weights and their average every `validation.every` steps, and at the end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,50 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.stopping import until_stop_requested
+from distmp.engine.average import WeightAverage
 from distmp.engine.evaluation import Evaluation
+from distmp.engine.settings import EmaConfig
 from distmp.models.metrics import find_metrics
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
-from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
-from distmp.training.callbacks.ema import Ema
-from distmp.training.run import Run
+from distmp.training.build import Run
+from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, TrainingLoop
+
+
+class Ema(Callback):
+    """Updates the average after each step; checkpoints contain it as `callbacks/Ema/PARAMETER`.
+
+    Args:
+        config: The settings, with a decay above 0.
+
+    Attributes:
+        average: The average, from `setup` on.
+    """
+
+    average: WeightAverage
+
+    def __init__(self, config: EmaConfig) -> None:
+        self._config = config
+
+    def setup(self, trainer: TrainingLoop) -> None:
+        """Start with the current weights; a checkpoint with an average replaces them."""
+        self.average = WeightAverage(trainer.engine, self._config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average by parameter name."""
+        return {**self.average.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a stored average; shards have been loaded in place."""
+        self.average.load(state)
+
+    def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
+        """Begin with the weights of the checkpoint if it has no average."""
+        if self.average.is_replaced:
+            self.average.restart()
+
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
+        """Include the weights of this step, unless it was skipped; the host does not wait."""
+        self.average.update()
 
 
 def weight_unit(config: RunConfig, weight: float) -> str:

@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin
 
 from distmp.errors import ConfigError
 from distmp.utils.annotations import accepts, expected, members_of
-from distmp.utils.presets import located
-from distmp.utils.settings.convert import (
-    annotation_of,
-    from_mapping,
-    section_advice,
-    setting_names,
-)
+from distmp.utils.files import located
+from distmp.utils.settings import annotation_of, from_mapping, section_advice, setting_names
 from distmp.utils.settings.yaml_files import as_line, from_line, read_yaml
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import yaml
 from distmp.errors import ConfigError
 from distmp.masking import masked
 from distmp.utils.files import PRIVATE, read_regular, replacing
-from distmp.utils.settings.convert import to_mapping
+from distmp.utils.settings import to_mapping
 
 # The scalars of YAML 1.2. PyYAML implements YAML 1.1, in which 3e-4 is a string, `no` is false,
 # 1:30 is 90 and 2024-01-01 is a date, which users do not expect.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distmp.commands.calibrate import loss_scale
 from distmp.commands.calibrate.command import load
-from distmp.commands.calibrate.loss_scale import Calibration, GradientRecorder, as_json, report
+from distmp.commands.calibrate.loss_scale import Calibration, as_json, recorder, report
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.distributed.stopping import StopSignals
@@ -110,12 +110,12 @@ def test_calibration_continues_from_checkpoint(arguments: list[str]) -> None:
     common = [*arguments[:-1], "--run-dir=run", "--steps=3"]
     config = load([*common, "--checkpoint.every=2"])
     trainer = Trainer(config, WORLD, Console(config.log, quiet=True))
-    step, recorder = trainer.engine.step, GradientRecorder(trainer.engine.module, WORLD.device)
+    step, counted = trainer.engine.step, recorder(trainer.engine.module)
 
     def stepped(*args: Any, **options: Any) -> Any:
         if trainer.progress.step < 2:
             return step(*args, **options)
-        with recorder:
+        with counted:
             return step(*args, **options)
 
     trainer.engine.step = stepped  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ def test_calibration_continues_from_checkpoint(arguments: list[str]) -> None:
         trainer.train()
     resumed = load([*common, "--resume=run/checkpoints/step-000002"])
     found = loss_scale.measure(resumed, WORLD, 1)
-    assert exponents(found) == dict(recorder.histogram(None).exponents)
+    assert exponents(found) == dict(loss_scale.histogram(counted, WORLD).exponents)
     fresh = loss_scale.measure(load(common), WORLD, 1)
     assert exponents(found) != exponents(fresh)
 
@@ -185,9 +185,9 @@ def exponents_of(gradients: list[Tensor]) -> dict[int, int]:
 
 
 def recorded(engine: Engine, sizes: object = TWO_RANKS, steps: int = 2) -> ExponentHistogram:
-    with GradientRecorder(engine.module, CPU) as recorder:
+    with recorder(engine.module) as counted:
         train(engine, steps, sizes)  # type: ignore[arg-type]
-    return recorder.histogram(engine.world.group)
+    return loss_scale.histogram(counted, engine.world)
 
 
 def outputs_of(model: Classifier, x: Tensor) -> list[Tensor]:
@@ -264,19 +264,19 @@ class _Pair(nn.Module):
 
 def test_each_gradient_counts_once() -> None:
     model = _Awkward()
-    with GradientRecorder(model, CPU) as recorder:
+    with recorder(model) as counted:
         model(torch.randn(5, 3)).sum().backward()
     # One gradient of the weight that is used three times, and of each output.
-    assert recorder.histogram(None).values == 3 + 9 + 15 * (1 + 2 + 1 + 1)
+    assert loss_scale.histogram(counted, WORLD).values == 3 + 9 + 15 * (1 + 2 + 1 + 1)
 
 
 def test_larger_loss_changes_recommendation() -> None:
     scales = []
     for factor in (1.0, 2.0**10):
         engine = make_engine()
-        with GradientRecorder(engine.module, CPU) as recorder:
+        with recorder(engine.module) as counted:
             batches = [batch._replace(factor=factor) for batch in microbatches(0, ONE_RANK[0])]
             engine.step(batches)
-        scales.append(2.0 ** (12 - max(recorder.histogram(None).exponents)))
+        scales.append(2.0 ** (12 - max(loss_scale.histogram(counted, WORLD).exponents)))
     assert scales[0] == scales[1] * 2.0**10
     assert loss(make_model(), batches[0])[0] > 1000

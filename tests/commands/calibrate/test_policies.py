@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from distmp.commands.calibrate.policies import Comparison, PolicyResult, report
-from distmp.commands.calibrate.seeds import SeedComparison
+from distmp.commands.calibrate.policies import Comparison, PolicyResult, SeedComparison, report
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.errors import ConfigError
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distmp.commands.explain.types import expected_groups, group_name
+from distmp.commands.explain.observe import expected_groups, group_name
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.precision import policy
 

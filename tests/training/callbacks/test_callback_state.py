@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.callback_settings import parse_callbacks
 from distmp.checkpoint import store
-from distmp.config import load
+from distmp.config import load, parse_callbacks
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
 from distmp.engine.average import local

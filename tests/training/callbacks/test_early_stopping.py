@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.callback_settings import EarlyStoppingConfig
 from distmp.checkpoint.settings import Retention
-from distmp.config import load
+from distmp.config import EarlyStoppingConfig, load
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
 from distmp.training.callbacks.callback import SpikeAction
-from distmp.training.callbacks.early_stopping import EarlyStopping
+from distmp.training.callbacks.stopping import EarlyStopping
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.toys import printed, trainer_of

@@ -9,7 +9,7 @@ import pytest
 
 from distmp.telemetry.profiler import measured
 from distmp.telemetry.records import read_records
-from distmp.training.train import main
+from distmp.train import main
 from tests.elastic import Job, run_jobs
 from tests.faulty_runs import ARGUMENTS
 from tests.torchrun import tiny

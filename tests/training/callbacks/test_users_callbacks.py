@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from distmp.callback_settings import parse_callbacks
-from distmp.config import load
+from distmp.config import load, parse_callbacks
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
 from distmp.engine.setup import Setup
 from distmp.errors import ConfigError
+from distmp.train import main
 from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult, TrainingLoop
 from distmp.training.callbacks.order import load_callbacks
-from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly

@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
-from distmp.utils.settings import command_line, from_mapping, read_yaml, to_mapping, write_yaml
-from distmp.utils.settings.convert import digest, flat
+from distmp.utils.settings import digest, flat, from_mapping, to_mapping
+from distmp.utils.settings.command_line import command_line
+from distmp.utils.settings.yaml_files import read_yaml, write_yaml
 
 
 @dataclass(frozen=True)

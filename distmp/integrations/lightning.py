@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.deferred_scaler import DeferredGradScaler
-from distmp.integrations.lightning.weights import StepWeights
+from distmp.integrations.step_weights import StepWeights
 from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
 from distmp.parallel.strategy import check_parameters

@@ -1,0 +1,204 @@
+"""Ends a run: early enough for the time limit of its job, or if a metric no longer improves."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+
+from distmp.checkpoint.layout import final_path, has_checkpoint
+from distmp.config import RunConfig
+from distmp.distributed.rank_environment import is_under_torchrun
+from distmp.training.build import Run
+from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
+from distmp.training.callbacks.checkpointing import Checkpointing
+
+# The next steps are expected to take as long as the slowest of this many recent ones.
+_STEPS_REMEMBERED = 50
+# On a GPU, a request to stop is read two steps after it was launched.
+_STEPS_TO_STOP = 3
+# On shared storage a save may take longer than earlier ones: factor on the longest one.
+_SAVES = 1.5
+# Estimate until a save has been measured: a constant, and the state at the speed of a disk.
+_FIRST_SAVE_SECONDS = 2.0
+_FIRST_SAVE_BYTES_PER_SECOND = 100e6
+# For the last messages, and the exit of the interpreter.
+_END_SECONDS = 5.0
+
+
+class TimeBudget:
+    """Decides when a run has to stop to save its last checkpoint and exit within its time limit.
+
+    The remaining time has to cover three steps as slow as the slowest of the last 50, one and
+    a half times the longest save, and five seconds.
+
+    Args:
+        minutes: The limit in minutes, counted from the start of the job; None: no limit.
+        state_bytes: Size of what this rank saves, to estimate a save until one was measured.
+        job_started: When the job started, in seconds since the epoch.
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        minutes: float | None,
+        state_bytes: int,
+        job_started: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._deadline = None if minutes is None else job_started + 60 * minutes
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._save_seconds: float | None = None
+        self._first_save = _FIRST_SAVE_SECONDS + state_bytes / _FIRST_SAVE_BYTES_PER_SECOND
+
+    def add_step(self, seconds: float) -> None:
+        """Record the seconds that a step took."""
+        self._steps.append(seconds)
+
+    def add_save(self, seconds: float) -> None:
+        """Record the seconds that a save took, until it was complete."""
+        self._save_seconds = max(self._save_seconds or 0.0, seconds)
+
+    def is_spent(self) -> bool:
+        """Return whether it is time to stop. Ranks may disagree, since they measure times."""
+        return self._deadline is not None and self._clock() + self._reserve() >= self._deadline
+
+    def _reserve(self) -> float:
+        save = self._first_save if self._save_seconds is None else self._save_seconds
+        return _STEPS_TO_STOP * max(self._steps, default=0.0) + _SAVES * save + _END_SECONDS
+
+
+def job_started() -> float:
+    """Return when this job started, in seconds since the epoch.
+
+    Under torchrun and `distmp launch` this is the start of the launcher, which is the same after a
+    restart of the ranks; otherwise it is the start of this process.
+    """
+    # torchrun's agent is the parent of each rank.
+    parent = psutil.Process().parent() if is_under_torchrun() else None
+    return (parent or psutil.Process()).create_time()
+
+
+class TimeLimit(Callback):
+    """Measures steps and saves, and requests a stop while there is time for the last save.
+
+    Args:
+        run: The run.
+
+    Attributes:
+        budget: Estimates the remaining time.
+    """
+
+    def __init__(self, run: Run) -> None:
+        minutes = run.config.max_minutes
+        state = {} if minutes is None else run.engine.state_dict()
+        saved_bytes = sum(tensor.nbytes for tensor in state.values())
+        self.budget = TimeBudget(minutes, saved_bytes, job_started())
+
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
+        """Record how long the step took."""
+        self.budget.add_step(step.seconds)
+
+    def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
+        """Record how long the save took."""
+        self.budget.add_save(seconds)
+
+    def stop_reason(self, trainer: TrainingLoop) -> str | None:
+        """Stop if the remaining time only suffices to save and exit."""
+        limit = trainer.config.max_minutes
+        return f"max_minutes = {limit:g}" if limit is not None and self.budget.is_spent() else None
+
+
+class EarlyStopping(Callback):
+    """Compares each validation with the best one so far.
+
+    The validation after the last step counts only if it evaluates as many samples as the others.
+
+    Args:
+        config: The configuration of the run, with a patience above 0.
+        checkpointing: Keeps the best checkpoint.
+    """
+
+    def __init__(self, config: RunConfig, checkpointing: Checkpointing) -> None:
+        self._checkpointing = checkpointing
+        self._config = config.early_stopping
+        self._maximizes = self._config.maximizes
+        self._final_counts = config.validation.final_samples == config.validation.samples
+        self._best: float | None = None
+        self._best_step = 0
+        self._last_step = 0
+        self._without_improvement = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, its step, and the number of validations since then."""
+        return {
+            "best": self._best,
+            "best_step": self._best_step,
+            "last_step": self._last_step,
+            "without_improvement": self._without_improvement,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
+        self._best = state["best"]
+        self._best_step = state["best_step"]
+        self._last_step = state["last_step"]
+        self._without_improvement = state["without_improvement"]
+        # Also after a rollback, which saves next and would remove the best checkpoint.
+        self._checkpointing.keep(self._best_step)
+
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
+        """Stop again if the run had stopped early."""
+        self._finish_if_out_of_patience(trainer)
+
+    def on_validation(
+        self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
+    ) -> None:
+        """Save the checkpoint after this step if it is the best, or end the run."""
+        step = trainer.progress.step
+        counts = self._final_counts or step < trainer.config.steps
+        if not counts or step == self._last_step:
+            return
+        self._last_step = step
+        value = loss if self._config.metric == "loss" else metrics[self._config.metric]
+        if self._improves(value):
+            self._best, self._best_step, self._without_improvement = value, step, 0
+            self._checkpointing.keep(step, save=True)
+            return
+        self._without_improvement += 1
+        self._finish_if_out_of_patience(trainer)
+
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
+        """Print the best value and where its checkpoint is."""
+        if self._best is None:
+            return
+        self._checkpointing.writer.finish()
+        directory = trainer.directory.checkpoints
+        where = str(final_path(directory, self._best_step))
+        # The last step is saved after this.
+        is_last = self._best_step == trainer.progress.step
+        if trainer.world.rank == 0 and not (is_last or has_checkpoint(directory, self._best_step)):
+            where = f"no checkpoint in {directory}, but in the run that this one continues"
+        trainer.console.message(
+            f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
+            f"{where}"
+        )
+
+    def _improves(self, value: float) -> bool:
+        """Return whether a value is better than the best one; NaN never is."""
+        if self._best is None:
+            return value == value
+        gain = value - self._best if self._maximizes else self._best - value
+        return gain > self._config.min_delta
+
+    def _finish_if_out_of_patience(self, trainer: TrainingLoop) -> None:
+        if self._without_improvement >= self._config.patience:
+            best = f"has not improved on {self._best or 0:.4g} at step {self._best_step}"
+            trainer.finish_early(
+                f"{self._config.metric} {'was NaN' if self._best is None else best} for "
+                f"{self._without_improvement} validations (early_stopping.patience)"
+            )
