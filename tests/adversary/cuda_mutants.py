@@ -28,6 +28,8 @@ SHARED = ("pyproject.toml", "benchmarks", "build")
 # What the output of a test says about a bug, by a pattern; the first one that is found counts.
 MESSAGES = {
     r"OrderError: .*?, (.*); a stream does not wait": r"another order of operations: \1",
+    r"OrderError: .*?, (\w+::\w+ raised .*)": r"another order of operations: \1",
+    r"(cannot convert float NaN to integer)": "a wrong value",
     r"called a (synchronizing CUDA operation: [\w ]+)": r"\1",
     r"(the host waited: \{'.*\})": r"\1",
     r"distmp.errors.\w+Error: (.*?)(?:;|$)": r"\1",
@@ -652,9 +654,9 @@ MUTANTS = [
     Mutant(
         "an FP8 matmul runs on another stream",
         "distmp/quantization/linear.py",
-        "            return state.product(inputs, weights, x.dtype)\n",
-        f"            {ELSEWHERE}\n"
-        "                return state.product(inputs, weights, x.dtype)\n",
+        "        return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)\n",
+        f"        {ELSEWHERE}\n"
+        "            return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)\n",
         OF_FP8,
     ),
     Mutant(
@@ -665,7 +667,7 @@ MUTANTS = [
         '        pinned = vars(torch.cuda).setdefault("_numbers", pinned)[: len(numbers)]\n'
         "        pinned.copy_(torch.tensor(numbers, dtype=torch.float64))\n"
         "        return pinned.to(device, non_blocking=True)",
-        GIVEN,
+        f"{TWO_RANKS}[ddp]",
     ),
     Mutant(
         "an all-gather of FSDP waits for all kernels, and so is exposed",
