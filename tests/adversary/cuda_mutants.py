@@ -660,16 +660,6 @@ MUTANTS = [
         OF_FP8,
     ),
     Mutant(
-        "pinned numbers are overwritten by those of the next step",
-        "distmp/scaling/step_decision.py",
-        "        return numbers_to_device(numbers, torch.float64, device)",
-        "        pinned = torch.empty(8, dtype=torch.float64).pin_memory()\n"
-        '        pinned = vars(torch.cuda).setdefault("_numbers", pinned)[: len(numbers)]\n'
-        "        pinned.copy_(torch.tensor(numbers, dtype=torch.float64))\n"
-        "        return pinned.to(device, non_blocking=True)",
-        f"{TWO_RANKS}[ddp]",
-    ),
-    Mutant(
         "an all-gather of FSDP waits for all kernels, and so is exposed",
         "distmp/parallel/fsdp_collectives.py",
         "        all_gather_on_stream(output_tensor, input_tensor, group)\n",
