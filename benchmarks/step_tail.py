@@ -76,7 +76,7 @@ class Work:
         """Run the work of `Engine` after backward."""
         one = torch.ones((), dtype=torch.float64, device=self.device)
         part = GradientPart(self.buckets, replicas=1)
-        total = local_stats([part], one, one, stop=False, device=self.device)
+        total = local_stats([part], [one], [one], stop=False, device=self.device)
         decision = decide_step(total, self.loss_scale.value, 1.0, MAX_NORM)
         self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
         self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]

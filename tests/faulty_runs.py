@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 SIZE = 4
@@ -155,6 +156,12 @@ def _allocate() -> None:
     torch.empty(1 << 50, dtype=torch.uint8)
 
 
+def _index() -> None:
+    """Look up a row that does not exist, as for a label outside of the vocabulary."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    F.embedding(torch.tensor([9], device=device), torch.ones(4, 1, device=device))
+
+
 _FAULTS = {
     "raise": _raise,
     "sleep": _sleep,
@@ -166,4 +173,5 @@ _FAULTS = {
     "quit": _quit,
     "exit": _exit,
     "allocate": _allocate,
+    "index": _index,
 }

@@ -133,8 +133,8 @@ def differences(
 class Fingerprint:
     """A checksum of the arguments of a call, compared between ranks as part of an all-reduce.
 
-    Ranks sum the checksum and its square, exactly in FP64. Both sums equal `world_size` times the
-    values of this rank only if all checksums are equal (their variance is 0).
+    Ranks sum the checksum and its square, exactly in FP64. From both follows the sum of the squared
+    differences from the checksum of this rank, which is 0 only if all are equal.
 
     Args:
         checksum: An integer of `FINGERPRINT_BITS` bits.
@@ -182,9 +182,9 @@ class Fingerprint:
         """
         if self._world_size == 1:
             return sums.new_zeros((), dtype=torch.bool)
-        # Compared with Python numbers one by one, so that nothing is copied to the device.
-        first, second = (self._world_size * term for term in self.terms)
-        return (sums[0] != first) | (sums[1] != second)
+        # The sum of squared differences from this rank, without its own square.
+        others = torch.add(sums[1], sums[0], alpha=-2 * self._checksum)
+        return others != -self._world_size * self._checksum**2
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[object]:

@@ -34,19 +34,19 @@ SMALLEST_LOG_NORM_DEVIATION = 0.05
 
 
 class SpikeCheck(NamedTuple):
-    """The result of the spike check of a step; 0-dim tensors on the device.
+    """The result of the spike check of a step: 0-dim tensors on the device, numbers without one.
 
     Attributes:
         spike: bool, whether loss or norm are above their limits.
-        skip: bool, whether the update has to be skipped.
+        skip: bool, whether the update has to be skipped; None without a check.
         loss_limit: FP64, limit of the loss; inf during warm-up.
         norm_limit: FP64, limit of the gradient norm; inf during warm-up.
     """
 
-    spike: Tensor
-    skip: Tensor
-    loss_limit: Tensor
-    norm_limit: Tensor
+    spike: Tensor | bool
+    skip: Tensor | None
+    loss_limit: Tensor | float
+    norm_limit: Tensor | float
 
 
 class DivergenceGuard:
@@ -77,7 +77,7 @@ class DivergenceGuard:
         """Check a step before its update; the host does not wait."""
         config = self.config
         if config is None:
-            return SpikeCheck(self._never, self._never, *self._infinite.unbind())
+            return SpikeCheck(False, None, math.inf, math.inf)
         spike = self._never
         if config.on_spike != "ignore":
             values, usable = _comparable(decision)

@@ -37,6 +37,7 @@ from distmp.engine.step_checks import (
     listed_microbatches,
     refuse_one_batch,
 )
+from distmp.engine.wrong_index import LatestBatches
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
@@ -84,6 +85,7 @@ class Engine:
 
     Attributes:
         optimizer: The optimizer that the argument `optimizer` built.
+        batches: Explains errors of kernels by the latest microbatches.
         loads: Number of checkpoints that were loaded, by `load` or by a trainer.
         holds_average: Whether an average of the weights replaces them (`WeightAverage.as_weights`).
 
@@ -132,6 +134,7 @@ class Engine:
         if config.first_step_checks:
             self._observers += [FirstStep(setup), EmbeddingIds(self.model)]
             setup.strategy.watch_copies()
+        self.batches = LatestBatches(self.model, setup.world.rank)
         self._saves: Saves | None = None
         self.loads = 0
         self.holds_average = False
@@ -258,8 +261,9 @@ class Engine:
                 function does not return a loss sum and a weight.
             LostPeerError: If another rank has ended.
         """
-        with self._calls.call("step", waits=False):
+        with self.batches.explaining(), self._calls.call("step", waits=False):
             batches = self._checked(microbatches, count)
+            self.batches.add(batches)
             if isinstance(stop, str):  # every text would count as True
                 raise ConfigError("stop", stop, "use True or False")
             observers = [observer for observer in self._observers if not observer.is_done]

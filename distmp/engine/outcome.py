@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.engine.low_precision_matmuls import MatmulStatistics
-from distmp.utils.host_copy import HostCopy
+from distmp.utils.host_copy import HostCopy, cpu_number
 
 # The engine warns after this many skipped steps in a row if the caller never calls `check`, and a
 # checkpoint that is saved then counts as unhealthy.
@@ -71,17 +71,16 @@ class StepNumbers(NamedTuple):
     scale_exhausted: bool
 
 
-# Types of the fields, in their order.
-_TYPES = tuple(get_type_hints(StepNumbers).values())
+_TYPES = get_type_hints(StepNumbers)
 
 
 class StepOutcome:
     """The numbers of a step that may still be running on the device.
 
     Args:
-        numbers: A 0-dim tensor for each field of `StepNumbers`, all on one device.
-        ranks_differ: Whether ranks took the step with different settings, 0-dim bool; None for
-            False.
+        values: Numbers, and tensors of any shape on one device, by name.
+        numbers: Returns the fields of `StepNumbers` from `values`, whose tensors are on the host
+            then, in FP64; and "ranks_differ", whether ranks took the step with different settings.
 
     Attributes:
         overflow_report: Why the step overflowed; None until `Engine.explain` has replayed the step.
@@ -98,30 +97,41 @@ class StepOutcome:
     matmul_statistics: MatmulStatistics | None = None
     formats: str | None = None
 
-    def __init__(self, numbers: Mapping[str, Tensor], ranks_differ: Tensor | None = None) -> None:
-        values = [numbers[name] for name in StepNumbers._fields]
-        values.append(torch.zeros_like(values[0]) if ranks_differ is None else ranks_differ)
-        # Stacked into new memory, so that later steps may update the numbers in place.
-        self._copy = HostCopy(torch.stack([value.to(torch.float64) for value in values]))
+    def __init__(
+        self,
+        values: Mapping[str, Tensor | float],
+        numbers: Callable[[dict[str, Any]], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._compute = numbers
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        self._values = {name: value for name, value in values.items() if name not in tensors}
+        self._shapes = {name: value.shape for name, value in tensors.items()}
+        # Concatenated into new memory, so that later steps may update the values in place.
+        flat = [value.reshape(-1).to(torch.float64) for value in tensors.values()]
+        self._copy = HostCopy(torch.cat(flat))
 
     def read(self, name: str) -> float:
         """Wait for the step and return the field `name` of `StepNumbers`."""
-        return self._values[StepNumbers._fields.index(name)]
+        value = self._found[name]
+        return cpu_number(value) if isinstance(value, Tensor) else value
 
     @cached_property
     def numbers(self) -> StepNumbers:
         """Wait for the step and return its numbers; no wait if read one step later."""
-        *values, _ = self._values
-        return StepNumbers(*(convert(value) for convert, value in zip(_TYPES, values, strict=True)))
+        return StepNumbers(**{name: kind(self.read(name)) for name, kind in _TYPES.items()})
 
     @property
     def ranks_differ(self) -> bool:
         """Whether ranks took the step with different settings; such a step is skipped."""
-        return bool(self._values[-1])
+        return "ranks_differ" in self._found and bool(self.read("ranks_differ"))
 
     @cached_property
-    def _values(self) -> list[float]:
-        return self._copy.read()
+    def _found(self) -> Mapping[str, Any]:
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        parts = self._copy.tensor().split(sizes)
+        for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
+            self._values[name] = part.view(shape)
+        return self._compute(self._values)
 
 
 def advice(numbers: StepNumbers) -> str:

@@ -94,6 +94,7 @@ class EngineState:
         divergence: Compares loss and norm of each step with those of the steps before it.
         counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
             last update. Updated in place.
+        first: True, False, False.
         nominal_weight: The constant that keeps gradients at the magnitude of a mean; None before
             the first step.
         max_norm: Clip the norm of the global gradient to this; None disables clipping. Not saved.
@@ -110,6 +111,7 @@ class EngineState:
         self.loss_scale = LossScale(rules, setup.device)
         self.divergence = DivergenceGuard(config.divergence, setup.device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=setup.device)
+        self.first = torch.arange(3, device=setup.device) == 0
         self.nominal_weight = config.nominal_weight and round_up_to_power_of_two(
             config.nominal_weight
         )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
-from distmp.engine.divergence_guard import SpikeCheck
 from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.observers import StepObserver
 from distmp.engine.outcome import StepOutcome
@@ -31,7 +27,6 @@ from distmp.scaling.step_decision import (
     decide_step,
     local_stats,
     ordered_total,
-    pack,
 )
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.host_copy import to_device
@@ -64,20 +59,31 @@ def take_step(
     stats = _accumulate(setup, state, microbatches, scale, observers)
     current_phase.enter(DECISION)
     setup.clock.end()
-    total, differ, of_products = _sum_over_ranks(parts, stats, stop=stop)
+    fingerprint = Fingerprint.of(parts.step_settings(), setup.world.world_size)
+    sums = _sum_over_ranks(setup, stats, fingerprint, stop=stop)
     setup.clock.begin()
+    total, terms, of_products = sums.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
     decision = decide_step(total, scale, state.nominal_weight or 1.0, state.max_norm)
     spike_check = state.divergence.check(decision)
-    decision = decision.skipping(spike_check.skip | differ)
+    if spike_check.skip is not None:
+        decision = decision.skipping(spike_check.skip)
+    if fingerprint.terms:
+        decision = decision.skipping(fingerprint.differs(terms))
     current_phase.enter(UPDATE)
     updates.apply(decision)
     setup.buffers.end_step(decision.found_inf, differ)
     setup.strategy.end_step(decision.found_inf)
-    exhausted = state.loss_scale.update(decision.overflow | (decision.dropped > 0), decision.empty)
+    known_scale = 1.0 if state.loss_scale.config is None else scale
+    values: dict[str, Tensor | float] = {"learning_rate": rate, "loss_scale": known_scale}
+    values |= {name: getattr(spike_check, name) for name in ("spike", "loss_limit", "norm_limit")}
+    if state.loss_scale.floor is not None:
+        dropped = decision.dropped > 0
+        exhausted = state.loss_scale.update(decision.overflow | dropped, decision.empty)
+        values["scale_exhausted"] = exhausted & decision.overflow
     state.divergence.remember(decision)
     products.end_step(of_products, decision)
-    exhausted = exhausted & decision.overflow
-    outcome = _outcome(state.counts, decision, spike_check, differ, rate, scale, exhausted)
+    values["sums"] = sums[: len(sums) - len(of_products)]
+    outcome = _outcome(state, decision, fingerprint, values)
     outcome.matmul_statistics = products.statistics
     outcome.formats = products.formats
     return outcome, stats
@@ -170,83 +176,69 @@ def _backward_factor(
 
 
 def _sum_over_ranks(
-    parts: EngineParts, stats: MicrobatchStats, *, stop: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    setup: Setup, stats: MicrobatchStats, fingerprint: Fingerprint, *, stop: bool
+) -> Tensor:
     """Sum the statistics of a step over ranks, in one all-reduce; the host does not wait.
 
     Args:
-        parts: The parts of the engine; the strategy holds the gradients of the step.
+        setup: Its strategy holds the gradients of the step.
         stats: Losses and weights of the microbatches of this rank.
+        fingerprint: The settings of the step on this rank.
         stop: Whether this rank requests to stop.
 
     Returns:
-        The first argument of `decide_step`, with a weight of NaN if one is negative; whether ranks
-        take the step with different settings, 0-dim bool; and the sums of
-        `LowPrecisionMatmuls.terms`, FP64, empty without them.
+        FP64, the first argument of `decide_step`, then the sums of the terms of `fingerprint` and
+        those of `LowPrecisionMatmuls.terms`.
     """
-    strategy, world = parts.setup.strategy, parts.setup.world
-    of_products = parts.setup.low_precision_matmuls.terms()
-    fingerprint = Fingerprint.of(parts.step_settings(), world.world_size)
-    dropped = sum(stats.dropped) if stats.dropped else 0.0
-    # In one kernel. A sum of positive and negative weights would look plausible.
-    weights = F.threshold(pack(*stats.weights, device=world.device), -sys.float_info.min, math.nan)
-    if parts.setup.config.reproducible:
-        total = ordered_total(
-            strategy.gradient_shards(),
-            stats.loss_sums,
-            weights.unbind(),
-            stop=stop,
-            dropped=dropped,
-            more=fingerprint.terms,
-            exact=of_products,
-            group=world.group,
-            device=world.device,
-        )
-        total, terms, sums = total.tensor_split([SUMS, SUMS + len(fingerprint.terms)])
-        return total, fingerprint.differs(terms), sums
-    local = local_stats(
-        strategy.gradients(),
-        pack(*stats.loss_sums, device=world.device).sum(),
-        weights.sum(),
-        stop=stop,
-        dropped=dropped,
-        device=world.device,
-    )
-    if of_products is not None:
-        local = torch.cat([local, of_products])
-    total, differ = fingerprint.sum_over_ranks(
-        local, lambda values: all_reduce_stats(values, world.group)
-    )
-    return total[:SUMS], differ, total[SUMS:]
+    strategy, world = setup.strategy, setup.world
+    options: dict[str, Any] = {
+        "stop": stop,
+        "dropped": sum(stats.dropped) if stats.dropped else 0.0,
+        "more": fingerprint.terms,
+        "exact": setup.low_precision_matmuls.terms(),
+        "device": world.device,
+    }
+    batches = stats.loss_sums, stats.weights
+    if setup.config.reproducible:
+        shards = strategy.gradient_shards()
+        return ordered_total(shards, *batches, **options, group=world.group)
+    return all_reduce_stats(local_stats(strategy.gradients(), *batches, **options), world.group)
 
 
 def _outcome(
-    counts: Tensor,
+    state: EngineState,
     decision: StepDecision,
-    spike_check: SpikeCheck,
-    differ: Tensor,
-    rate: Tensor,
-    scale: Tensor,
-    exhausted: Tensor,
+    fingerprint: Fingerprint,
+    values: dict[str, Tensor | float],
 ) -> StepOutcome:
-    skipped = decision.found_inf.to(torch.int64)
+    """Count a step, and return its outcome, which the host computes from `values` when it is read.
+
+    Args:
+        state: The numbers of the engine.
+        decision: The decision on the step.
+        fingerprint: The settings of the step on this rank.
+        values: What was on the device, by name; "sums" begins with those of the decision.
+    """
+    # 1, 0, 0 for an applied step, otherwise 0, 1, 1.
+    counted = decision.found_inf != state.first
     # In place: `state_dict` returns this tensor, and a checkpoint is loaded into it.
-    counts += torch.stack([1 - skipped, skipped, skipped])
-    counts[2] *= skipped
-    return StepOutcome(
-        decision._asdict()
-        | spike_check._asdict()
-        | {
-            "learning_rate": rate,
-            "loss_scale": scale,
-            "skipped": skipped,
-            "applied_total": counts[0],
-            "skipped_total": counts[1],
-            "skipped_in_a_row": counts[2],
-            "scale_exhausted": exhausted,
-        },
-        differ,
-    )
+    state.counts += counted
+    state.counts[2].mul_(counted[2])
+    settings = state.nominal_weight or 1.0, state.max_norm
+    on_gpu = state.counts.is_cuda
+
+    def numbers(found: dict[str, Any]) -> dict[str, Any]:
+        sums = found["sums"]
+        decided = decide_step(sums[:SUMS], found["loss_scale"], *settings, on_gpu=on_gpu)
+        names = ("loss", "weight", "grad_norm", "overflow", "dropped", "stop")
+        found |= {name: getattr(decided, name) for name in names}
+        found["applied_total"], found["skipped_total"], found["skipped_in_a_row"] = found["counts"]
+        found["skipped"] = found["skipped_in_a_row"] > 0
+        if fingerprint.terms:
+            found["ranks_differ"] = fingerprint.differs(sums[SUMS:])
+        return found
+
+    return StepOutcome({"scale_exhausted": False, "counts": state.counts, **values}, numbers)
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:

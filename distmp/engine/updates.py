@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
@@ -93,4 +95,4 @@ class Updates:
             return decision
         for part in self._strategy.gradients():
             torch._foreach_mul_(part.tensors, PRESCALE)
-        return decision._replace(grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
+        return replace(decision, grad_scale=(decision.divisor * PRESCALE).to(torch.float32))

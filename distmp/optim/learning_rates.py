@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import ConfigError
+from distmp.utils.host_copy import numbers_to_device
 from distmp.utils.imports import check_arguments
 
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
@@ -188,7 +189,7 @@ class LearningRates:
         self._rows = [self._current_rates()]
         self._table = self._make_table(self._rows)
 
-    def set(self, applied: Tensor, at_most: int) -> Tensor:
+    def set(self, applied: Tensor, at_most: int) -> Tensor | float:
         """Set the rates of the next update in all groups; return that of the first group.
 
         Args:
@@ -197,7 +198,7 @@ class LearningRates:
                 value.
 
         Returns:
-            The rate of the first group, FP32 and 0-dim on the device.
+            The rate of the first group; with a schedule, FP32 and 0-dim on the device.
 
         Raises:
             ConfigError: If a rate is not a number of 0 or more, or a rate was set outside of the
@@ -206,7 +207,8 @@ class LearningRates:
         if self._schedule is None:
             for index, group in enumerate(self._groups):
                 _check_rate(index, group["lr"])
-            return _as_tensor(self._groups[0]["lr"], self._device)
+            rate = self._groups[0]["lr"]
+            return rate.detach().to(self._device) if isinstance(rate, Tensor) else float(rate)
         self._check_untouched()
         self._extend(at_most + 1)
         # Not table[applied]: indexing with a 0-dim tensor synchronizes with the host.
@@ -283,10 +285,7 @@ class LearningRates:
         self._table = self._make_table(self._rows)
 
     def _make_table(self, rows: list[list[float]]) -> Tensor:
-        table = torch.tensor(rows, dtype=torch.float32)
-        if self._device.type == "cuda":  # a copy from pageable memory makes the host wait
-            table = table.pin_memory()
-        return table.to(self._device, non_blocking=True)
+        return numbers_to_device(rows, torch.float32, self._device)
 
     def _step_schedule(self) -> None:
         assert self._schedule is not None
@@ -313,10 +312,3 @@ def _check_rate(index: int, rate: Any) -> None:
 
 def _version(rate: Any) -> int:
     return rate._version if isinstance(rate, Tensor) else 0
-
-
-def _as_tensor(rate: Any, device: torch.device) -> Tensor:
-    """Return a copy of a rate as a 0-dim FP32 tensor."""
-    if isinstance(rate, Tensor):
-        return rate.detach().to(device, torch.float32, copy=True)
-    return torch.full((), rate, dtype=torch.float32, device=device)

@@ -9,7 +9,10 @@ Together they are one division by `grad_scale = u / c`, which fused optimizers d
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.scaling.norms import CHUNK, chunk_norms, chunk_squares, pairwise_sums, summed
-from distmp.utils.host_copy import cpu_number
+from distmp.utils.host_copy import cpu_number, numbers_to_device
 
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
 CLIP_EPSILON = 1e-6
@@ -25,7 +28,7 @@ _FP32 = torch.finfo(torch.float32)
 # Gradients are multiplied by this first if FP32 does not represent their divisor.
 PRESCALE = 2.0**-64
 # Number of sums over ranks that a decision needs.
-SUMS = 6
+SUMS = 5
 
 
 class GradientPart(NamedTuple):
@@ -40,87 +43,140 @@ class GradientPart(NamedTuple):
     replicas: int
 
 
-class StepDecision(NamedTuple):
-    """The decision of all ranks on a step; every field is a 0-dim tensor on the device.
+@dataclass(frozen=True)
+class StepDecision:
+    """The decision of all ranks on a step; its values are 0-dim tensors on the device.
+
+    An update reads the attributes. The properties launch kernels when they are first read.
 
     Attributes:
-        overflow: bool, whether a gradient or the weight of any rank was not finite, the global
-            weight is negative, all microbatches with a weight were dropped, or, on a GPU, the
-            divisor is beyond FP32.
-        dropped: FP64, number of microbatches of all ranks that were dropped as non-finite.
-        empty: bool, whether the global weight N is 0 without dropped microbatches.
-        found_inf: FP32, 1 if the optimizer has to skip (overflow, empty, or a condition added by
-            `skipping`), else 0.
-        divisor: FP64, divisor of the gradients.
+        sums: FP64 of shape (5,), the sums of `local_stats` over ranks.
+        divisor: FP64, divisor of the gradients; not finite if the step has to be skipped.
         grad_scale: FP32, divisor of the gradients in the optimizer.
-        grad_norm: FP64, norm of the gradient of the global mean loss, before clipping.
-        weight: FP64, the global weight N.
-        loss: FP64, the global mean loss.
-        stop: bool, whether any rank requested to stop.
+        unusable: FP32, 1 for a step with an overflow or without weight, else 0.
+        found_inf: FP32, 1 if the optimizer has to skip (`unusable`, or a condition added by
+            `skipping`), else 0.
+        mean_norm: FP64, `grad_norm` of a step whose weight is finite.
 
     Example:
         >>> import torch
         >>> from distmp.scaling import step_decision as decision
         >>> gradients = decision.GradientPart([torch.tensor([3.0, 4.0])], replicas=1)
         >>> loss_sum, weight, cpu = torch.tensor(6.0), torch.tensor(2.0), torch.device("cpu")
-        >>> stats = decision.local_stats([gradients], loss_sum, weight, stop=False, device=cpu)
+        >>> stats = decision.local_stats([gradients], [loss_sum], [weight], stop=False, device=cpu)
         >>> total = decision.all_reduce_stats(stats, group=None)
         >>> step = decision.decide_step(total, torch.tensor(1.0), nominal_weight=1.0, max_norm=None)
         >>> float(step.grad_norm), float(step.loss), bool(step.overflow)
         (2.5, 3.0, False)
     """
 
-    overflow: Tensor
-    dropped: Tensor
-    empty: Tensor
-    found_inf: Tensor
+    sums: Tensor
     divisor: Tensor
     grad_scale: Tensor
-    grad_norm: Tensor
-    weight: Tensor
-    loss: Tensor
-    stop: Tensor
+    unusable: Tensor
+    found_inf: Tensor
+    mean_norm: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """The global weight N, FP64; NaN if a rank had a negative one."""
+        return self.sums[2]
+
+    @property
+    def dropped(self) -> Tensor:
+        """Number of microbatches of all ranks that were dropped as non-finite, FP64."""
+        return self.sums[3]
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """The global mean loss, FP64."""
+        return self.sums[1] / self.weight
+
+    @cached_property
+    def stop(self) -> Tensor:
+        """Whether any rank requested to stop, bool."""
+        return self.sums[4] > 0
+
+    @cached_property
+    def empty(self) -> Tensor:
+        """Whether the global weight is 0 without dropped microbatches, bool."""
+        return self.weight + self.dropped == 0
+
+    @cached_property
+    def overflow(self) -> Tensor:
+        """Whether the step cannot be applied for another reason than `empty`, bool.
+
+        A gradient or the weight of any rank was not finite, a weight was negative, all microbatches
+        with a weight were dropped, or, on a GPU, the divisor is beyond FP32.
+        """
+        return not_finite(self.sums[0]) | ((self.unusable > 0) & ~self.empty)
+
+    @cached_property
+    def grad_norm(self) -> Tensor:
+        """Norm of the gradient of the global mean loss before clipping, FP64.
+
+        NaN if the weight is not finite: the mean is undefined then.
+        """
+        return torch.where(self.weight < math.inf, self.mean_norm, math.nan)
 
     def skipping(self, skip: Tensor) -> StepDecision:
         """Return the decision with the update skipped if `skip`, 0-dim bool, is true."""
-        return self._replace(found_inf=self.found_inf.maximum(skip.to(torch.float32)))
+        return replace(self, found_inf=self.found_inf.maximum(skip))
 
 
 def local_stats(
     parts: Iterable[GradientPart],
-    loss_sum: Tensor,
-    weight: Tensor,
+    losses: Sequence[Tensor],
+    weights: Sequence[Tensor],
     *,
     stop: bool,
     dropped: Tensor | float = 0.0,
+    more: Sequence[float] = (),
+    exact: Tensor | None = None,
     device: torch.device,
 ) -> Tensor:
-    """Return the contribution of this rank to the step decision, FP64 of shape (6,).
+    """Return the contribution of this rank to the step decision, FP64 of shape (5,) or more.
 
-    The elements are the squared norm (divided by the number of replicas), the number of non-finite
-    chunks of gradients, the loss sum, the weight, the stop request and the number of dropped
-    microbatches. Reads the gradients once; the host does not wait.
+    The elements are the squared norm (divided by the number of replicas), the loss sum, the weight,
+    the number of dropped microbatches and the stop request, then those of `more` and `exact`. Reads
+    the gradients once; the host does not wait.
 
     Args:
-        parts: The gradients of this rank.
-        loss_sum: 0-dim, sum of the losses of this rank.
-        weight: 0-dim, sum of the weights of this rank.
+        parts: The gradients of this rank. A norm that is not finite makes the sum of all squares
+            infinite or NaN.
+        losses: Loss sum of each microbatch of this rank, 0-dim.
+        weights: Weight of each microbatch of this rank, 0-dim; a negative one counts as NaN.
         stop: Whether this rank requests to stop.
         dropped: Number of microbatches of this rank that were dropped as non-finite.
+        more: Further numbers to sum over ranks.
+        exact: Further numbers, FP64, 1-dim.
         device: Device of the result.
     """
-    squares, non_finite = [], []
+    squares = []
     for part in parts:
         if part.tensors:
-            norms = chunk_norms(part.tensors)
-            squares.append(norms.square().sum() / part.replicas)
-            non_finite.append(not_finite(norms).sum())
-    sums = (summed(squares, device), summed(non_finite, device), loss_sum, weight)
-    return pack(*sums, float(stop), dropped, device=device)
+            square = chunk_norms(part.tensors).square().sum()
+            squares.append(square if part.replicas == 1 else square / part.replicas)
+    of_batches = _losses_and_weights(losses, weights, device)
+    numbers = [summed(squares, device).reshape(1), of_batches.sum(1)]
+    numbers.append(pack(dropped, float(stop), *more, device=device))
+    return torch.cat(numbers if exact is None else [*numbers, exact])
+
+
+def _losses_and_weights(
+    losses: Sequence[Tensor], weights: Sequence[Tensor], device: torch.device
+) -> Tensor:
+    """Return losses and weights, FP64 of shape (2, microbatches); a negative weight becomes NaN."""
+    numbers = pack(*losses, *weights, device=device).view(2, -1)
+    # A sum of positive and negative weights would look plausible.
+    torch.threshold_(numbers[1], -sys.float_info.min, math.nan)
+    return numbers
 
 
 def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
     """Return 0-dim tensors and numbers as one FP64 vector on `device`, without synchronization."""
+    if device.type == "cuda" and not any(isinstance(number, Tensor) for number in numbers):
+        return numbers_to_device(numbers, torch.float64, device)
     tensors = [
         number.to(device)
         if isinstance(number, Tensor)
@@ -172,42 +228,31 @@ def divisor_overflows(divisor: Tensor) -> Tensor:
 
 
 def decide_step(
-    total: Tensor, loss_scale: Tensor, nominal_weight: float, max_norm: float | None
+    total: Tensor,
+    loss_scale: Tensor,
+    nominal_weight: float,
+    max_norm: float | None,
+    *,
+    on_gpu: bool | None = None,
 ) -> StepDecision:
     """Return the same decision on every rank, without waiting for the device.
 
     Args:
-        total: FP64 of shape (6,), the sum over ranks of the results of `local_stats`.
+        total: FP64 of shape (5,), the sum over ranks of the results of `local_stats`.
         loss_scale: 0-dim, the scale that backward ran with.
         nominal_weight: n0, the constant that backward divided by.
         max_norm: Clip the gradient to this norm; None disables clipping.
+        on_gpu: Whether the step runs on a GPU; None: whether `total` is there.
     """
-    squares, non_finite, loss_sum, weight, stop, dropped = total.unbind()
-    scaled_norm = squares.sqrt()
-    no_weight = weight == 0
-    all_dropped = no_weight & (dropped > 0)
-    bad_weight = not_finite(weight) | (weight < 0)
-    overflow = not_finite(scaled_norm) | (non_finite > 0) | bad_weight | all_dropped
-    empty = no_weight & ~all_dropped
-    unscale = loss_scale.to(torch.float64) * weight / nominal_weight
-    # The mean over a negative or infinite weight is undefined, and so is the norm of its gradient.
-    grad_norm = torch.where(bad_weight, torch.nan, scaled_norm / unscale)
-    divisor = unscale
-    if max_norm is not None:
-        divisor = unscale / clip_coefficient(grad_norm, max_norm)
-        overflow = overflow | divisor_overflows(divisor)
-    return StepDecision(
-        overflow=overflow,
-        dropped=dropped,
-        empty=empty,
-        found_inf=(overflow | empty).to(torch.float32),
-        divisor=divisor,
-        grad_scale=divisor.to(torch.float32),
-        grad_norm=grad_norm,
-        weight=weight,
-        loss=loss_sum / weight,
-        stop=stop > 0,
-    )
+    squares, _, weight, _, _ = total.unbind()
+    unscale = loss_scale * weight / nominal_weight
+    mean_norm = squares.sqrt() / unscale
+    # Infinite or NaN after an overflow and without a weight, also if `max_norm` does not clip.
+    divisor = unscale / clip_coefficient(mean_norm, math.inf if max_norm is None else max_norm)
+    grad_scale = divisor.to(torch.float32)
+    on_gpu = total.is_cuda if on_gpu is None else on_gpu
+    unusable = (grad_scale if on_gpu else divisor).mul(0).nan_to_num(nan=1.0).to(torch.float32)
+    return StepDecision(total, divisor, grad_scale, unusable, unusable, mean_norm)
 
 
 def ordered_total(
@@ -238,10 +283,11 @@ def ordered_total(
     """
     rank = 0 if group is None else dist.get_rank(group)
     world_size = 1 if group is None else dist.get_world_size(group)
-    counts = pack(float(stop), dropped, *more, device=device)
+    counts = pack(dropped, float(stop), *more, device=device)
     if exact is not None:
         counts = torch.cat([counts, exact])
-    local = torch.cat([pack(*losses, *weights, device=device), chunk_squares(shards)])
+    of_batches = _losses_and_weights(losses, weights, device)
+    local = torch.cat([of_batches.flatten(), chunk_squares(shards)])
     lengths = [len(losses), len(weights), *(len(shard) // CHUNK for shard in shards)]
     # Each sum has one row per rank. A rank fills only its row, so the all-reduce gathers the rows.
     leaves = torch.zeros(world_size * len(local), dtype=torch.float64, device=device)
@@ -254,7 +300,7 @@ def ordered_total(
     sums = pairwise_sums(_split(leaves, lengths, world_size))
     loss_and_weight, squares = sums[:2], sums[2:]
     square = pairwise_sums([squares])
-    return torch.cat([square, not_finite(square).double(), loss_and_weight, counts])
+    return torch.cat([square, loss_and_weight, counts])
 
 
 def _split(leaves: Tensor, lengths: Sequence[int], world_size: int) -> Sequence[Tensor]:

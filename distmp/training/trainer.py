@@ -190,7 +190,7 @@ class Trainer:
         )
         batches = training_batches(self.config, self.components, self.world, self.progress)
         first = True
-        with closing(batches):
+        with closing(batches), self.engine.batches.explaining():
             while self.progress.step < self.config.steps:
                 if self._stopping or self.rollback_from is not None:
                     break
@@ -220,6 +220,10 @@ class Trainer:
         for callback in self._each("on_step_begin", step):
             callback.on_step_begin(self, step)
         current_phase.begin_step(step, first=first)
+        first_sample, count = self.progress.samples, self.config.batch.global_batch_size
+        self.engine.batches.name = (
+            f"step {step} (samples {first_sample} to {first_sample + count - 1} of the run)"
+        )
         # What callbacks draw is a function of the seed and the position in the data.
         seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
 

@@ -19,6 +19,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def numbers_to_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (nested lists of) numbers as a tensor on a device; the host does not wait."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    if device.type == "cuda":  # a copy from pageable memory makes the host wait
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def cpu_number(tensor: Tensor) -> float:
     """Return the number in a CPU tensor without an operation of torch; 1 for a fake tensor.
 
@@ -59,6 +67,10 @@ class HostCopy:
 
     def read(self) -> Any:
         """Wait for the copy and return its values, as `Tensor.tolist` does."""
+        return self.tensor().tolist()
+
+    def tensor(self) -> Tensor:
+        """Wait for the copy and return it."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._values.tolist()
+        return self._values

@@ -28,11 +28,15 @@ SHARED = ("pyproject.toml", "benchmarks", "build")
 # What the output of a test says about a bug, by a pattern; the first one that is found counts.
 MESSAGES = {
     r"OrderError: .*?, (.*); a stream does not wait": r"another order of operations: \1",
+    r"OrderError: .*?, (\w+::\w+ raised .*)": r"another order of operations: \1",
+    r"(cannot convert float NaN to integer)": "a wrong value",
     r"called a (synchronizing CUDA operation: [\w ]+)": r"\1",
     r"(the host waited: \{'.*\})": r"\1",
     r"distmp.errors.\w+Error: (.*?)(?:;|$)": r"\1",
     r"(copied from memory that is not pinned)": r"\1",
     r"(pinned memory was written before it had been copied to the device)": r"\1",
+    r"(has \d+ launches, and \d+ in the budget)": r"\1",
+    r"(the \w+ matrix must be \w+-major)": r"\1",
     r"^E? *(?:AssertionError|assert |Tensor-likes are not)": "a wrong value",
 }
 # Numbers of operations, which differ between runs.
@@ -66,6 +70,15 @@ SCALER = "tests/scaling/test_grad_scaler.py::"
 ONE_SCALER = f"{SCALER}test_on_a_gpu_the_bits_of_torch_without_its_waiting[False]"
 TWO_SCALERS = f"{SCALER}test_two_gpus_skip_together"
 
+OF_FP8 = f"{STREAMS}::test_fp8_matmuls_synchronize_streams"
+OUTCOME = "tests/engine/test_outcome.py::test_making_an_outcome_does_not_wait_for_the_device"
+AVERAGE = "tests/engine/test_average.py::test_average_needs_no_synchronization[fp16]"
+SAVED = "tests/checkpoint/test_writer.py::test_gpu_state_is_copied_during_training"
+BUDGET = "tests/engine/test_launches.py::test_launches_equal_the_recorded_budget"
+PREDICTED = "tests/benchmarks/test_predicted_step.py::"
+IN_TRAINING = "tests/training/test_host_waits.py::"
+EACH_STEP = f"{IN_TRAINING}test_steps_wait_only_for_the_step_before"
+
 REDUCTION = "distmp/buckets/reduction.py"
 EXCHANGE = "distmp/buckets/reduction.py"
 GRADIENT_BUCKETS = "distmp/buckets/gradients.py"
@@ -77,6 +90,10 @@ COPIES = "distmp/utils/host_copy.py"
 MODULE_BUFFERS = "distmp/parallel/module_buffers.py"
 STRAGGLERS = "distmp/telemetry/stragglers.py"
 LEARNING_RATES = "distmp/optim/learning_rates.py"
+PRODUCTS = "distmp/quantization/products.py"
+TRAINER = "distmp/training/trainer.py"
+# Runs the following statement on a stream that waits for nothing.
+ELSEWHERE = "with torch.cuda.stream(torch.cuda.Stream()):"
 
 MUTANTS = [
     Mutant(
@@ -356,8 +373,8 @@ MUTANTS = [
     Mutant(
         "a number is copied to the device while the host waits",
         "distmp/scaling/step_decision.py",
-        "else torch.full((), number, dtype=torch.float64, device=device)",
-        "else torch.tensor(number, dtype=torch.float64, device=device)",
+        "return numbers_to_device(numbers, torch.float64, device)",
+        "return torch.tensor(numbers, dtype=torch.float64, device=device)",
         GIVEN,
     ),
     Mutant(
@@ -383,16 +400,16 @@ MUTANTS = [
     ),
     Mutant(
         "a table of learning rates is copied from memory that is not pinned",
-        LEARNING_RATES,
-        "table = table.pin_memory()",
+        COPIES,
+        "tensor = tensor.pin_memory()",
         "pass",
         RATES,
     ),
     Mutant(
         "a table of learning rates is copied while the host waits",
-        LEARNING_RATES,
-        "return table.to(self._device, non_blocking=True)",
-        "return table.to(self._device)",
+        COPIES,
+        "return tensor.to(device, non_blocking=True)",
+        "return tensor.to(device)",
         RATES,
     ),
     Mutant(
@@ -404,11 +421,11 @@ MUTANTS = [
     ),
     Mutant(
         "pinned learning rates are changed before they are copied",
-        LEARNING_RATES,
-        "return table.to(self._device, non_blocking=True)",
-        "on_device = table.to(self._device, non_blocking=True)\n"
-        "        table.zero_()\n"
-        "        return on_device",
+        COPIES,
+        "return tensor.to(device, non_blocking=True)",
+        "on_device = tensor.to(device, non_blocking=True)\n"
+        "    tensor.zero_()\n"
+        "    return on_device",
         RATES,
     ),
     Mutant(
@@ -516,6 +533,203 @@ MUTANTS = [
         "if name in held:",
         "if name:",
         SNAPSHOT,
+    ),
+    Mutant(
+        "batches are copied on a stream that nobody waits for",
+        "distmp/engine/microbatches.py",
+        "    return map_tensors(partial(to_device, device=device), batch)",
+        f"    {ELSEWHERE}\n        return map_tensors(partial(to_device, device=device), batch)",
+        GIVEN,
+    ),
+    Mutant(
+        "batches of a copy stream have no record_stream",
+        "distmp/engine/microbatches.py",
+        "    return map_tensors(partial(to_device, device=device), batch)",
+        '    stream = vars(torch.cuda).setdefault("_copies", torch.cuda.Stream())\n'
+        "    with torch.cuda.stream(stream):\n"
+        "        copied = map_tensors(partial(to_device, device=device), batch)\n"
+        "    torch.cuda.current_stream().wait_stream(stream)\n"
+        "    return copied",
+        GIVEN,
+    ),
+    Mutant(
+        "the weight of a microbatch is copied on another stream",
+        "distmp/engine/step.py",
+        "        return to_device(value.detach(), device)",
+        f"        {ELSEWHERE}\n            return to_device(value.detach(), device) + 0",
+        GIVEN,
+    ),
+    Mutant(
+        "the numbers of a step are copied on another stream",
+        "distmp/engine/outcome.py",
+        "        self._copy = HostCopy(torch.cat(flat))",
+        f"        {ELSEWHERE}\n            self._copy = HostCopy(torch.cat(flat))",
+        GIVEN,
+    ),
+    Mutant(
+        "the host waits for the numbers of a step when it launches it",
+        "distmp/engine/outcome.py",
+        "        self._copy = HostCopy(torch.cat(flat))",
+        "        self._copy = HostCopy(torch.cat(flat).cpu())",
+        GIVEN,
+    ),
+    Mutant(
+        "steps are counted on another stream",
+        STEP,
+        "    state.counts += counted\n",
+        f"    {ELSEWHERE}\n        state.counts += counted\n",
+        GIVEN,
+    ),
+    Mutant(
+        "the loss scale is updated on another stream",
+        STEP,
+        "        exhausted = state.loss_scale.update(",
+        f"        {ELSEWHERE}\n            exhausted = state.loss_scale.update(",
+        GIVEN,
+    ),
+    Mutant(
+        "the host reads the number of updates in every step",
+        STEP,
+        "updates.learning_rates.set(state.counts[0], updates.max_applied)",
+        "updates.learning_rates.set(state.counts[0] + 0 * state.counts[0].item(), "
+        "updates.max_applied)",
+        GIVEN,
+    ),
+    Mutant(
+        "the optimizer steps on a stream that does not wait for the decision",
+        UPDATES,
+        "            self._strategy.prepare_optimizer_grads()\n            self._updated.step()\n",
+        "            self._strategy.prepare_optimizer_grads()\n"
+        f"            {ELSEWHERE}\n                self._updated.step()\n",
+        GIVEN,
+    ),
+    Mutant(
+        "gradients are divided twice: by the engine, and by the fused optimizer",
+        UPDATES,
+        "            self._strategy.prepare_optimizer_grads()\n            self._updated.step()\n",
+        "            for part in self._strategy.gradients():\n"
+        "                torch._foreach_div_(part.tensors, decision.grad_scale)\n"
+        "            self._strategy.prepare_optimizer_grads()\n            self._updated.step()\n",
+        f"{BUDGET}[ddp-fp16]",
+    ),
+    Mutant(
+        "a cast is launched for every parameter",
+        PARAMETERS,
+        "                flat.own.copy_(flat.updated)\n",
+        "                for own, updated in zip(flat.own.chunk(4), flat.updated.chunk(4)):\n"
+        "                    own.copy_(updated)\n",
+        f"{BUDGET}[ddp-bf16]",
+    ),
+    Mutant(
+        "the average of the weights is updated on another stream",
+        "distmp/engine/average.py",
+        "            average.lerp_(",
+        f"            {ELSEWHERE[:-1]}, torch.no_grad():\n                average.lerp_(",
+        AVERAGE,
+    ),
+    Mutant(
+        "the host reads whether the average is updated",
+        "distmp/engine/average.py",
+        "share.to(average.device))",
+        "share.item())",
+        AVERAGE,
+    ),
+    Mutant(
+        "the second operand of an FP8 kernel is row-major",
+        PRODUCTS,
+        "b.values.to(b.number_format.dtype).contiguous().t(),",
+        "b.values.to(b.number_format.dtype).t().contiguous(),",
+        OF_FP8,
+    ),
+    Mutant(
+        "the scale of an FP8 operand is computed on another stream",
+        "distmp/quantization/linear.py",
+        "        inputs = quantize(x, formats.operand, formats.scaling, "
+        "counts=_row(counts, INPUT))\n",
+        f"        {ELSEWHERE}\n"
+        "            inputs = quantize(x, formats.operand, formats.scaling, "
+        "counts=_row(counts, INPUT))\n",
+        OF_FP8,
+    ),
+    Mutant(
+        "an FP8 matmul runs on another stream",
+        "distmp/quantization/linear.py",
+        "        return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)\n",
+        f"        {ELSEWHERE}\n"
+        "            return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)\n",
+        OF_FP8,
+    ),
+    Mutant(
+        "an all-gather of FSDP waits for all kernels, and so is exposed",
+        "distmp/parallel/fsdp_collectives.py",
+        "        all_gather_on_stream(output_tensor, input_tensor, group)\n",
+        "        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())\n"
+        "        all_gather_on_stream(output_tensor, input_tensor, group)\n",
+        f"{PREDICTED}test_step_is_faster_than_fsdp2_by_hand_and_exposes_less_communication",
+    ),
+    Mutant(
+        "a reduce-scatter of FSDP blocks the stream of backward",
+        "distmp/parallel/fsdp_collectives.py",
+        "            reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)\n",
+        "            reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)\n"
+        "            torch.cuda.default_stream().wait_stream(torch.cuda.current_stream())\n",
+        f"{PREDICTED}test_step_is_faster_than_fsdp2_by_hand_and_exposes_less_communication",
+    ),
+    Mutant(
+        "reductions of DDP start after backward",
+        GRADIENT_BUCKETS,
+        "                self._reduction.launch(total)\n",
+        "                self._late = [*vars(self).get('_late', ()), total]\n"
+        "                if len(self._late) == len(self._order):\n"
+        "                    for late in vars(self).pop('_late'):\n"
+        "                        self._reduction.launch(late)\n",
+        f"{PREDICTED}test_ddp_hides_its_reductions",
+    ),
+    Mutant(
+        "gradients of FSDP are copied in FP32",
+        "distmp/parallel/fsdp.py",
+        "        return fsdp_internals.unconverted_gradients(self._sixteen_bit, loss)",
+        "        return super().backward_context(loss)",
+        f"{PREDICTED}test_memory_traffic_is_at_most_that_of_fsdp2_by_hand",
+    ),
+    Mutant(
+        "batches of a run are not pinned",
+        "distmp/training/components.py",
+        'pin_memory=world.device.type == "cuda",',
+        "pin_memory=False,",
+        EACH_STEP,
+    ),
+    Mutant(
+        "the log waits for the device in every step",
+        "distmp/training/callbacks/step_logger.py",
+        "        self._log.write(self._record(result, trainer))\n",
+        "        trainer.engine.step_counts.tolist()\n"
+        "        self._log.write(self._record(result, trainer))\n",
+        EACH_STEP,
+    ),
+    Mutant(
+        "the trainer reads the loss of the step that it has just launched",
+        TRAINER,
+        "                self.progress.step += 1\n",
+        "                self.progress.step += 1\n                outcome.numbers  # noqa: B018\n",
+        f"{IN_TRAINING}test_no_step_is_read_when_it_has_just_been_launched",
+    ),
+    Mutant(
+        "a validation reads the loss of every microbatch",
+        "distmp/engine/evaluation.py",
+        "        self._microbatches += 1\n",
+        "        self._microbatches += loss_sum.item() == loss_sum.item() or 1\n",
+        f"{IN_TRAINING}test_validation_reads_once",
+    ),
+    Mutant(
+        "a save copies each tensor while the host waits",
+        "distmp/training/callbacks/checkpointing.py",
+        "        trainer.read_step()\n        if trainer.rollback_from is None:\n",
+        "        trainer.read_step()\n"
+        "        for tensor in trainer.engine.state_dict().values():\n"
+        "            tensor.cpu()\n"
+        "        if trainer.rollback_from is None:\n",
+        f"{IN_TRAINING}test_save_waits_for_no_tensor",
     ),
 ]
 

@@ -65,26 +65,26 @@ MUTANTS = [
     Mutant(
         "the squared norm is not divided by the replicas",
         "distmp/scaling/step_decision.py",
-        "norms.square().sum() / part.replicas",
-        "norms.square().sum()",
+        "square if part.replicas == 1 else square / part.replicas",
+        "square",
     ),
     Mutant(
         "norm and overflow of other ranks are ignored",
         "distmp/scaling/step_decision.py",
         "dist.all_reduce(stats, group=group)",
-        "dist.all_reduce(stats[2:], group=group)",
+        "dist.all_reduce(stats[1:], group=group)",
     ),
     Mutant(
         "a weight that is not finite is no overflow",
         "distmp/scaling/step_decision.py",
-        "bad_weight = not_finite(weight) | (weight < 0)",
-        "bad_weight = weight < 0",
+        "unscale = loss_scale * weight / nominal_weight",
+        "unscale = loss_scale * weight.nan_to_num(1.0, 1.0) / nominal_weight",
     ),
     Mutant(
         "clipping compares the scaled norm",
         "distmp/scaling/step_decision.py",
-        "clip_coefficient(grad_norm, max_norm)",
-        "clip_coefficient(scaled_norm, max_norm)",
+        "clip_coefficient(mean_norm, math.inf",
+        "clip_coefficient(squares.sqrt(), math.inf",
     ),
     Mutant(
         "the scale grows one step early",
@@ -178,9 +178,9 @@ MUTANTS = [
     ),
     Mutant(
         "only the first microbatch has a weight",
-        "distmp/engine/step.py",
-        "weights.sum(),",
-        "weights[0] * len(stats.weights),",
+        "distmp/scaling/step_decision.py",
+        "of_batches.sum(1)]",
+        "torch.stack([of_batches[0].sum(), of_batches[1, 0] * len(weights)])]",
     ),
     Mutant(
         "a dropped microbatch keeps its weight",
@@ -244,8 +244,9 @@ MUTANTS = [
     Mutant(
         "ranks may step with different numbers",
         "distmp/engine/step.py",
-        "decision = decision.skipping(spike_check.skip | differ)",
-        "decision, differ = decision.skipping(spike_check.skip), torch.zeros_like(differ)",
+        "    if fingerprint.terms:\n        decision =",
+        "    fingerprint = Fingerprint(0, world_size=1)\n"
+        "    if fingerprint.terms:\n        decision =",
         "misuse",
     ),
     Mutant(

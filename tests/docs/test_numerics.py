@@ -37,7 +37,7 @@ def test_step_decision_and_scale_numbers_agree() -> None:
     assert (rules.growth_factor, rules.backoff_factor) == (2, 0.5)
     assert f"max_norm / (|g| + {CLIP_EPSILON:.0e}))".replace("e-06", "e-6") in PAGE
     numbers = local_stats(
-        [], torch.zeros(()), torch.zeros(()), stop=False, device=torch.device("cpu")
+        [], [torch.zeros(())], [torch.zeros(())], stop=False, device=torch.device("cpu")
     )
-    words = {6: "six", 7: "seven", 8: "eight"}
+    words = {5: "five", 6: "six", 7: "seven"}
     assert f"One all-reduce of {words[numbers.numel()]} FP64 numbers" in PAGE

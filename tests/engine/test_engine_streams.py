@@ -70,6 +70,23 @@ def test_step_inputs_need_no_synchronization(policy: str) -> None:
     assert applied == [3, 4, 5]
 
 
+def test_fp8_matmuls_synchronize_streams() -> None:
+    def losses(device: str) -> list[float]:
+        torch.manual_seed(1)
+        engine = make_engine(
+            model=nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)),
+            loss=lambda model, batch: (model(batch).float().square().sum(), len(batch)),
+            policy="fp8",
+            device=device,
+        )
+        inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)).to(device)
+        return [engine.step([inputs]).numbers.loss for _ in range(4)]
+
+    on_gpu, on_cpu = losses("cuda"), losses("cpu")
+    assert on_gpu[-1] < 0.95 * on_gpu[0]
+    assert on_gpu == pytest.approx(on_cpu, rel=0.01)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2, timeout=250, cuda=True)
 def test_two_ranks_synchronize_streams(kind: str) -> None:

@@ -158,8 +158,8 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
         losses, weights = leaf_numbers(seed)
         expected = local_stats(
             [GradientPart(buckets(seed), replicas=1)],
-            losses.sum(),
-            weights.sum(),
+            [losses.sum()],
+            [weights.sum()],
             stop=True,
             dropped=1.0,
             device=CPU,
@@ -168,7 +168,7 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
 
 
 def test_overflow_is_detected() -> None:
-    assert total_on_this_rank(0, overflow=True)[1] > 0
+    assert not math.isfinite(total_on_this_rank(0, overflow=True)[0])
 
 
 def test_dropped_microbatches_are_no_request_to_stop() -> None:
@@ -183,4 +183,4 @@ def test_dropped_microbatches_are_no_request_to_stop() -> None:
         group=None,
         device=CPU,
     )
-    assert total[4:].tolist() == [0.0, 3.0, 5.0]
+    assert total[3:].tolist() == [3.0, 0.0, 5.0]

@@ -36,8 +36,8 @@ def decision(
 ) -> StepDecision:
     measured = local_stats(
         [GradientPart(gradients, replicas=1)],
-        torch.tensor(loss_sum),
-        torch.tensor(weight),
+        [torch.tensor(loss_sum)],
+        [torch.tensor(weight)],
         stop=stop,
         device=CPU,
     )
@@ -85,7 +85,7 @@ def test_verdict_is_that_of_float64(
     expected = clip * torch.cat(mean).double()
     torch.testing.assert_close(updated, expected, rtol=2e-6, atol=0)
     assert found.found_inf.dtype == found.grad_scale.dtype == torch.float32
-    assert all(value.dim() == 0 for value in found)
+    assert found.found_inf.dim() == found.grad_scale.dim() == 0
 
 
 def test_clipping_is_that_of_torch() -> None:
@@ -161,8 +161,8 @@ def test_replicas_count_once_and_shards_add_up() -> None:
     everywhere, shards = random_gradients(1), [random_gradients(2), random_gradients(3)]
     measured = local_stats(
         [GradientPart(everywhere, replicas=2), GradientPart(shards[rank], replicas=1)],
-        torch.tensor([10.0, 3.0][rank]),
-        torch.tensor([3, 1][rank]),
+        [torch.tensor([10.0, 3.0][rank])],
+        [torch.tensor([3, 1][rank])],
         stop=rank == 1,
         device=CPU,
     )
@@ -190,8 +190,8 @@ def test_nonfinite_values_are_detected_on_every_rank() -> None:
                 spoil(gradients[0])
             measured = local_stats(
                 [GradientPart(gradients, replicas=1)],
-                torch.tensor(1.0),
-                torch.tensor(1.0),
+                [torch.tensor(1.0)],
+                [torch.tensor(1.0)],
                 stop=False,
                 device=CPU,
             )
@@ -216,7 +216,7 @@ def test_a_gpu_launches_as_much_for_many_gradients_as_for_few() -> None:
         with no_waiting(), Operators() as operators:
             part = GradientPart(gradients, 1)
             one = torch.ones((), device="cuda")
-            stats = local_stats([part], one, one, stop=False, device=one.device)
+            stats = local_stats([part], [one], [one], stop=False, device=one.device)
         found.append(operators.counts)
         assert stats[0].item() == pytest.approx(8 * count)
     assert found[0] == found[1]
@@ -224,7 +224,7 @@ def test_a_gpu_launches_as_much_for_many_gradients_as_for_few() -> None:
 
 @pytest.mark.parametrize("dropped", [0, 1, 2])
 def test_a_step_whose_microbatches_were_all_dropped_is_an_overflow(dropped: int) -> None:
-    total = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, dropped], dtype=torch.float64)
+    total = torch.tensor([0.0, 0.0, 0.0, dropped, 0.0], dtype=torch.float64)
     decision = decide_step(total, torch.ones(()), nominal_weight=1.0, max_norm=None)
     assert bool(decision.overflow) == (dropped > 0)
     assert bool(decision.empty) == (dropped == 0)

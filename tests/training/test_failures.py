@@ -93,6 +93,30 @@ def test_exception_ends_all_ranks_and_is_reported_once(
             assert done[number].exit_codes[rank] == 1, name
 
 
+def test_index_out_of_range_names_step_and_line(tmp_path: Path) -> None:
+    (done,) = run_jobs([job("1 forward index")], tmp_path)
+    expected = (
+        "distmp: an index is out of range on rank 1 in step 3 (samples 16 to 23 of the run): "
+        "index out of range in self\n"
+    )
+    assert done.stderr.startswith(expected), done
+    assert f"it was raised in {faulty_runs.__file__}:" in done.stderr
+    assert done.exit_codes[1] == 1
+
+
+@pytest.mark.gpu
+def test_device_side_assert_names_the_steps_that_were_running(tmp_path: Path) -> None:
+    (done,) = run_jobs([job("1 forward index")], tmp_path)
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("distmp: an index is out of range on rank 1 in step "), done
+    assert "step 3 (samples 16 to 23 of the run)" in first
+    assert "device-side assert triggered" in first
+    assert "set CUDA_LAUNCH_BLOCKING=1 and run it again to find the line" in done.stderr
+    assert done.stderr.count("distmp:") == 1
+    assert done.exit_codes[1] == 1
+    assert seconds_after_the_fault(done, tmp_path / "0") < FAILURE_SECONDS
+
+
 @pytest.mark.nightly
 def test_hang_is_detected_and_described(tmp_path: Path) -> None:
     jobs = [job(fault, WATCHED, *arguments) for fault, arguments, _, _ in HANGING.values()]

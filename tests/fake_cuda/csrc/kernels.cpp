@@ -294,6 +294,14 @@ void call_and_wait(const c10::OperatorHandle& op, const Stack& arguments, int de
   }
 }
 
+// Refuse a layout that cuBLAS does not have; the CPU kernel takes any.
+void check_layout(const std::string& name, const Stack& arguments) {
+  if (name != "aten::_scaled_mm") return;
+  auto first = arguments[0].toTensor(), second = arguments[1].toTensor();
+  TORCH_CHECK(first.stride(1) == 1, "_scaled_mm: the first matrix must be row-major");
+  TORCH_CHECK(second.stride(0) == 1, "_scaled_mm: the second matrix must be column-major");
+}
+
 // Return whether all outputs are tensors or lists of tensors, as Meta kernels compute.
 bool returns_tensors(const c10::FunctionSchema& schema) {
   for (const auto& result : schema.returns()) {
@@ -311,6 +319,7 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
   int device = device_of_call(arguments);
   check_devices(op, arguments);
+  check_layout(name, arguments);
   count_launch(name);
 
   MetaCall meta;

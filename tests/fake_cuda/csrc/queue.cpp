@@ -152,6 +152,8 @@ bool Queue::advance(Node& node) {
       DefaultThreadState guard;
       if (node.observed) node.live_hash = node.observed();
       if (node.run) node.run();
+    } catch (const c10::IndexError& error) {
+      fail("device-side assert triggered in " + node.name + ": " + error.what_without_backtrace());
     } catch (const std::exception& error) {
       fail(node.name + ": " + error.what());
     }
