@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
+from distmp.data.token_metadata import BYTES, TokenMetadata
 from distmp.engine.settings import (
     DivergenceConfig,
     EmaConfig,
@@ -39,6 +41,7 @@ from distmp.utils.settings.command_line import command_line
 
 if TYPE_CHECKING:
     from distmp.engine.config import EngineConfig
+    from distmp.precision import PrecisionPolicy
 
 # Far above every real run, and within the types that hold these values.
 _MAX_STEPS = 10**12
@@ -176,22 +179,22 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         parse_phases(self.phases)
 
-    def check_names(self) -> bool:
-        """Check the policy, which imports torch; return whether it rounds weights stochastically.
+    def check_names(self) -> PrecisionPolicy | None:
+        """Check the policy, which imports torch, and return it; None if it is chosen later.
 
         Raises:
             ConfigError: If it is unknown, or does not fit the rules of the loss scale or the
                 phases.
         """
         if self.policy == "auto":
-            return False
+            return None
         from distmp.engine.precision_phases import phase_formats
         from distmp.precision import policy
 
         chosen = policy(self.policy)
         loss_scale_rules(chosen.loss_scale, self.loss_scale.rules)
         phase_formats(chosen, parse_phases(self.phases))
-        return chosen.stochastic_rounding
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -506,10 +509,13 @@ class RunConfig:
         for section in (self.data, self.model):
             if section.is_import_path and section.options:
                 section.function()
-        stochastic = self.precision.check_names()
+        policy = self.precision.check_names()
+        self._check_blocks(policy)
+        self._check_sample()
         find_metrics(self.validation.metrics)
         for callback in parse_callbacks(self.callbacks):
             find_callback(callback)
+        stochastic = policy is not None and policy.stochastic_rounding
         optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
         build = schedule_factory(self.schedule, self.steps)
         # Schedules of torch refuse options when they are built. The first optimizer of a process
@@ -518,6 +524,51 @@ class RunConfig:
             import torch
 
             build(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
+
+    def _check_blocks(self, policy: PrecisionPolicy | None) -> None:
+        has_blocks = "blocks" in (self.activation_checkpointing, self.compile) or (
+            policy is not None and policy.has_low_precision_matmuls
+        )
+        require(
+            not self.sharding.wrap or has_blocks or self.strategy in ("auto", *SHARDED_STRATEGIES),
+            "sharding.wrap",
+            list(self.sharding.wrap),
+            f"names blocks, and strategy {self.strategy!r} has none without compile = 'blocks' or "
+            "activation_checkpointing = 'blocks'; remove it, or set one of them",
+        )
+
+    def _check_sample(self) -> None:
+        tokenizer, every = self.sample.tokenizer, self.sample.every
+        require(
+            tokenizer is None or self.data.source != "text",
+            "sample.tokenizer",
+            tokenizer,
+            "is not used by data.source = 'text', whose tokens are bytes; set it to null, or "
+            "tokenize the data with `distmp data tokenize`",
+        )
+        require(
+            every == 0 or self.text_tokenizer() is not None,
+            "sample.every",
+            every,
+            "no text can be generated; set it to 0, or use sample.length above 0, the loss "
+            "next_token, and text, or tokens with sample.tokenizer",
+        )
+
+    def text_tokenizer(self) -> str | None:
+        """Return the tokenizer of generated texts: "bytes", or a directory; None without texts.
+
+        Raises:
+            ConfigError: If it depends on the description of tokens, and that cannot be read.
+        """
+        # The loss `next_token` requires that the model turns token ids into logits.
+        if self.sample.length == 0 or self.model.loss != "next_token":
+            return None
+        if self.data.source == "text":
+            return BYTES
+        if self.sample.tokenizer is None and self.data.source == "tokens":
+            described = TokenMetadata.read(Path(self.data.path or "").expanduser())
+            return BYTES if described.tokenizer == BYTES else None
+        return self.sample.tokenizer
 
     def _check_metrics(self) -> None:
         parse_callbacks(self.callbacks)
@@ -618,10 +669,21 @@ def load_as(cls: type[Config], argv: Sequence[str], prog: str, description: str)
 
 def _read_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
     config = command_line(cls, argv, prog, description)
+    config = replace(
+        config,
+        run_dir=os.path.expanduser(config.run_dir),
+        resume=_expanded(config.resume),
+        model=replace(config.model, weights=_expanded(config.model.weights)),
+        checkpoint=replace(config.checkpoint, path=_expanded(config.checkpoint.path)),
+    )
     for name, value in flat(to_mapping(config)).items():
         if (problem := _unusable(value)) is not None:
             raise ConfigError(name, value, problem)
     return config
+
+
+def _expanded(path: str | None) -> str | None:
+    return None if path is None else os.path.expanduser(path)
 
 
 def _unusable(value: Any) -> str | None:

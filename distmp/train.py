@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from distmp.config import Config, RunConfig, load
-from distmp.distributed.launcher_variables import adopt_ranks
 from distmp.distributed.orphans import end_with_launcher
-from distmp.distributed.rank_environment import RankEnvironment, is_under_torchrun
+from distmp.distributed.rank_environment import RankEnvironment, adopt_ranks, is_under_torchrun
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, ignore_stop_signals
 from distmp.errors import DistmpError
 from distmp.masking import mask_record, print_message

@@ -62,6 +62,19 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
         (["--validation.samples", "0"], "validation.samples"),
         (["--sample.length", "-1"], "sample.length"),
         (["--sample.prompt", ""], "sample.prompt"),
+        (["--sample.tokenizer", "t"], "sample.tokenizer = 't': is not used by data.source = 't"),
+        *(
+            (["--sample.every", "5", *options], "sample.every = 5: no text can be generated")
+            for options in (
+                ["--sample.length", "0"],
+                ["--model.loss", "json:loads"],
+                ["--data.source", "json:loads"],
+            )
+        ),
+        (
+            ["--sharding.wrap", "Block", "--strategy", "ddp"],
+            "sharding.wrap = ['Block']: names blocks, and strategy 'ddp' has none without compile",
+        ),
         (["--timeout-minutes", "0"], "timeout_minutes"),
         (["--run-dir", ""], "run_dir"),
         *(
@@ -125,6 +138,14 @@ def test_advice_names_existing_settings() -> None:
 def test_unknown_setting_in_file_gives_advice(name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(RunConfig, {name: value})
+
+
+def test_home_directory_is_expanded_in_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/a")
+    names = ("--run-dir", "--resume", "--checkpoint.path", "--model.weights")
+    config = load([f"{name}=~/b" for name in names])
+    paths = config.run_dir, config.resume, config.checkpoint.path, config.model.weights
+    assert {*paths} == {"/home/a/b"}
 
 
 def test_configuration_can_be_pickled() -> None:

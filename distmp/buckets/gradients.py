@@ -227,6 +227,8 @@ class Fp32GradBuckets:
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
         self._launched = 0
+        # Whether buckets are reduced in this microbatch as soon as they are complete.
+        self._reduces = False
         self._stage = _Stage.BETWEEN_STEPS
 
     @property
@@ -305,7 +307,8 @@ class Fp32GradBuckets:
         if self._sums is not None:
             for slot in self._slots:
                 slot.has_gradient = False
-        if last and self._reduction is not None:
+        self._reduces = last and self._reduction is not None
+        if self._reduces:
             self._missing = [
                 {slot for slot in slots if slot.parameter.requires_grad}
                 for slots in self._by_bucket
@@ -406,8 +409,9 @@ class Fp32GradBuckets:
         Raises:
             ConfigError: Naming the first parameter whose gradient was converted or moved.
         """
-        for layout, views in zip(self.layouts, self._total.views, strict=True):
-            device = layout.device
+        held = zip(self.layouts, self._total.buffers, self._total.views, strict=True)
+        for layout, buffer, views in held:
+            device = buffer.device
             for name, view in zip(layout.names, views, strict=True):
                 if view.dtype is not torch.float32 or view.device != device:
                     raise ConfigError("model", name, MOVED)
@@ -504,7 +508,7 @@ class Fp32GradBuckets:
                 view.copy_(gradient)
             slot.has_gradient = True
         slot.parameter.grad = None
-        if self._stage >= _Stage.LAST_MICROBATCH and self._reduction is not None:
+        if self._reduces:
             self._mark_ready(slot)
 
     def _mark_ready(self, slot: _Slot) -> None:
@@ -598,25 +602,26 @@ def _hook(
         computed: Holds True if a backward has computed a gradient of a parameter with other hooks.
     """
 
-    def take_gradient(parameter: Tensor) -> None:
+    def take_gradient(_: Tensor) -> None:  # which is what a hook before this one has returned
         alive = buckets()
         is_computed = any(computed)
         computed.clear()
         # Ignore a backward outside of a step, for example of another engine on the same model.
         if alive is None or alive._stage < _Stage.MICROBATCH:
             return
-        gradient = parameter.grad
+        slot = alive._by_bucket[bucket][index]
+        gradient = slot.parameter.grad
         if gradient is None:  # backward has computed none, or another hook has removed it
             if is_computed:
                 raise TrainingError(
-                    f"a hook has set the gradient of {alive._by_bucket[bucket][index].name!r} to "
-                    "None in a backward, so it would be lost; remove the hook, which was "
-                    "registered by register_post_accumulate_grad_hook"
+                    f"a hook has set the gradient of {slot.name!r} to None in a backward, so it "
+                    "would be lost; remove the hook, which was registered by "
+                    "register_post_accumulate_grad_hook"
                 )
             return
         is_added = gradient is alive._leaf.views[bucket][index]
-        if not is_added or alive._stage >= _Stage.LAST_MICROBATCH:
-            alive._take_gradient(alive._by_bucket[bucket][index], gradient)
+        if not is_added or alive._reduces:
+            alive._take_gradient(slot, gradient)
 
     return take_gradient
 

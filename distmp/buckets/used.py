@@ -197,7 +197,7 @@ def weights_used_once(loss: Tensor) -> set[int]:
             return set()
         for following, _ in node.next_functions:
             if type(following) is _ACCUMULATE_GRAD:
-                weight = id(following.variable)  # type: ignore[attr-defined]
+                weight = id(following.variable)  # type: ignore[union-attr]
                 (used_repeatedly if weight in leaves else leaves).add(weight)
             elif following is not None and following not in visited:
                 visited.add(following)

@@ -86,6 +86,11 @@ class CheckpointConfig:
         if self.keep_every < 0:
             problem = "give a number of steps, or 0"
             raise ConfigError("checkpoint.keep_every", self.keep_every, problem)
+        if self.keep_every and not self.every:
+            problem = (
+                "has no effect without checkpoint.every, the steps between checkpoints; set it"
+            )
+            raise ConfigError("checkpoint.keep_every", self.keep_every, problem)
         if self.path == "":
             raise ConfigError("checkpoint.path", self.path, "give a path, or null")
 

@@ -9,7 +9,7 @@ checkpoint or none. Suffixes mark other directories:
   that one is missing, in case the machine stops between the two renames.
 - `.removing`: is being deleted.
 - `.abandoned`: belongs to a later step than the one just saved, from before the run returned to an
-  earlier step. The newest are kept for the user, see `layout.tidy`; `--resume auto` ignores them.
+  earlier step. The newest are kept for the user, see `store.tidy`; `--resume auto` ignores them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def is_checkpoint(path: Path) -> bool:
     return (path / STATE_FILE).is_file() and (path / INDEX_FILE).is_file()
 
 
-def directory_name(step: int) -> str:
-    """Return the directory name of the checkpoint of `step`."""
-    return f"step-{step:06d}"
+def final_path(directory: Path, step: int) -> Path:
+    """Return the path of the checkpoint of `step`."""
+    return directory / f"step-{step:06d}"
 
 
 def named_step(path: Path) -> int | None:
@@ -108,7 +108,7 @@ class LocalStorage:
             replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
             if path.suffix in (".writing", ".removing") or replaced:
                 _delete(path)
-        writing = self._directory / f"{directory_name(step)}.writing"
+        writing = final_path(self._directory, step).with_suffix(".writing")
         writing.mkdir()
         return writing
 

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.layout import discard, final_path
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, allocate, written_here
@@ -281,7 +280,7 @@ class CheckpointWriter:
         group: dist.ProcessGroup | None,
     ) -> None:
         """Write a snapshot, in the writing thread."""
-        path = final_path(self._directory, pending.step)
+        path = store.final_path(self._directory, pending.step)
         started = time.perf_counter()
         try:
             lower_priority()
@@ -327,7 +326,7 @@ class CheckpointWriter:
         """Remove the files of a failed save: other files of the run may need their space."""
         with contextlib.suppress(DistmpError):
             self._permit()
-            discard(self._directory, step)
+            store.discard(self._directory, step)
 
     def _last_saved(self) -> str:
         if self.saved_step is None:

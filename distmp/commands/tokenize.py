@@ -19,12 +19,8 @@ from unittest import mock
 
 import numpy as np
 
-from distmp.data.token_metadata import (
-    END_OF_FILE,
-    UNFINISHED_SUFFIX,
-    VOCABULARY_SIZE,
-    TokenMetadata,
-)
+from distmp.data import token_metadata
+from distmp.data.token_metadata import BYTES, TokenMetadata
 from distmp.errors import ConfigError
 from distmp.models import huggingface_files
 from distmp.models.huggingface_files import DEFINITION, load_tokenizer, sha256
@@ -32,7 +28,6 @@ from distmp.utils.files import visible_files
 from distmp.utils.processes import granted_cores
 from distmp.utils.settings.command_line import Parser
 
-BYTES = "bytes"
 _BY_SUFFIX = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _TOKENS = "tokens.bin"
 
@@ -97,15 +92,12 @@ class Encoder:
         )
         return cast("list[list[int]]", encoded["input_ids"])
 
-    def documents(self, texts: list[Any]) -> dict[str, list[list[int]]]:
+    def documents(self, texts: list[str]) -> dict[str, list[list[int]]]:
         """Return the ids of each text that has any, followed by that of the end of the text.
 
         Raises:
-            ValueError: If a document is no text, or contains the end of the text.
+            ValueError: If a document contains the end of the text.
         """
-        for text in texts:
-            if not isinstance(text, str):
-                raise ValueError(f"a document is of type {type(text).__name__}; use strings")
         encoded = [ids for ids in self.encode(texts) if ids]
         if any(self.end_of_text in ids for ids in encoded):
             raise ValueError(
@@ -125,7 +117,7 @@ def load_encoder(tokenizer: str) -> Encoder:
         ConfigError: If the directory holds no tokenizer, or it has no end-of-sequence token.
     """
     if tokenizer == BYTES:
-        return Encoder(BYTES, None, VOCABULARY_SIZE, END_OF_FILE)
+        return Encoder(BYTES, None, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE)
     directory = Path(tokenizer).expanduser()
     if not (directory / DEFINITION).is_file():
         problem = f"has no {DEFINITION}; name a directory that has one, or {BYTES!r}"
@@ -177,7 +169,7 @@ def _unfinished(directory: Path) -> Iterator[Path]:
     if directory.exists():
         problem = "exists; name a new directory, or remove this one"
         raise ConfigError("--to", str(directory), problem)
-    unfinished = directory.with_name(directory.name + UNFINISHED_SUFFIX)
+    unfinished = directory.with_name(directory.name + token_metadata.UNFINISHED_SUFFIX)
     if unfinished.exists():
         problem = f"another command writes to {unfinished}, or was killed; then remove it"
         raise ConfigError("--to", str(directory), problem)
@@ -205,24 +197,33 @@ def _documents(arguments: Namespace, cache: Path) -> Any:
         datasets.disable_progress_bars()
     files = [file for name in arguments.inputs for file in _files(name)]
     columns = []
-    for format_, group in groupby(files, lambda file: _BY_SUFFIX.get(file.suffix, "text")):
-        is_text = format_ == "text"
+    # Each table is loaded on its own, because all files of a call need the same columns.
+    for table, group in groupby(files, lambda file: file if file.suffix in _BY_SUFFIX else None):
         names = [str(file) for file in group]
         with _explained(", ".join(names)):
             loaded = datasets.load_dataset(
-                format_,
+                "text" if table is None else _BY_SUFFIX[table.suffix],
                 data_files=names,
                 split="train",
                 cache_dir=str(cache),
-                **({"sample_by": "document"} if is_text else {}),
+                **({"sample_by": "document"} if table is None else {}),
             )
-            columns.append(_column(loaded, names[0], "text" if is_text else arguments.key))
+            columns.append(_column(loaded, names[0], "text" if table is None else arguments.key))
     return datasets.concatenate_datasets(columns)
 
 
 def _column(loaded: Any, name: str, key: str) -> Any:
+    """Return the column of the texts, which every row of a table has to have."""
     if key not in loaded.column_names:
         problem = f"has no column {key!r}; set --key to one of {', '.join(loaded.column_names)}"
+        raise ConfigError("INPUT", name, problem)
+    texts = loaded.data.column(key)
+    if texts.null_count:
+        row = texts.is_null().index(True).as_py() + 1
+        problem = f"row {row} has no {key!r}; set --key to a key of all rows, or correct the row"
+        raise ConfigError("INPUT", name, problem)
+    if str(texts.type) not in ("string", "large_string"):
+        problem = f"holds {texts.type} under {key!r}; set --key to a key of texts"
         raise ConfigError("INPUT", name, problem)
     return loaded.select_columns([key]).rename_column(key, "document")
 
@@ -276,7 +277,8 @@ def _explained(name: str) -> Iterator[None]:
         # Libraries of formats raise any type; `datasets` hides the cause behind its own.
         hidden = type(error).__name__ == "DatasetGenerationError"
         cause = (error.__cause__ if hidden else None) or error
-        raise ConfigError("INPUT", name, f"cannot be read: {cause}") from error
+        text = " ".join(str(cause).split())
+        raise ConfigError("INPUT", name, f"cannot be read: {text}") from error
 
 
 def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:

@@ -123,6 +123,13 @@ class DataConfig:
                 self.options,
                 f"only an import path takes options, not {self.source!r}",
             )
+        for name in ("path", "validation_path"):
+            value = getattr(self, name)
+            if value == "":
+                raise ConfigError(f"data.{name}", value, "name a directory, or null")
+            if self.is_import_path and value is not None:
+                problem = f"is not passed to {self.source!r}; pass it in data.options, or remove it"
+                raise ConfigError(f"data.{name}", value, problem)
         for name in _CALL_ARGUMENTS:
             if name in self.options:
                 raise ConfigError(

@@ -16,6 +16,9 @@ NAME = "tokens.json"
 UNFINISHED_SUFFIX = ".partial"
 """Appended to the name of a directory while `distmp data tokenize` fills it."""
 
+BYTES = "bytes"
+"""Name of the tokenizer whose tokens are bytes."""
+
 END_OF_FILE = 256
 """Token after each file whose bytes are the tokens."""
 VOCABULARY_SIZE = 257

@@ -230,7 +230,7 @@ def diagnose(evidence: Sequence[RankOverflowStats], context: OverflowContext) ->
         or _forward(evidence, context)
         or _other_loss(evidence, context)
         or _backward(evidence, context, fitting, lost)
-        or _reduction(evidence, context)
+        or _reduction(evidence)
         or _not_repeated(context)
     )
     parameters = [entry for rank in evidence for entry in rank.parameters[:PARAMETERS_NAMED]]
@@ -455,9 +455,7 @@ def _scale(value: float) -> str:
     return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
 
 
-def _reduction(
-    evidence: Sequence[RankOverflowStats], context: OverflowContext
-) -> OverflowReport | None:
+def _reduction(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
     largest = max(stats.largest for stats in evidence)
     if sum(stats.largest for stats in evidence) < torch.finfo(torch.float32).max:
         return None

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ class GradientSummary(NamedTuple):
     largest_finite: float
 
 
+@dataclass(eq=False)
 class Probe:
     """Checks values and gradients of one forward and backward in a `with` block.
 
@@ -75,16 +77,11 @@ class Probe:
         exponents: Counts of the exponents of all gradients, see `count_exponents`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[tuple[str, nn.Module]],
-        *,
-        activations: bool = False,
-    ) -> None:
-        self.module = module
-        self.activations = activations
-        self.units = units
+    module: nn.Module
+    units: Sequence[tuple[str, nn.Module]]
+    activations: bool = False
+
+    def __post_init__(self) -> None:
         self.forward: ForwardOverflow | None = None
         self.bad_parameters: list[str] = []
         self.exponents = count_exponents(torch.zeros(0))

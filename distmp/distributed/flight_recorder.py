@@ -111,7 +111,7 @@ def _entries(backend: str) -> list[dict[str, Any]]:
     dump_json = getattr(getattr(torch._C, "_distributed_c10d", None), _DUMP[backend], None)
     if dump_json is None:
         return []
-    with _end_process_if_blocked(backend):
+    with _end_process_if_blocked():
         text = dump_json()
     entries: list[dict[str, Any]] = json.loads(text).get("entries") or []
     return [entry for entry in entries if entry["profiling_name"].startswith(f"{backend}:")]
@@ -123,15 +123,12 @@ def _is_pending(entry: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _end_process_if_blocked(backend: str) -> Iterator[None]:
+def _end_process_if_blocked() -> Iterator[None]:
     """End the process if a dump blocks, with the stacks of all threads.
 
     NCCL's recorder queries CUDA events. That may block, with the GIL, if the device hangs, and no
     thread could end the process then.
     """
-    if backend != "nccl":
-        yield
-        return
     faulthandler.dump_traceback_later(BLOCKED_SECONDS, exit=True)
     try:
         yield

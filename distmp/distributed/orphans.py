@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -64,7 +63,7 @@ def end_with_launcher() -> Iterator[None]:
     thread = threading.Thread(target=_watch, args=(stopped,), name="launcher watch", daemon=True)
     thread.start()
     try:
-        with _kill_later() if sys.platform == "linux" else contextlib.nullcontext():
+        with _kill_later():
             yield
     finally:
         stopped.set()
@@ -108,20 +107,9 @@ def _watch(stopped: threading.Event) -> None:
     if os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):
             os.write(2, _message().encode())
-    _continue_siblings()
     os.kill(os.getpid(), signal.SIGTERM)
     if not stopped.wait(END_SECONDS):
         os._exit(LOST_PEER_EXIT_CODE)
-
-
-def _continue_siblings() -> None:
-    """Continue the stopped ranks (SIGSTOP) of the launcher, so that they end as well."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED and (
-                process.environ().get(LAUNCHER_VARIABLE) == str(_launcher)
-            ):
-                process.send_signal(signal.SIGCONT)
 
 
 def _message() -> str:

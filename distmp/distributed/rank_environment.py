@@ -1,12 +1,13 @@
-"""Reads rank and world size of this process from the environment variables of torchrun."""
+"""Reads rank and world size of this process from the variables of torchrun and other launchers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from distmp.distributed.launcher_variables import refuse_several
 from distmp.errors import ConfigError, require
 
 # accelerate sets it for every process that it launches.
@@ -89,7 +90,7 @@ class RankEnvironment:
         Raises:
             ConfigError: If some of the variables are missing, a value is impossible, accelerate
                 launched one process in place of several, or another launcher (mpirun, srun) has
-                started several processes, see `launcher_variables.adopt_ranks`.
+                started several processes, see `adopt_ranks`.
         """
         present = [name for name in VARIABLES if name in variables]
         if present == ["WORLD_SIZE"] and variables["WORLD_SIZE"] == "1":
@@ -130,3 +131,164 @@ def read_integer(variables: Mapping[str, str], name: str, *, default: str | None
 def _check(rank_name: str, rank: int, size_name: str, size: int) -> None:
     require(size >= 1, size_name, size, "must be at least 1")
     require(0 <= rank < size, rank_name, rank, f"must be from 0 to {size_name} - 1 = {size - 1}")
+
+
+# Variables by which launchers other than torchrun describe the processes that they start
+
+Variables = Mapping[str, str]
+
+_ALONE = "or set WORLD_SIZE=1 for processes that train independently"
+
+
+class LauncherVariables(NamedTuple):
+    """Names of the variables of one launcher; empty where it has none.
+
+    Attributes:
+        size: Number of processes, or of machines with one process each.
+        rank: Rank of this process, from 0.
+        local_size: Number of processes on this machine.
+        local_rank: Rank of this process on its machine.
+        head: Address of the first machine.
+    """
+
+    size: str
+    rank: str
+    local_size: str = ""
+    local_rank: str = ""
+    head: str = "MASTER_ADDR"
+
+    @property
+    def port(self) -> str:
+        """Name of the variable with the port of the first machine."""
+        prefix, found, _ = self.head.rpartition("ADDR")
+        return f"{prefix}PORT" if found else ""
+
+    def show_several(self, variables: Variables) -> bool:
+        """Return whether the variables show more than this one process."""
+        size, rank = variables.get(self.size), variables.get(self.rank, "")
+        if size is not None:
+            return size.strip() not in ("", "0", "1")
+        return rank not in ("", "0") or (rank == "0" and self.head in variables)
+
+    def describe_ranks(self, variables: Variables) -> bool:
+        """Return whether all four numbers of a rank are set."""
+        return {self.size, self.rank, self.local_size, self.local_rank} <= variables.keys()
+
+    def set_in(self, variables: Variables) -> list[str]:
+        """Return the names that are set."""
+        return [name for name in self if name in variables]
+
+
+def _prefixed(prefix: str) -> LauncherVariables:
+    return LauncherVariables(
+        *(prefix + end for end in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))
+    )
+
+
+# Machines with one process each. A pod of Kubeflow Trainer has torchrun's own options (PET_).
+MACHINES = (
+    LauncherVariables("PET_NNODES", "PET_NODE_RANK", head="PET_MASTER_ADDR"),
+    LauncherVariables("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", head="SKYPILOT_NODE_IPS"),
+    LauncherVariables("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", head="DSTACK_MASTER_NODE_IP"),
+    LauncherVariables("SM_HOST_COUNT", "SM_CURRENT_HOST_RANK", head="SM_MASTER_ADDR"),
+    LauncherVariables("NNODES", "NODE_RANK"),
+)
+# torchrun's own names, which PyTorchJob, Volcano, Azure ML and many scripts set as well.
+TORCHRUN = LauncherVariables("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+_SLURM_STEP = LauncherVariables(
+    "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", head=""
+)
+# In order of precedence: mpirun starts its processes within those of srun, and Flux sets PMI_SIZE.
+PROCESSES = (
+    _prefixed("OMPI_COMM_WORLD_"),
+    _prefixed("MV2_COMM_WORLD_"),
+    _prefixed("JSM_NAMESPACE_"),
+    LauncherVariables("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "", "FLUX_TASK_LOCAL_ID"),
+    LauncherVariables("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    # PMIx provides no number of processes; mpirun also sets this one.
+    LauncherVariables("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", head=""),
+)
+
+
+def adopt_ranks(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Set torchrun's variables to the numbers of mpirun, srun or another launcher of ranks.
+
+    This needs MASTER_ADDR and MASTER_PORT. Without them, and for processes that WORLD_SIZE or RANK
+    describe differently, nothing changes.
+
+    Raises:
+        ConfigError: If machines have different numbers of processes.
+    """
+    if TORCHRUN.rank in variables or not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
+        return
+    for source in (*PROCESSES, _SLURM_STEP):
+        if not (source.describe_ranks(variables) and source.show_several(variables)):
+            continue
+        size = variables[source.size]
+        if variables.setdefault(TORCHRUN.size, size) == size:
+            variables[TORCHRUN.rank] = variables[source.rank]
+            variables[TORCHRUN.local_rank] = variables[source.local_rank]
+            variables[TORCHRUN.local_size] = _local_size(variables, source.local_size)
+        return
+
+
+def _local_size(variables: Variables, name: str) -> str:
+    """Return the number of processes of this machine; Slurm writes `4(x2)` for two machines."""
+    parts = re.fullmatch(r"(\d+)(\(x\d+\))?", variables[name])
+    if parts is None:
+        raise ConfigError(
+            name, variables[name], "start the same number of processes on each machine"
+        )
+    return parts[1]
+
+
+def refuse_several(variables: Variables = os.environ) -> None:
+    """Refuse to train alone if a launcher has started several processes.
+
+    Raises:
+        ConfigError: If it has; names the variable that shows it.
+    """
+    started = [row for row in (*PROCESSES, _SLURM_STEP) if row.show_several(variables)]
+    if started:
+        name = started[0].set_in(variables)[0]
+        raise ConfigError(
+            name,
+            _value(variables, name),
+            f"{variables.get(started[0].size, 'several')} processes were started together, but "
+            "torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR ...) are not set, so each would "
+            "train alone; start one `distmp launch` or torchrun per machine, set MASTER_ADDR and "
+            f"MASTER_PORT for ranks that srun or mpirun starts, {_ALONE}",
+        )
+    # A test trains alone on purpose, on whichever machine it runs.
+    if "PYTEST_CURRENT_TEST" not in variables:
+        _refuse_requested(variables)
+
+
+def _refuse_requested(variables: Variables) -> None:
+    """Refuse to train alone where several machines or tasks were requested."""
+    machines = [row for row in MACHINES if row.show_several(variables)]
+    name = machines[0].set_in(variables)[0] if machines else "SLURM_NTASKS"
+    if not machines and not _is_batch_script_of_several(variables):
+        return
+    what = "this is one of several machines" if machines else "this batch script has several tasks"
+    raise ConfigError(
+        name,
+        _value(variables, name),
+        f"{what}, but this process was started without torchrun or srun, so it would train alone; "
+        f"start it with `distmp launch` or torchrun, {_ALONE}",
+    )
+
+
+def _is_batch_script_of_several(variables: Variables) -> bool:
+    """Return whether this process runs in a Slurm batch script with several tasks, without srun.
+
+    In a shell of salloc, where SLURM_PROCID is not set or a step has one task, a single process is
+    intended.
+    """
+    in_script = "SLURM_PROCID" in variables and "SLURM_STEP_ID" not in variables
+    return in_script and variables.get("SLURM_NTASKS", "1") != "1"
+
+
+def _value(variables: Variables, name: str) -> int | str:
+    text = variables[name]
+    return int(text) if text.isascii() and text.isdecimal() else text

@@ -70,13 +70,11 @@ class RankProcess(NamedTuple):
     Attributes:
         host: Name of its machine.
         identity: The process.
-        stack: The file descriptor of its `SharedStack`; -1 without one.
         address: The address at which other machines reach its machine; "" if unknown.
     """
 
     host: str
     identity: ProcessIdentity
-    stack: int = -1
     address: str = ""
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from distmp.distributed import rank_monitor
 from distmp.distributed.rank_monitor import RankMonitor
-from distmp.distributed.rank_status import RankStatus, Statuses
+from distmp.distributed.rank_status import Statuses
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
 
@@ -76,20 +76,17 @@ class RollCall:
 
 def _other_call_error(monitor: RankMonitor, statuses: Statuses) -> TrainingError | None:
     """Return the error if another rank makes a different call than this rank."""
+    own = monitor.own
     others = {
         rank: status
         for rank, status in statuses.items()
-        if status is not None and _is_in_other_call(status, monitor.own)
+        if status is not None
+        and status.engine_calls >= own.engine_calls
+        and (status.engine_calls, status.engine_call) != (own.engine_calls, own.engine_call)
     }
     if not others:
         return None
     return TrainingError(
-        f"rank {monitor.rank} waits in {monitor.own.engine_call}, which every rank has to call, "
+        f"rank {monitor.rank} waits in {own.engine_call}, which every rank has to call, "
         f"and {monitor.describe(others)}; make the same calls in the same order on every rank"
     )
-
-
-def _is_in_other_call(other: RankStatus, own: RankStatus) -> bool:
-    if other.engine_calls == own.engine_calls:
-        return other.engine_call != own.engine_call
-    return other.engine_calls > own.engine_calls

@@ -16,7 +16,6 @@ distinguishes them: the slowest rank waits least.
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -197,7 +196,5 @@ class StepClock:
         """Return the median of the intervals that are past on the device; None without any."""
         past = [interval.compute_time() for interval in self._intervals if interval.is_past]
         self._intervals.clear()
-        if not past:
-            return None
-        median = statistics.median_low([time.between - time.waited for time in past])
-        return next(time for time in past if time.between - time.waited == median)
+        past.sort(key=lambda time: time.between - time.waited)
+        return past[(len(past) - 1) // 2] if past else None

@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,8 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed import flight_recorder, rendezvous_store
 from distmp.distributed.collectives import backends
-from distmp.distributed.launcher_variables import adopt_ranks
-from distmp.distributed.rank_environment import RankEnvironment, read_integer, wants_cpu
+from distmp.distributed.rank_environment import (
+    RankEnvironment,
+    adopt_ranks,
+    read_integer,
+    wants_cpu,
+)
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.errors import ConfigError, SetupError
@@ -156,15 +160,8 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The arguments of the first call of `init`."""
-
-    device: str | None
-    seed: int | None
-
-
-_choice: _Choice | None = None
+# The arguments of the first call of `init`, by name.
+_choice: dict[str, Any] = {}
 
 
 def init(device: torch.device | str | None = None, seed: int | None = None) -> World:
@@ -193,9 +190,9 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
         (0, 1, 'cpu')
     """
     global _choice
-    asked = _Choice(None if device is None else str(usable_device(device)), seed)
-    if _choice is not None:
-        _check_repeated(_choice, asked)
+    asked = {"device": None if device is None else str(usable_device(device)), "seed": seed}
+    if _choice:
+        _check_repeated(asked)
         return world_of_process()
     if seed is not None:
         check_seed(seed)
@@ -206,10 +203,9 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
     return world
 
 
-def _check_repeated(first: _Choice, asked: _Choice) -> None:
-    for name in ("device", "seed"):
-        before, now = getattr(first, name), getattr(asked, name)
-        if now is not None and now != before:
+def _check_repeated(asked: Mapping[str, Any]) -> None:
+    for name, now in asked.items():
+        if now is not None and now != (before := _choice[name]):
             raise ConfigError(
                 name, now, f"the first call of distmp.init had {name} = {before!r}; call it once"
             )
@@ -230,8 +226,7 @@ def world_of_process(device: torch.device | str | None = None) -> World:
         AttemptError: If some of the ranks did not start.
         SetupError: If the other ranks did not connect.
     """
-    if device is None and _choice is not None:
-        device = _choice.device
+    device = _choice.get("device") if device is None else device
     adopt_ranks()
     if dist.is_available() and dist.is_initialized():
         _check_group()
@@ -349,7 +344,7 @@ def leave() -> None:
     Modules of torch's DDP cannot train afterwards.
     """
     global _choice
-    _choice = None
+    _choice = {}
     if dist.is_initialized():
         _release_reducers()
         dist.destroy_process_group()

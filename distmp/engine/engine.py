@@ -130,7 +130,7 @@ class Engine:
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
         if config.first_step_checks:
-            self._observers += [FirstStep(setup.world), EmbeddingIds(self.model)]
+            self._observers += [FirstStep(setup), EmbeddingIds(self.model)]
             setup.strategy.watch_copies()
         self._saves: Saves | None = None
         self.loads = 0
@@ -524,7 +524,8 @@ class Engine:
                 from distmp.engine.saving import Saves  # many engines save nothing
 
                 self._saves = Saves(self.world)
-            self._setup.buffers.broadcast()  # the loss of another engine may have changed them
+            # The loss of another engine may have changed them.
+            self._setup.buffers.broadcast(self.world.device)
             return self._saves.save(directory, self, numbers, keep, wait=wait)
 
     def wait_for_save(self) -> None:

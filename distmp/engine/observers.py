@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
-from distmp.distributed.world import World
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.setup import Setup
 from distmp.engine.step_checks import check_weight
@@ -49,11 +48,13 @@ class FirstStep(StepObserver):
     """Checks the first step, in which the host may wait to read values.
 
     Args:
-        world: The ranks; all of them make the same calls.
+        setup: The model and the ranks; all of them make the same calls.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, setup: Setup) -> None:
+        self._world = setup.world
+        # Under a sharded strategy the graph has the gathered parameters, which are other tensors.
+        self._module = None if setup.is_sharded else setup.strategy.module
         self._warnings: dict[str, None] = {}
 
     def before(self, batch: Any) -> None:
@@ -69,6 +70,8 @@ class FirstStep(StepObserver):
         """Refuse a negative weight, and find mistakes in the result of the loss function."""
         check_weight(float(weight))
         self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
+        if self._module is not None:
+            self._warnings |= dict.fromkeys(_outside_of(self._module, loss))
 
     def after(self) -> list[str]:
         """Return warnings about likely mistakes."""
@@ -241,6 +244,37 @@ def _loss_warnings(batch: Any, loss: Tensor, weight: Tensor | float) -> Iterator
             f"the loss looks like a mean, and its weight is {weight:g}, so the gradient is divided "
             "by the weight twice; return the sum (reduction='sum', or loss * weight)"
         )
+
+
+def _outside_of(module: nn.Module, loss: Tensor) -> Iterator[str]:
+    own = {*module.parameters()}
+    # Another engine, or the user, handles a gradient in a hook.
+    outside = [
+        tuple(leaf.shape)
+        for leaf in _leaves(loss)
+        if isinstance(leaf, nn.Parameter)
+        and leaf not in own
+        and not leaf._post_accumulate_grad_hooks
+    ]
+    if outside:
+        yield (
+            "the loss depends on parameters outside of the model, of shape "
+            f"{', '.join(map(str, outside[:3]))}, which the engine does not train, and their "
+            "gradients have its scale; put their module and the model into one "
+            "torch.nn.ModuleDict, or freeze them with requires_grad_(False)"
+        )
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves of the autograd graph of a loss."""
+    nodes: list[Any] = [loss.grad_fn]
+    visited = {None, *nodes}
+    for node in nodes:  # the loop appends to it
+        if hasattr(node, "variable"):
+            yield node.variable
+        following = [after for after, _ in getattr(node, "next_functions", ())]
+        nodes += [after for after in dict.fromkeys(following) if after not in visited]
+        visited.update(following)
 
 
 def _low_precision_dtype(loss: Tensor) -> torch.dtype | None:

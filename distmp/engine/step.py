@@ -71,7 +71,7 @@ def take_step(
     decision = decision.skipping(spike_check.skip | differ)
     current_phase.enter(UPDATE)
     updates.apply(decision)
-    setup.buffers.end_step(decision.found_inf)
+    setup.buffers.end_step(decision.found_inf, differ)
     setup.strategy.end_step(decision.found_inf)
     exhausted = state.loss_scale.update(decision.overflow | (decision.dropped > 0), decision.empty)
     state.divergence.remember(decision)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -24,6 +25,7 @@ from distmp.data.evaluation import ForwardOnly
 from distmp.errors import ConfigError
 from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.imports import check_arguments
 
 LIST_ADVICE = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
 LOSS_CONTRACT = (
@@ -50,6 +52,8 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
         ConfigError: With the value received.
     """
     refuse_one_batch(microbatches, LIST_ADVICE)
+    if not isinstance(count, int | None):
+        raise ConfigError("count", count, "use an integer, the number of microbatches")
     # The iterator of torch's loader has the length of the loader, so check the type.
     if isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader):
         raise ConfigError(
@@ -65,7 +69,17 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
             "has no length; pass a list, or the number of microbatches: "
             "engine.step(itertools.islice(iterator, n), count=n)",
         )
-    listed = [*itertools.islice(microbatches, count and count + 1)]
+    listed, versions = [], []
+    for batch in itertools.islice(microbatches, count and count + 1):
+        listed.append(batch)
+        versions.append(_versions(batch))
+    if versions != [*map(_versions, listed)]:
+        raise ConfigError(
+            "microbatches",
+            _describe(microbatches),
+            "has overwritten a microbatch while the next one was read, and a step reads all of "
+            "them first; yield new tensors, such as buffer.clone()",
+        )
     if count is not None and count != len(listed):
         found = "more" if len(listed) > count else len(listed)
         raise ConfigError("count", count, f"there are {found} microbatches; {LOADER_ADVICE}")
@@ -78,6 +92,14 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
             "microbatches", [], "is empty; a step needs at least one microbatch on every rank"
         )
     return listed
+
+
+def _versions(batch: Any) -> list[int]:
+    """Return how often each tensor of a batch has been written to."""
+    leaves = pytree.tree_leaves(batch)
+    return [
+        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
 
 
 def refuse_one_batch(microbatches: Any, advice: str = ITERABLE_ADVICE) -> None:
@@ -109,6 +131,7 @@ def check_loss_function(loss: object) -> None:
     name = getattr(loss, "__name__", type(loss).__name__)
     if not callable(loss) or isinstance(loss, type | nn.modules.loss._Loss):
         raise ConfigError("loss", name, f"is not a function; {LOSS_ADVICE}")
+    check_arguments("loss", name, loss, ("module", "batch"), f"{{reason}}; {LOSS_ADVICE}")
 
 
 def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:

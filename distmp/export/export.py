@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 AVERAGE_PREFIX = "callbacks/Ema/"
 
 
+@dataclass
 class CheckpointWeights:
     """The weights and buffers in a checkpoint, under their names in the model.
 
@@ -47,29 +49,25 @@ class CheckpointWeights:
         specs: Shape and dtype of each tensor, as tensors on the meta device.
     """
 
-    def __init__(
-        self,
-        checkpoint: store.StoredCheckpoint,
-        dtype: torch.dtype,
-        *,
-        ema: bool = False,
-        adapters: bool = False,
-    ) -> None:
+    checkpoint: store.StoredCheckpoint
+    dtype: torch.dtype
+    ema: bool = False
+    adapters: bool = False
+
+    def __post_init__(self) -> None:
         # The name in the checkpoint of each tensor.
-        self._stored = _names_below(PREFIX, checkpoint)
-        if ema:
-            self._stored |= _names_below(AVERAGE_PREFIX, checkpoint)
-        if adapters:
+        self._stored = _names_below(PREFIX, self.checkpoint)
+        if self.ema:
+            self._stored |= _names_below(AVERAGE_PREFIX, self.checkpoint)
+        if self.adapters:
             own = filter(is_adapter, self._stored)
             self._stored = {exported_name(name): self._stored[name] for name in own}
         self.specs = {}
         for name, stored_name in self._stored.items():
-            shape, stored = checkpoint.tensors[stored_name]
+            shape, stored = self.checkpoint.tensors[stored_name]
             is_converted = stored.is_floating_point and stored.itemsize <= 4
-            kept = dtype if is_converted else stored
+            kept = self.dtype if is_converted else stored
             self.specs[name] = torch.empty(shape, dtype=kept, device="meta")
-        self._checkpoint = checkpoint
-        self._dtype = dtype
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors on the CPU.
@@ -78,9 +76,9 @@ class CheckpointWeights:
             CheckpointError: If they cannot be read, or a finite weight is infinite in the dtype.
         """
         tensors = {name: torch.empty_like(self.specs[name], device="cpu") for name in names}
-        self._checkpoint.load({self._stored[name]: tensor for name, tensor in tensors.items()})
-        if self._dtype == torch.float16:
-            refuse_infinite(tensors, str(self._checkpoint))
+        self.checkpoint.load({self._stored[name]: tensor for name, tensor in tensors.items()})
+        if self.dtype == torch.float16:
+            refuse_infinite(tensors, str(self.checkpoint))
         return tensors
 
 

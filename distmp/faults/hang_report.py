@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import os
-import signal
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from distmp.distributed.rank_status import RankStatus
 from distmp.errors import rank_names
-from distmp.utils.frames import CALLS
 
 # Number of ranks whose stack is shown.
 MAX_SHOWN = 4
@@ -28,14 +21,12 @@ class SilentRank(NamedTuple):
         pid: Its process id, or 0 if unknown.
         doing: The phase of its last heartbeat as text.
         state: Its process state from the kernel, "gone", or "" if unknown (on another machine).
-        stack: The stack of its thread, or "" if unavailable.
     """
 
     host: str
     pid: int
     doing: str
     state: str = ""
-    stack: str = ""
 
 
 class HangReport(NamedTuple):
@@ -78,23 +69,24 @@ def report(
     """
     late = sorted(silent.keys() | _late_ranks(answers, pending, any_silent=bool(silent)))
     waiting = {rank: answer for rank, answer in sorted(answers.items()) if rank not in late}
-    missing = {
-        rank: _missing(rank, answers, pending) for rank in late[:MAX_SHOWN] if rank in answers
-    }
-    late_summary, waiting_summary = _late_summary(late, missing), _waiting_summary(waiting, late)
-    summary = f"{late_summary} for {idle:.0f} s; {waiting_summary}"
+    summary = f"{f'{rank_names(late)} late' if late else 'all ranks wait'} for {idle:.0f} s"
     lines = [f"no rank has made progress for {idle:.0f} s; ending the run"]
     for rank in late[:MAX_SHOWN]:
         if rank in silent:
-            lines += _silent(rank, silent[rank], world_size)
+            lines.append(_silent(rank, silent[rank], world_size))
         else:
-            lines += _late(rank, answers[rank], missing[rank], world_size)
+            lines += _late(rank, answers[rank], _missing(rank, answers, pending), world_size)
     if len(late) > MAX_SHOWN:
         lines.append(f"  also late: {rank_names(late[MAX_SHOWN:])}")
     lines += _waiting(waiting)
+    oldest = _oldest(pending)
     if not late:
-        lines += _incomplete(pending)
-    lines.append(f"  {_advice(late, silent, answers, pending)}")
+        lines += [
+            f"  {_describe(number, name, group)} has not completed on {rank_names(ranks)}"
+            for (group, number, name), ranks in oldest.items()
+        ]
+    has_different = len({(group, number) for group, number, _ in oldest}) < len(oldest)
+    lines.append(f"  {_advice(late, silent, answers, has_different=has_different)}")
     return HangReport(summary, "\n".join(lines))
 
 
@@ -103,14 +95,10 @@ def _late_ranks(
 ) -> set[int]:
     """Return the late ranks among those that answered."""
     behind, ahead = _behind_and_ahead(answers)
-    waiting = {rank for rank, answer in answers.items() if _waits(answer, pending.get(rank))}
+    waiting = {r for r, a in answers.items() if a.waits_in or a.synchronizes or pending.get(r)}
     if last := behind - ahead:
         return last - waiting if any_silent else last  # they may wait for a silent rank
     return answers.keys() - waiting
-
-
-def _waits(answer: RankStatus, pending: Pending | None) -> bool:
-    return bool(answer.waits_in or answer.synchronizes or pending)
 
 
 def _behind_and_ahead(answers: Mapping[int, RankStatus]) -> tuple[set[int], set[int]]:
@@ -156,22 +144,6 @@ def _describe(number: int, name: str, group: str) -> str:
     return f"collective {number} of {group}{f', {name}' if name else ''}"
 
 
-def _late_summary(late: list[int], missing: Mapping[int, list[Missing]]) -> str:
-    if not late:
-        return "all ranks wait"
-    first = missing.get(late[0]) if len(late) == 1 else None
-    return f"{rank_names(late)} late{f' before {first[0][0]}' if first else ''}"
-
-
-def _waiting_summary(waiting: Mapping[int, RankStatus], late: list[int]) -> str:
-    if not waiting:
-        return "no rank waits in a collective"
-    places = sorted({place for answer in waiting.values() if (place := _place(answer))})
-    who = rank_names(waiting) if late else "they"
-    verb = "waits" if late and len(waiting) == 1 else "wait"
-    return f"{who} {' and '.join(places) or verb}"
-
-
 def _place(answer: RankStatus) -> str:
     if answer.waits_in:
         return f"in {answer.waits_in}"
@@ -188,24 +160,24 @@ def _late(rank: int, answer: RankStatus, missing: list[Missing], world_size: int
             f"{'has' if len(ranks) == 1 else 'have'} started"
             for collective, ranks in missing
         ),
-        *_indented(answer.stack),
+        *textwrap.indent(answer.stack.rstrip("\n"), "      ").splitlines(),
     ]
 
 
-def _silent(rank: int, process: SilentRank, world_size: int) -> list[str]:
+def _silent(rank: int, process: SilentRank, world_size: int) -> str:
     why = {
         "": "it runs on another machine" if process.pid else "it has not published its process",
         "gone": "its process is gone",
         "stopped": "its process is stopped (SIGSTOP or a debugger); SIGCONT would continue it",
     }.get(
         process.state,
-        f"its process ({process.state}) holds the GIL in native code that does not return",
+        f"its process ({process.state}) holds the GIL in native code that does not return, and "
+        "writes its stack to standard error",
     )
-    return [
+    return (
         f"  rank {rank} of {world_size} on {process.host} is late and does not answer: {why}; "
-        f"{f'process {process.pid}, ' if process.pid else ''}last seen in {process.doing}",
-        *_indented(process.stack),
-    ]
+        f"{f'process {process.pid}, ' if process.pid else ''}last seen in {process.doing}"
+    )
 
 
 def _waiting(waiting: Mapping[int, RankStatus]) -> list[str]:
@@ -226,23 +198,21 @@ def _waiting(waiting: Mapping[int, RankStatus]) -> list[str]:
     return lines
 
 
-def _incomplete(pending: Mapping[int, Pending]) -> list[str]:
-    """Return a line for the oldest collective of each group that has not completed."""
+def _oldest(pending: Mapping[int, Pending]) -> dict[tuple[str, int, str], list[int]]:
+    """Return the ranks whose oldest pending collective of a group is this one, by that."""
     oldest: dict[tuple[str, int, str], list[int]] = {}
     for rank, groups in sorted(pending.items()):
         for group, collectives in groups.items():
             oldest.setdefault((group, *collectives[0]), []).append(rank)
-    return [
-        f"  {_describe(number, name, group)} has not completed on {rank_names(ranks)}"
-        for (group, number, name), ranks in oldest.items()
-    ]
+    return oldest
 
 
 def _advice(
     late: list[int],
     silent: Mapping[int, SilentRank],
     answers: Mapping[int, RankStatus],
-    pending: Mapping[int, Pending],
+    *,
+    has_different: bool,
 ) -> str:
     if not late:
         behind, _ = _behind_and_ahead(answers)
@@ -251,7 +221,7 @@ def _advice(
                 "each rank waits for another one in a different group: they do not start the "
                 "collectives of their groups in the same order"
             )
-        if len({answer.waits_in for answer in answers.values()} - {""}) > 1 or _differ(pending):
+        if len({answer.waits_in for answer in answers.values()} - {""}) > 1 or has_different:
             return "ranks wait in different collectives: they do not run the same code"
         if all(answer.waits_in for answer in answers.values()):
             return "every rank has reached it: check the network between the machines"
@@ -264,61 +234,3 @@ def _advice(
     return (
         "if the work is slow and does not hang, set a larger watchdog_seconds (and timeout_minutes)"
     )
-
-
-def _differ(pending: Mapping[int, Pending]) -> bool:
-    """Return whether ranks have started different collectives under the same number."""
-    names: dict[tuple[str, int], str] = {}
-    return any(
-        names.setdefault((group, number), name) != name
-        for groups in pending.values()
-        for group, collectives in groups.items()
-        for number, name in collectives
-    )
-
-
-def _indented(stack: str) -> list[str]:
-    return textwrap.indent(stack.rstrip("\n"), "      ").splitlines()
-
-
-# An unused real-time signal. Its handler also works while other code holds the GIL.
-SIGNAL = signal.SIGRTMAX - 5
-ANSWER_SECONDS = 2.0
-
-
-class SharedStack:
-    """Lets another process of this machine read the stacks of this one, even if it is blocked.
-
-    Attributes:
-        descriptor: Descriptor of a file in memory, to which `SIGNAL` writes the stacks.
-    """
-
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("stacks")
-        faulthandler.register(SIGNAL, file=self.descriptor, all_threads=True)
-
-    def close(self) -> None:
-        """Stop answering."""
-        faulthandler.unregister(SIGNAL)
-        os.close(self.descriptor)
-
-
-def of_process(pid: int, descriptor: int) -> str:
-    """Return the stack of another process on this machine, or "" if it does not answer.
-
-    Args:
-        pid: Id of a process with a `SharedStack`.
-        descriptor: The descriptor of that `SharedStack`.
-    """
-    path = Path(f"/proc/{pid}/fd/{descriptor}")
-    with contextlib.suppress(OSError):
-        os.kill(pid, SIGNAL)
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < deadline:
-            _, heading, text = path.read_text().partition("Current thread ")
-            if heading and "\n" in text:
-                # Python 3.10 to 3.14 write a heading, a line for each call, and an empty line.
-                lines = text.split("\n\n")[0].splitlines()[1:]
-                return "".join(f"{line}\n" for line in reversed(lines[:CALLS]))
-            time.sleep(0.05)
-    return ""

@@ -15,6 +15,7 @@ ranks.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import psutil
@@ -52,6 +53,9 @@ GRACE_SECONDS = 3.0
 PAUSE_INTERVALS = 5
 # Number of bytes that a process must read or write between two heartbeats to count as progress.
 TRANSFER_BYTES = 1 << 16
+# An unused real-time signal. It makes a process write the stacks of its threads to standard error,
+# also while native code holds the GIL.
+STACK_SIGNAL = signal.SIGRTMAX - 5
 _ENDING = "ending"
 
 logger = logging.getLogger("distmp")
@@ -66,14 +70,12 @@ class Ending:
         step: The current step, or 0 before the first one.
         cause: The cause in one line.
         exit_code: Exit code of that rank.
-        silent: Ranks that do not answer.
     """
 
     rank: int
     step: int
     cause: str
     exit_code: int
-    silent: list[int] = field(default_factory=list)
 
 
 def ending_of(store: Store) -> Ending | None:
@@ -130,8 +132,7 @@ class Watchdog(RankMonitor):
     def watch(self) -> None:
         """Start monitoring."""
         self._phase.restart()
-        self._stack = hang_report.SharedStack()
-        self.process = self.process._replace(stack=self._stack.descriptor)
+        faulthandler.register(STACK_SIGNAL, file=2)
         if self._store_address is not None:
             with contextlib.suppress(OSError):
                 address = source_address(self._store_address[0])
@@ -145,7 +146,7 @@ class Watchdog(RankMonitor):
     def stop(self) -> None:
         """Stop monitoring, and publish that this rank has ended, with or without an error."""
         super().stop()
-        self._stack.close()
+        faulthandler.unregister(STACK_SIGNAL)
         if not is_orphan():
             with contextlib.suppress(dist.DistError):
                 self._put(f"left/{self.rank}", True)
@@ -255,14 +256,12 @@ class Watchdog(RankMonitor):
         super()._answer()
         if not self._has_shown_pending and self._store.check(["hang"]):
             self._has_shown_pending = True
-            self.publish("pending", self._pending_collectives())
-
-    def _pending_collectives(self) -> Pending:
-        try:
-            return flight_recorder.pending()
-        except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
-            logger.warning("no flight recorder of rank %d: %s", self.rank, describe(error))
-            return {}
+            pending: Pending = {}
+            try:
+                pending = flight_recorder.pending()
+            except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
+                logger.warning("no flight recorder of rank %d: %s", self.rank, describe(error))
+            self.publish("pending", pending)
 
     def _check_for_lost_ranks(self) -> None:
         """End the run if a process of this machine is gone in two checks in a row.
@@ -331,7 +330,7 @@ class Watchdog(RankMonitor):
             idle = min(idle, time.monotonic() - self._progress_at)
         report = hang_report.report(idle, answers, silent, self.world_size, pending)
         step = self._phase.now.step
-        ending = Ending(self.rank, step, report.summary, HANG_EXIT_CODE, sorted(silent))
+        ending = Ending(self.rank, step, report.summary, HANG_EXIT_CODE)
         if self.end_run(ending):
             print_message(report.text)
             record(report.summary)
@@ -344,26 +343,23 @@ class Watchdog(RankMonitor):
         process = self.process_of(rank)
         if process is None:
             return SilentRank("an unknown machine", 0, doing)
-        host, (machine, pid, _), descriptor, _ = process
+        host, (machine, pid, _), _ = process
         if machine != self.process.identity.machine:
             return SilentRank(host, pid, doing)
         try:
             state: str = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
             state = "gone"
-        stack = "" if state in ("gone", "stopped") else hang_report.of_process(pid, descriptor)
-        return SilentRank(host, pid, doing, state, stack)
+        if state not in ("gone", "stopped"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACK_SIGNAL)
+        return SilentRank(host, pid, doing, state)
 
     def _exit(self, ending: Ending) -> NoReturn:
         own = ending.rank == self.rank
         if own:
-            # The launcher must see this rank exit before those that it kills.
+            # Time for the others to see the ending, and for a blocked rank to write its stack.
             time.sleep(self._interval)
-        for rank in set(self._on_machine).intersection(ending.silent) - {self.rank}:
-            process = self._processes.get(rank)
-            if process and process.identity.machine == self.process.identity.machine:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.identity.pid, signal.SIGKILL)
         self.before_exit()
         os._exit(ending.exit_code if own else LOST_PEER_EXIT_CODE)
 

@@ -37,17 +37,9 @@ from distmp.utils.dtypes import dtype_name
 
 try:
     import accelerate
+    from accelerate import utils
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import AcceleratorState
-    from accelerate.utils import (
-        AutocastKwargs,
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        DistributedType,
-        GradientAccumulationPlugin,
-        GradScalerKwargs,
-        KwargsHandler,
-    )
 except ModuleNotFoundError as error:
     if error.name != "accelerate":
         raise
@@ -163,7 +155,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @property
     def shards(self) -> bool:
         """Whether FSDP shards the models."""
-        return bool(self.distributed_type == DistributedType.FSDP)
+        return bool(self.distributed_type == utils.DistributedType.FSDP)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers and other objects, as accelerate does."""
@@ -307,19 +299,19 @@ def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | N
         _check_handler(handler)
 
 
-def _check_handler(handler: KwargsHandler) -> None:
+def _check_handler(handler: utils.KwargsHandler) -> None:
     name = type(handler).__name__
-    if isinstance(handler, AutocastKwargs):
+    if isinstance(handler, utils.AutocastKwargs):
         raise ConfigError("kwargs_handlers", name, "the policy defines autocast; remove it")
-    if isinstance(handler, GradScalerKwargs):
+    if isinstance(handler, utils.GradScalerKwargs):
         raise ConfigError(
             "kwargs_handlers", name, "pass loss_scale=distmp.LossScaleConfig(...) instead"
         )
     if "Recipe" in name:
         raise ConfigError("kwargs_handlers", name, "policies have no 8-bit types; remove it")
     if (
-        isinstance(handler, DistributedDataParallelKwargs)
-        and handler.comm_hook != DDPCommunicationHookType.NO
+        isinstance(handler, utils.DistributedDataParallelKwargs)
+        and handler.comm_hook != utils.DDPCommunicationHookType.NO
     ):
         raise ConfigError(
             "kwargs_handlers",
@@ -329,7 +321,7 @@ def _check_handler(handler: KwargsHandler) -> None:
 
 
 def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
-    plugin: GradientAccumulationPlugin | None = arguments.get("gradient_accumulation_plugin")
+    plugin: utils.GradientAccumulationPlugin | None = arguments.get("gradient_accumulation_plugin")
     if plugin is not None:
         return plugin.num_steps == 1 or plugin.sync_each_batch
     steps = os.environ.get(

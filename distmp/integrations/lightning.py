@@ -20,14 +20,8 @@ from distmp.integrations.step_weights import StepWeights
 from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
 from distmp.parallel.strategy import check_parameters
-from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
+from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, keep, policy, resolve
 from distmp.precision.builders import refuse_low_precision_matmuls
-from distmp.precision.keep import (
-    cast_buffers,
-    keep_in_fp32,
-    product_switches,
-    storage_dtypes,
-)
 from distmp.precision.notation import LIGHTNING_POLICIES
 from distmp.precision.policy import dtype_word
 from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules, unused_rules
@@ -96,12 +90,12 @@ def prepare_module(module: nn.Module, policy: PrecisionPolicy, device_type: str)
     check_parameters(module, policy)
     if not any(is_dtensor(parameter) for parameter in module.parameters()):
         _store_in_fp32(module, policy)
-    cast_buffers(module, policy)
-    keep_in_fp32(module, policy, device_type)
+    keep.cast_buffers(module, policy)
+    keep.keep_in_fp32(module, policy, device_type)
 
 
 def _store_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> None:
-    dtypes = storage_dtypes(module, policy)
+    dtypes = keep.storage_dtypes(module, policy)
     converted = []
     for name, parameter in module.named_parameters():
         if parameter.dtype != dtypes[name]:
@@ -322,7 +316,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Apply the policy to a module; changed in place."""
         self._switches.close()
-        self._switches.enter_context(product_switches(self.policy))
+        self._switches.enter_context(keep.product_switches(self.policy))
         prepare_module(module, self.policy, self.device)
         self._unchecked.append(module)
         return module

@@ -154,7 +154,9 @@ class TrainerMixin(_TrainerBase):
         counted = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
         values = [int(count) for count, _ in counted]
         counts = torch.tensor(values, dtype=torch.int64).to(device)
-        own = torch.tensor([[sum(values), len(batches), len(batches) < num_batches]]).to(device)
+        own = torch.tensor(
+            [[sum(values), len(batches), len(batches) < num_batches]], dtype=torch.float64
+        ).to(device)
         total, microbatches, ended = self.accelerator.gather(own).sum(0).tolist()  # the only wait
         if ended:
             self._ended_iterator = epoch_iterator

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from distmp.checkpoint.lease import SchedulerJob
-from distmp.distributed.launcher_variables import (
+from distmp.distributed.rank_environment import (
     MACHINES,
     PROCESSES,
     TORCHRUN,
@@ -121,22 +121,15 @@ def detect(variables: Variables, hostname: str, requested: str | None = None) ->
     """
     present = [name for name, (evidence, _) in _TABLE.items() if evidence(variables)]
     if requested is not None:
-        _check_requested(requested, present)
+        if requested != "local" and requested not in present:
+            problem = f"its variables are not set; found: {', '.join(present) or 'none'}"
+            raise ConfigError("--environment", requested, problem)
         present = [requested, *(name for name in present if name != requested)]
     if not present or present[0] == "local":
         job = Job("local", "no job of a scheduler" if not present else "--environment")
     else:
         job = _TABLE[present[0]][1](variables, hostname)
     return replace(job, notes=job.notes + _notes(present, variables))
-
-
-def _check_requested(requested: str, present: list[str]) -> None:
-    if requested != "local" and requested not in present:
-        raise ConfigError(
-            "--environment",
-            requested,
-            f"its variables are not set; found: {', '.join(present) or 'none'}",
-        )
 
 
 def _notes(present: list[str], variables: Variables) -> tuple[str, ...]:
@@ -304,7 +297,9 @@ def _slurm_allocation(variables: Variables, job: str) -> Job:
 
 
 def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
-    hosts = _slurm_hosts(variables, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    lists = (expand(variables[name], setting=name) for name in names if name in variables)
+    hosts = tuple(next(lists, ()))
     if not hosts:
         raise ConfigError(
             "SLURM_STEP_NODELIST", None, f"is not set although SLURM_STEP_ID = {step} is"
@@ -327,13 +322,6 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
         name=ExplainedValue(f"{job}.{step}", "SLURM_JOB_ID and SLURM_STEP_ID"),
         hosts=hosts,
     )
-
-
-def _slurm_hosts(variables: Variables, *names: str) -> tuple[str, ...]:
-    for name in names:
-        if name in variables:
-            return tuple(expand(variables[name], setting=name))
-    return ()
 
 
 def scheduled_job(variables: Variables) -> SchedulerJob | None:

@@ -20,10 +20,9 @@ from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exi
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.job import ExplainedValue, detect
 from distmp.launcher.network import Network
-from distmp.launcher.orderly_stop import OrderlyStop, has_ranks
+from distmp.launcher.orderly_stop import OrderlyStop, running_ranks
 from distmp.launcher.plan import (
     Endpoint,
-    Machine,
     Plan,
     assignment,
     join_timeout_seconds,
@@ -126,7 +125,7 @@ def launch(
 def _run_with_others(endpoint: Endpoint, options: Namespace) -> int:
     """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
     rendezvous = Rendezvous.open(endpoint, log)
-    with failures_explained(rendezvous), rendezvous.watched(_give_up, has_ranks, log):
+    with failures_explained(rendezvous), rendezvous.watched(_give_up, running_ranks, log):
         os.environ.update(_store_variables(endpoint))
         code = _run(options)
     if code != 0 and (lost := rendezvous.unresponsive()):
@@ -192,7 +191,7 @@ def plan_here(
         ranks = ExplainedValue(given.ranks, "--nproc-per-node")
     if job.names_appear and waits:
         network = network.with_retries(join_timeout_seconds(given.rdzv_conf or {}), log)
-    return make_plan(given, job, Machine(network, granted_cores(), ranks), os.environ)
+    return make_plan(given, job, network, granted_cores(), ranks, os.environ)
 
 
 def _run(options: Namespace) -> int:

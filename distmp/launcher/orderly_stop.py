@@ -98,7 +98,7 @@ class OrderlyStop:
             seconds = _EXIT_SECONDS if timeout is None else max(timeout, _POLL_SECONDS)
             signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         self._interrupts += number == signal.SIGINT
-        ranks = _ranks()
+        ranks = running_ranks()
         if not ranks:
             self._end_torchrun()
         if self._interrupts == _MAX_INTERRUPTS:
@@ -110,14 +110,14 @@ class OrderlyStop:
                 os.killpg(rank, signal.SIGCONT)
 
     def _on_timeout(self, number: int, frame: FrameType | None) -> None:
-        if self._shutdown_timeout is not None or any(map(_is_stopped, _ranks())):
+        if self._shutdown_timeout is not None or any(map(_is_stopped, running_ranks())):
             self._kill_ranks(number, frame)
 
     def _kill_ranks(self, number: int, frame: FrameType | None) -> None:
         self.killed = True
         # The exit of the first rank calls `_on_child_exit` here, before the next one is killed.
         self._in_handler = True
-        for rank in _ranks():
+        for rank in running_ranks():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank, signal.SIGKILL)
         self._end_torchrun()
@@ -151,12 +151,7 @@ class OrderlyStop:
         raise SignalException(f"the ranks were stopped by {received.name}", received)
 
 
-def has_ranks() -> bool:
-    """Return whether ranks of this launcher run."""
-    return bool(_ranks())
-
-
-def _ranks() -> list[int]:
+def running_ranks() -> list[int]:
     """Return the process ids of the ranks: torchrun starts each in a new session."""
     ranks = []
     for child in psutil.Process().children():
@@ -176,7 +171,7 @@ def _is_stopped(rank: int) -> bool:
 
 def _exit_codes() -> dict[int, int | None]:
     """Return the exit code of each rank: None while it runs, -N if signal N killed it."""
-    return {rank: _exit_code(rank) for rank in _ranks()}
+    return {rank: _exit_code(rank) for rank in running_ranks()}
 
 
 def _exit_code(child: int) -> int | None:

@@ -75,21 +75,6 @@ class UserOptions:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The resources of this machine.
-
-    Attributes:
-        network: Its names and addresses.
-        cores: Number of processor cores that this process may use.
-        ranks: Number of ranks to start.
-    """
-
-    network: Network
-    cores: int
-    ranks: ExplainedValue[int]
-
-
-@dataclass(frozen=True)
 class Endpoint:
     """The rendezvous endpoint of a run.
 
@@ -161,13 +146,22 @@ class Plan:
         return "".join(f"{line}\n" for line in lines)
 
 
-def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping[str, str]) -> Plan:
+def make_plan(
+    given: UserOptions,
+    job: Job,
+    network: Network,
+    cores: int,
+    ranks: ExplainedValue[int],
+    variables: Mapping[str, str],
+) -> Plan:
     """Derive the options that the user has not set.
 
     Args:
         given: The user's options, which take precedence.
         job: The detected job.
-        machine: The resources of this machine.
+        network: The names and addresses of this machine.
+        cores: Number of processor cores that this process may use.
+        ranks: Number of ranks to start.
         variables: The environment; variables that are set in it are kept.
 
     Raises:
@@ -176,12 +170,10 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
     """
     options = []
     if given.ranks is None:
-        options.append(
-            ExplainedValue(f"--nproc-per-node={machine.ranks.value}", machine.ranks.reason)
-        )
-    plan = Plan(job, tuple(options), given.arguments, _threads(given, machine, variables))
+        options.append(ExplainedValue(f"--nproc-per-node={ranks.value}", ranks.reason))
+    plan = Plan(job, tuple(options), given.arguments, _threads(cores, ranks.value, variables))
     if given.own_rendezvous == "standalone":
-        return _on_loopback(plan, given, machine.network, variables)
+        return _on_loopback(plan, given, network, variables)
     if given.own_rendezvous is not None:
         return plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
@@ -193,17 +185,18 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
             "train on this machine only with `--environment local`",
         )
     one = nodes in (None, 1)
-    if one and not _has_port(given.rdzv_endpoint):
+    # With port 0, torchrun uses any free port.
+    if one and (given.rdzv_endpoint is None or given.rdzv_endpoint.strip().endswith(":0")):
         if given.rdzv_endpoint is None:
             plan = _with(plan, ExplainedValue("--standalone", "one machine"))
-        return _on_loopback(plan, given, machine.network, variables)
-    plan = _several(plan, given, nodes or 1, machine.network, variables)
+        return _on_loopback(plan, given, network, variables)
+    plan = _several(plan, given, nodes or 1, network, variables)
     if one and plan.endpoint is not None and not plan.endpoint.is_host:
         raise ConfigError(
             "--rdzv-endpoint",
             given.rdzv_endpoint,
             f"the run has one machine, and this is not {plan.endpoint.head}; it has: "
-            f"{machine.network.describe_interfaces()}. Add --nnodes for several machines, or "
+            f"{network.describe_interfaces()}. Add --nnodes for several machines, or "
             "remove --rdzv-endpoint",
         )
     return plan
@@ -223,19 +216,13 @@ def _on_loopback(
     return replace(plan, variables={**plan.variables, **additions})
 
 
-def _has_port(endpoint: str | None) -> bool:
-    """Return whether an endpoint has a fixed port: with port 0 torchrun uses any free port."""
-    return endpoint is not None and not endpoint.strip().endswith(":0")
-
-
 def _threads(
-    given: UserOptions, machine: Machine, variables: Mapping[str, str]
+    cores: int, ranks: int, variables: Mapping[str, str]
 ) -> dict[str, ExplainedValue[str]]:
     if "OMP_NUM_THREADS" in variables:
         return {}
-    ranks = given.ranks or machine.ranks.value
-    reason = f"{_count(machine.cores, 'core')} / {_count(ranks, 'rank')}"
-    return {"OMP_NUM_THREADS": ExplainedValue(str(max(1, machine.cores // ranks)), reason)}
+    reason = f"{_count(cores, 'core')} / {_count(ranks, 'rank')}"
+    return {"OMP_NUM_THREADS": ExplainedValue(str(max(1, cores // ranks)), reason)}
 
 
 def _several(

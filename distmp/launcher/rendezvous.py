@@ -132,26 +132,20 @@ def guarded() -> Iterator[None]:
 
     restricted = SimpleNamespace(**vars(pickle) | {"loads": load_state})
     with (
-        _explained(api.RendezvousStateError),
         mock.patch.object(c10d_rendezvous_backend, "TCPStore", store),
         mock.patch.object(
             handler, "_create_tcp_store_server", lambda _, host, port: open_store(host, port)
         ),
         mock.patch.object(dynamic_rendezvous, "pickle", restricted),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def _explained(state_error: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except state_error as error:
-        raise ForeignStateError(
-            f"the state in the rendezvous store is not torchrun's: {error.__cause__}. Another "
-            "program writes to the store: find out which one reaches its port, choose another "
-            "port, and see docs/security.md"
-        ) from None
+        try:
+            yield
+        except api.RendezvousStateError as error:
+            raise ForeignStateError(
+                f"the state in the rendezvous store is not torchrun's: {error.__cause__}. Another "
+                "program writes to the store: find out which one reaches its port, choose another "
+                "port, and see docs/security.md"
+            ) from None
 
 
 _HANDSHAKE_SECONDS = 30.0
@@ -225,7 +219,7 @@ class Rendezvous:
     def watched(
         self,
         lost: Callable[[str], None],
-        has_ranks: Callable[[], bool],
+        running_ranks: Callable[[], object],
         log: Callable[[str], None],
     ) -> Iterator[None]:
         """Detect that the first machine is silent, and log what the start of ranks waits for.
@@ -235,7 +229,7 @@ class Rendezvous:
         Args:
             lost: Called with a message on a separate thread. It must end the process, because the
                 main thread is blocked in torch and does not handle signals.
-            has_ranks: Returns whether this machine runs ranks. While it does not, it waits for
+            running_ranks: Returns the ranks of this machine. While there are none, it waits for
                 other machines.
             log: Called with a message about the machines that the start of ranks waits for.
         """
@@ -252,7 +246,7 @@ class Rendezvous:
                     last_response[0] = time.monotonic()
                     self._beats.beat()
                     alive = self._beats.alive(launchers)
-                    if has_ranks():
+                    if running_ranks():
                         since, logged = time.monotonic(), ""
                     elif time.monotonic() - since > SAY_AFTER_SECONDS:
                         if (waiting := self._waiting_for(alive)) != logged:

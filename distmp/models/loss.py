@@ -154,10 +154,19 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             "those of Hugging Face, input_ids and labels; return them from the dataset, or set "
             "model.loss to a function that reads what is there",
         )
+    if targets.dtype != torch.int64:
+        raise ConfigError("batch", described(batch), "targets are int64; return tensor.long()")
     if takes_targets(model):
         loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:
         logits = logits_of(model(inputs, **options))
+        if logits.shape[:-1] not in (targets.shape, (targets.numel(),)):
+            raise ConfigError(
+                "model",
+                f"logits of shape {tuple(logits.shape)}",
+                f"the targets have shape {tuple(targets.shape)}; return logits [batch, time, "
+                "vocabulary]",
+            )
         check_targets(targets, logits.shape[-1])
         loss_sum = F.cross_entropy(
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -202,6 +211,16 @@ def _arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits of a model's output: the output itself, or its `logits`."""
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    """Return the logits of a model's output: the output itself, or its `logits`.
+
+    Raises:
+        ConfigError: If it is neither a tensor, nor has it `logits`.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ConfigError(
+            "model",
+            type(output).__name__,
+            "the model returned this; return logits, or an output with an attribute `logits`",
+        )
     return logits

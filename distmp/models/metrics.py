@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from distmp.data import IGNORED
 from distmp.errors import ConfigError
 from distmp.models.loss import logits_of
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
-from distmp.utils.imports import load_callable
+from distmp.utils.imports import load_function
 
 Metric = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]
 """metric(outputs, batch) -> (sum, weight), each a number or a 0-dim tensor."""
@@ -52,15 +51,8 @@ def find_metric(name: str, path: str) -> Metric | None:
         return None
     if path == "accuracy":
         return accuracy
-    function = load_callable(f"validation.metrics.{name}", path)
-    try:
-        inspect.signature(function).bind("outputs", "batch")
-    except TypeError as error:
-        problem = f"cannot be called as metric(outputs, batch): {error}"
-        raise ConfigError(f"validation.metrics.{name}", path, problem) from None
-    except ValueError:  # the signature of a C function is not available
-        pass
-    return function
+    problem = "cannot be called as metric(outputs, batch): {reason}"
+    return load_function(f"validation.metrics.{name}", path, ("outputs", "batch"), problem)
 
 
 def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:

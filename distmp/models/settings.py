@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +46,6 @@ _COUNTS = (
 )
 
 
-def _is_transformer_option(section: Mapping[str, Any], name: str) -> bool:
-    return section.get("name", "transformer") == "transformer" and name in _COUNTS
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """The model to train, and its loss."""
@@ -83,9 +79,7 @@ class ModelConfig:
     """Freeze the model and train adapters (LoRA) instead: settings of peft's LoraConfig, such as
     {r: 16, lora_alpha: 32, target_modules: [q_proj, v_proj]}; null: train all parameters."""
 
-    options: dict[str, Any] = field(
-        default_factory=dict, metadata={"takes": _is_transformer_option}
-    )
+    options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
     replace those in config.json. The transformer takes `layers`, `dimension`, `heads`,
     `key_value_heads` and `hidden` in place of those of the named size, `vocabulary_size` and
@@ -112,6 +106,9 @@ class ModelConfig:
             )
         if self.size not in SIZES:
             raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
+        if self.name != "transformer" and self.size != "1m":
+            problem = f"is a size of the transformer, not of {self.name!r}; set model.options"
+            raise ConfigError("model.size", self.size, problem)
         if self.name == "transformer" and self.options:
             self._check_counts()
             self.transformer(vocabulary_size=1, sequence_length=1)

@@ -100,7 +100,7 @@ class AdamW(torch.optim.AdamW):
             parameter, requires_grad=False, memory_format=torch.contiguous_format
         )
         return {
-            "step": torch.zeros((), device=local_values(parameter).device),
+            "step": torch.zeros((), dtype=torch.float32, device=local_values(parameter).device),
             "exp_avg": moment.clone(),
             "exp_avg_sq": moment,
         }

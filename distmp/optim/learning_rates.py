@@ -13,16 +13,18 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import ConfigError
+from distmp.utils.imports import check_arguments
 
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
 
 
+_CLOSURE = (
+    "needs a closure that computes the loss again several times in one step, and the engine "
+    "computes it once; use an optimizer that steps without a closure, such as AdamW"
+)
+
 # Why the engine does not support an optimizer, by the name of its class.
 _REFUSED = {
-    "LBFGS": (
-        "needs a closure that computes the loss again several times in one step, and the engine "
-        "computes it once; use an optimizer that steps without a closure, such as AdamW"
-    ),
     "SparseAdam": (
         "takes sparse gradients only, and the engine sums gradients in dense FP32 tensors; use "
         "Adam or AdamW"
@@ -47,6 +49,7 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     for base in kind.__mro__:
         if base.__name__ in _REFUSED:
             raise ConfigError("optimizer", kind.__name__, _REFUSED[base.__name__])
+    check_arguments("optimizer", kind.__name__, optimizer.step, (), _CLOSURE)
     tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
     if not any(map(is_traceable_wrapper_subclass, tensors)):
         return
@@ -176,7 +179,7 @@ class LearningRates:
         rates = [float(group["lr"]) for group in self._groups]
         if self._on_device:
             for group, rate in zip(self._groups, rates, strict=True):
-                group["lr"] = torch.tensor(rate, device=self._device)
+                group["lr"] = _as_tensor(rate, self._device)
         self._placeholder = torch.optim.SGD(
             [{"params": [torch.zeros((), requires_grad=True)], "lr": rate} for rate in rates],
             lr=0.0,
@@ -211,7 +214,7 @@ class LearningRates:
         for index, group in enumerate(self._groups):
             if self._on_device:
                 if not isinstance(group["lr"], Tensor):  # from a loaded state
-                    group["lr"] = torch.tensor(group["lr"], device=self._device)
+                    group["lr"] = _as_tensor(group["lr"], self._device)
                 group["lr"].copy_(rates[index])
             else:
                 group["lr"] = self._rows[at_most][index]
@@ -316,4 +319,4 @@ def _as_tensor(rate: Any, device: torch.device) -> Tensor:
     """Return a copy of a rate as a 0-dim FP32 tensor."""
     if isinstance(rate, Tensor):
         return rate.detach().to(device, torch.float32, copy=True)
-    return torch.full((), rate, device=device)
+    return torch.full((), rate, dtype=torch.float32, device=device)

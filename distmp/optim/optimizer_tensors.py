@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.adamw import AdamW
 from distmp.optim.build import NamedParameters, OptimizerFactory
@@ -53,7 +54,8 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
     check_kind(optimizer)
     _check_tensors(optimizer, parameters)
     are_copies = not all(isinstance(tensor, nn.Parameter) for _, tensor in parameters)
-    if are_copies and not all(group["params"] for group in optimizer.param_groups):
+    are_empty = are_copies and not all(group["params"] for group in optimizer.param_groups)
+    if are_empty and Ranks(None).rank == 0:
         logger.warning(
             "a parameter group of %s is empty; the function that builds it gets FP32 copies or "
             "shards, so choose tensors by name or shape, not among model.parameters()",

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from distmp.distributed.compare_ranks import check_same, describe_model
+
 # Buffers are copied in batches: a kernel for each of hundreds of small buffers takes longer to
 # launch than to run. While a batch is reverted or sent, it needs up to three times its memory.
 BATCH_BYTES = 64 << 20
@@ -94,6 +96,8 @@ class ModuleBuffers:
         self._module = module
         self._batches = BufferBatches(module)
         self._group = group
+        # What every rank broadcasts after a step, unless all ranks have changed their buffers.
+        self._common = self._sizes()
         self._reproducible = reproducible
         self._before: BufferValues | None = None
         self._others_before: list[BufferValues] = []
@@ -102,7 +106,7 @@ class ModuleBuffers:
         _of_all_engines.add(self)
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the buffers that are not empty, which `broadcast` needs equal."""
+        """Return the shapes of the buffers that are not empty, which are equal on all ranks."""
         return [
             tuple(buffer.shape) for batch in self._batches.current() for buffer in batch.values()
         ]
@@ -127,11 +131,13 @@ class ModuleBuffers:
             for values in (self._before, *self._others_before):
                 values.restore()
 
-    def end_step(self, skipped: Tensor) -> None:
+    def end_step(self, skipped: Tensor, differ: Tensor | bool = False) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
 
         Args:
             skipped: 0-dim, nonzero if the step was skipped; the host does not wait for it.
+            differ: 0-dim, whether ranks took different steps, for example with buffers of other
+                shapes. The host waits for it only if the sizes of the buffers have changed.
         """
         if self._reproducible:
             written = [] if self._of_first is None else [self._of_first]
@@ -141,17 +147,47 @@ class ModuleBuffers:
             for values in (self._before, *self._others_before):
                 values.revert(skipped.bool())
             self._before, self._others_before = None, []
-        self.broadcast()
-
-    @torch.no_grad()
-    def broadcast(self) -> None:
-        """Set the buffers to those of rank 0; every rank has to call it."""
         if self._group is None:
             return
+        if self._sizes() != self._common and differ:
+            # Ranks whose buffers have not changed do not know of it, and broadcast theirs.
+            for size, dtype, device in self._common:
+                self._broadcast(torch.empty(size, dtype=dtype, device=device))
+        else:
+            self._broadcast_all()
+
+    def broadcast(self, device: torch.device) -> None:
+        """Set the buffers to those of rank 0; every rank has to call it.
+
+        Args:
+            device: The device that this rank communicates from.
+
+        Raises:
+            ConfigError: On every rank, if the models of ranks differ.
+        """
+        if self._group is not None:
+            check_same(self._group, device, describe_model(self._module))
+            self._broadcast_all()
+
+    @torch.no_grad()
+    def _broadcast_all(self) -> None:
+        self._common = self._sizes()
         for batch in self._batches.current():
             flat = _flat(batch)
-            dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)
+            self._broadcast(flat)
             _write(batch, _parts(batch, flat))
+
+    def _broadcast(self, flat: Tensor) -> None:
+        assert self._group is not None
+        dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)
+
+    def _sizes(self) -> list[tuple[int, torch.dtype, torch.device]]:
+        """Return number of elements, dtype and device of each batch of buffers."""
+        kinds = [(batch, next(iter(batch.values()))) for batch in self._batches.current()]
+        return [
+            (sum(map(Tensor.numel, batch.values())), first.dtype, first.device)
+            for batch, first in kinds
+        ]
 
 
 class BufferValues:

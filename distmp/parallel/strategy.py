@@ -224,7 +224,7 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
                 "precision.policy",
                 policy.name,
                 f"trains FP32 weights, but parameter {name!r} is {dtype_name(parameter.dtype)}; "
-                "convert the model with .float() first",
+                "convert it with .float() first, or a complex one with torch.view_as_real",
             )
 
 
@@ -245,13 +245,17 @@ def check_model(model: object) -> None:
             kind,
             "reduces gradients itself; pass the wrapped model (model.module) and choose a strategy",
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError("model", kind, "is scripted and takes no hooks; pass the plain module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "model", kind, "has no parameter to train; requires_grad is False for all"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            problem = "has no shape yet; run a batch through the model first"
+            problem = (
+                "has no shape yet; give its layer all sizes, or run a batch through the model first"
+            )
         elif tensor.is_inference():
             problem = "was created in inference mode; build the model outside of it"
         elif is_dtensor(tensor):

@@ -39,7 +39,8 @@ class LossScale:
 
     def __init__(self, config: LossScaleConfig | None, device: torch.device) -> None:
         self.config = config
-        self.value = torch.tensor(1.0 if config is None else config.init, device=device)
+        scale = 1.0 if config is None else config.init
+        self.value = torch.tensor(scale, dtype=torch.float32, device=device)
         self.clean_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.overflows_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 

@@ -83,9 +83,6 @@ def flush_standard_streams() -> None:
             discard(stream)
 
 
-_SEPARATOR = "  "
-
-
 def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> str:
     """Format one step as a line of aligned columns, the most important ones first.
 
@@ -108,7 +105,7 @@ def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> 
         # Only in some steps, so that the other columns stay in place.
         *_notes(record),
     ]
-    return _SEPARATOR.join(fields)
+    return "  ".join(fields)
 
 
 def _notes(record: StepRecord) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,9 +72,7 @@ def peak_memory_bytes(device: torch.device) -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def begin_peak(device: torch.device) -> int:

@@ -96,18 +96,14 @@ class RankLog:
     def _redirect(self, path: str, *descriptors: int) -> None:
         _flush()
         for stream, before in self._streams.items():
-            try:
-                tee = subprocess.Popen(
-                    [*_TEE, path],
-                    stdin=subprocess.PIPE,
-                    stdout=before,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=descriptors,
-                    start_new_session=True,  # a terminal sends signals to process groups
-                )
-            except OSError as error:
-                logger.warning("no log of this rank: sh cannot be started (%s)", error.strerror)
-                return
+            tee = subprocess.Popen(
+                [*_TEE, path],
+                stdin=subprocess.PIPE,
+                stdout=before,
+                stderr=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                start_new_session=True,  # a terminal sends signals to process groups
+            )
             assert tee.stdin is not None
             with tee.stdin as pipe:
                 os.dup2(pipe.fileno(), stream)

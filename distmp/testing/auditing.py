@@ -7,10 +7,12 @@ inputs and random numbers, and compares them as `check_gradient` does.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,15 +21,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from distmp.distributed.ranks import Ranks
 from distmp.errors import rank_names, ranks_by_value, require
-from distmp.testing.check import WANTED, in_no_optimizer
+from distmp.scaling import DistributedGradScaler
+from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, SplitResult, diagnose, mismatch, over_ranks
-from distmp.testing.gradients import full_gradients, full_state, innermost, named_parameters, unseen
+from distmp.testing.losses import DefaultLoss, LossSum
 from distmp.testing.reference import ByName, ForwardRecord, Reference, recorded_forwards
-from distmp.testing.samples import DefaultLoss, LossSum
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, map_tensors
 
@@ -108,74 +111,93 @@ class Audit:
     report: AuditReport
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._steps: list[_Step] = []
+        self._model, self._optimizer = model, optimizer
         self._current = _Step()
-        self._skips = self._unused = 0
-        self._rates_of_skip: list[float] | None = None
+        self._steps: list[_Step] = []
+        # Of each update: whether it was skipped, and the learning rates at it.
+        self._rates: list[tuple[bool, list[float]]] = []
+        self._unused = 0
         self._found: list[GradientMismatch] = []
         self._collectives: Counter[str] = Counter()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Install what records steps, and remove it at the end."""
-        if problem := unseen(self._model, self._optimizer):
+        if problem := gradients.unseen(self._model, self._optimizer):
             self._not_decided("model", problem)
             yield
             return
-        # What all names of `clip_grad_norm_` call.
-        clip, scaled_step = clip_grad._clip_grads_with_norm_, torch.amp.GradScaler.step
-
-        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
-            step = self._current
-            part = sum(p.grad is not None for p in parameters)
-            apart = part < sum(each is not None for each in self._gradients().values())
-            step.is_clipped_apart |= apart or step.max_norm is not None
-            step.max_norm = float(max_norm)
-            clip(parameters, max_norm, *args, **kwargs)
-
-        def step_or_skip(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before = len(self._steps), self._skips
-            result = scaled_step(scaler, optimizer, *args, **kwargs)
-            if optimizer is self._optimizer and (len(self._steps), self._skips) == before:
-                self._update({}, skipped=True)
-            return result
-
         with ExitStack() as stack:
-            if isinstance(self._optimizer, torch.optim.Optimizer):
+            if isinstance(self._optimizer, Optimizer):
                 stack.callback(self._optimizer.register_step_pre_hook(self._before_step).remove)
-            else:
-                watched = self._zero_step(self._optimizer.step)
-                stack.enter_context(patch.object(self._optimizer, "step", watched))
-            stack.enter_context(patch.object(clip_grad, "_clip_grads_with_norm_", clipped))
-            stack.enter_context(patch.object(torch.amp.GradScaler, "step", step_or_skip))
+            for owner, name, function in self._watched():
+                stack.enter_context(patch.object(owner, name, function))
             stack.enter_context(recorded_forwards(self._model, self._recorded_step))
             stack.enter_context(_Collectives(self._collectives))
             yield
         self._compare_rates()
-        self._found += in_no_optimizer(self._model, self._optimizer)
+        self._found += _in_no_optimizer(self._model, self._optimizer)
+
+    def _watched(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Yield functions to replace, by owner and name, and their replacements."""
+        # What all names of torch's `clip_grad_norm_` call.
+        clip, clip_scaled = clip_grad._clip_grads_with_norm_, DistributedGradScaler.clip_grad_norm_
+
+        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
+            self._clip(parameters, max_norm)
+            clip(parameters, max_norm, *args, **kwargs)
+
+        def clipped_by_scaler(scaler: Any, optimizers: Any, max_norm: float) -> Tensor:
+            optimizers = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
+            self._clip(_parameters(optimizers), max_norm)
+            return clip_scaled(scaler, optimizers, max_norm)
+
+        yield clip_grad, "_clip_grads_with_norm_", clipped
+        yield DistributedGradScaler, "clip_grad_norm_", clipped_by_scaler
+        for scaler in (torch.amp.GradScaler, DistributedGradScaler):
+            yield scaler, "step", self._scaled_step(scaler.step)
+        if not isinstance(self._optimizer, Optimizer):
+            yield self._optimizer, "step", self._zero_step(self._optimizer.step)
+
+    def _clip(self, parameters: Iterable[Tensor], max_norm: float) -> None:
+        step = self._current
+        part = sum(p.grad is not None for p in parameters)
+        apart = part < sum(each is not None for each in self._gradients().values())
+        step.is_clipped_apart |= apart or step.max_norm is not None
+        step.max_norm = float(max_norm)
+
+    def _scaled_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Watch the step of a scaler, which may skip that of the optimizer."""
+
+        def step_or_skip(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = len(self._rates)
+            result = step(scaler, optimizer, *args, **kwargs)
+            if optimizer is self._optimizer and len(self._rates) == before:
+                self._update({}, skipped=True)
+            return result
+
+        return step_or_skip
 
     def _zero_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Watch the step of a ZeRO optimizer, which calls the one in it once per group."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             with _disable_current_modes():
-                gradients = full_gradients(self._model)
+                found = gradients.full_gradients(self._model)
             scale = getattr(self._optimizer, "loss_scale", None)
             result = step(*args, **kwargs)
-            self._update(gradients, scale, skipped=self._optimizer.overflow)
+            self._update(found, scale, skipped=self._optimizer.overflow)
             return result
 
         return watched
 
-    def _gradients(self) -> dict[str, Tensor | None]:
-        return {name: p.grad for name, p in named_parameters(self._model).items()}
+    def _gradients(self) -> ByName:
+        return {name: p.grad for name, p in gradients.named_parameters(self._model).items()}
 
     def _recorded_step(self) -> _Step:
         if not self._current.state:
             with _disable_current_modes():  # its collectives are not the script's
-                self._current.state = full_state(self._model)
+                self._current.state = gradients.full_state(self._model)
             self._current.former = _copied(self._gradients())
         return self._current
 
@@ -192,15 +214,6 @@ class Audit:
 
         return (optimizer,), {**kwargs, "closure": watched}
 
-    def _compare_rates(self) -> list[float]:
-        """Return learning rates; report those that a skipped step did not leave as they were."""
-        now = [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
-        before, self._rates_of_skip = self._rates_of_skip, None
-        if before not in (None, now) and not self._found:
-            detail = f": {before} at it, then {now}"
-            self._found.append(mismatch("scheduler", ["learning rate"], detail))
-        return now
-
     def _before_update(self) -> None:
         engine: Any = self._model
         if hasattr(engine, "clip_fp32_gradients"):  # DeepSpeed's without ZeRO
@@ -209,27 +222,37 @@ class Audit:
         scale, found_inf = (getattr(self._optimizer, n, None) for n in ("grad_scale", "found_inf"))
         self._update(self._gradients(), scale, skipped=bool(found_inf))
 
-    def _update(self, gradients: ByName, scale: Any = None, *, skipped: bool) -> None:
-        rates, step = self._compare_rates(), self._current
-        self._current = _Step()
-        if skipped:
-            self._skips += 1
-            self._rates_of_skip = rates
-        else:
-            step.gradients = _copied(gradients, scale or 1.0)
+    def _update(self, found: ByName, scale: Any = None, *, skipped: bool) -> None:
+        self._rates.append((skipped, self._learning_rates()))
+        step, self._current = self._current, _Step()
+        if not skipped:
+            step.gradients = _copied(found, scale or 1.0)
             self._unused += sum(not forward.is_used for forward in step.forwards)
             step.forwards = [forward for forward in step.forwards if forward.is_used]
             self._steps.append(step)
 
-    def finish(self, loss_sum: LossSum, wanted: str) -> None:
+    def _learning_rates(self) -> list[float]:
+        return [float(group.get("lr", 0)) for group in self._optimizer.param_groups]
+
+    def _compare_rates(self) -> None:
+        """Report learning rates that a skipped step did not leave as they were."""
+        updates = [*self._rates, (False, self._learning_rates())]
+        for (skipped, before), (_, now) in itertools.pairwise(updates):
+            if skipped and before != now:
+                detail = f": {before} at it, then {now}"
+                self._found.append(mismatch("scheduler", ["learning rate"], detail))
+                break
+
+    def finish(self, loss_sum: LossSum) -> None:
         """Compare the recorded steps; every rank has to call it."""
-        counts = Ranks(None).gather((len(self._steps), self._skips))
+        updates = len(self._steps)
+        counts = Ranks(None).gather((updates, len(self._rates) - updates))
         if len(set(counts)) > 1:
             detail = f": updates and skips by rank are {counts}"
             self._found.append(mismatch("skipped", ["optimizer"], detail))
         elif self._steps:
             try:
-                self._compare(loss_sum, wanted)
+                self._compare(loss_sum)
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 self._not_decided("gradients", f"could not be computed again: {error}")
         elif not self._found:
@@ -237,9 +260,9 @@ class Audit:
         if self._unused:
             text = f"{self._unused} forwards without backward; look at them under torch.no_grad()"
             self._not_decided("model", text)
-        of_ranks = Ranks(None).gather((self._found, self._doubts(loss_sum)))
-        doubts = {kind: text for _, each in of_ranks for kind, text in each.items()}
-        found = over_ranks([each for each, _ in of_ranks])
+        by_rank = Ranks(None).gather((self._found, self._doubts(loss_sum)))
+        doubts = {kind: text for _, each in by_rank for kind, text in each.items()}
+        found = over_ranks([each for each, _ in by_rank])
         named = tuple((each.kind, str(each)) for each in found if each.kind not in doubts)
         undecided = tuple(f"{each}{doubts[each.kind]}" for each in found if each.kind in doubts)
         steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
@@ -260,20 +283,20 @@ class Audit:
             doubts["clipped"] = "; by a function that was not seen"
         return doubts
 
-    def _compare(self, loss_sum: LossSum, wanted: str) -> None:
+    def _compare(self, loss_sum: LossSum) -> None:
         reference = Reference(self._model, loss_sum)
         # Float64 takes long, and only shows which differences are rounding errors.
         for exact in (False, True):
             splits = [*self._replayed(reference, exact=exact)]
-            found = diagnose(splits, wanted)
+            found = diagnose(splits, "token_mean")
             if not any(Ranks(None).gather(bool(found))):
                 break
         self._found += found
         for name in sorted(set.intersection(*(split.unused for split in splits))):
             self._not_decided(name, "no gradient: unused, or cut off from the loss")
         inputs = checksum([each.batch for step in self._steps for each in step.forwards])
-        trained = {n for n, p in named_parameters(self._model).items() if p.requires_grad}
-        sums = {n: checksum([step.state[n] for step in self._steps]) for n in sorted(trained)}
+        trained = sorted(gradients.trained_parameters(self._model))
+        sums = {n: checksum([step.state[n] for step in self._steps]) for n in trained}
         of_ranks = Ranks(None).gather((inputs, sums))
         for ranks in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
             if len(ranks) > 1:
@@ -289,16 +312,28 @@ class Audit:
     def _replayed(self, reference: Reference, *, exact: bool) -> Iterator[SplitResult]:
         """Yield what was measured of each step."""
         for number, step in enumerate(self._steps):
-            own = reference.replay(step, exact=exact)
-            gradients, former = (
-                full_gradients(self._model, each) for each in (step.gradients, step.former)
-            )
+            own, full = reference.replay(step, exact=exact), gradients.full_gradients
+            found, former = full(self._model, step.gradients), full(self._model, step.former)
             name, extra = f"step {number}", "accumulated_twice"
-            yield own.compared(name, step.max_norm, gradients, extra, former)
+            yield own.compared(name, step.max_norm, found, extra, former)
 
 
-def _copied(gradients: ByName, scale: Any = 1.0) -> ByName:
-    return {name: None if g is None else g.detach() / scale for name, g in gradients.items()}
+def _copied(found: ByName, scale: Any = 1.0) -> ByName:
+    return {name: None if g is None else g.detach() / scale for name, g in found.items()}
+
+
+def _in_no_optimizer(model: nn.Module, optimizer: Any) -> Iterator[GradientMismatch]:
+    """Yield the trained parameters that no optimizer of this process has, if there are any."""
+    held, trained = gradients.held_parameters(model, optimizer), gradients.trained_parameters(model)
+    if not held.issuperset(trained.values()):
+        objects = gc.get_objects()
+        held |= {*_parameters(each for each in objects if issubclass(type(each), Optimizer))}
+    if absent := [name for name, p in trained.items() if p not in held]:
+        yield mismatch("in_no_optimizer", absent)
+
+
+def _parameters(optimizers: Iterable[Any]) -> list[nn.Parameter]:
+    return [p for each in optimizers for group in each.param_groups for p in group["params"]]
 
 
 class _Collectives(TorchDispatchMode):
@@ -321,8 +356,7 @@ class _Collectives(TorchDispatchMode):
 @contextmanager
 def audit(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    weights: str = "tokens",
+    optimizer: Optimizer,
     *,
     loss_sum: LossSum | None = None,
 ) -> Iterator[Audit]:
@@ -335,7 +369,6 @@ def audit(
     Args:
         model: The model, plain or wrapped.
         optimizer: Its optimizer.
-        weights: As in `distmp.testing.check_gradient`: `tokens` or `sum`.
         loss_sum: Returns the sum of the losses of a microbatch, and its weight. It is called with a
             plain model, and with what the model was called with: keywords as a dict, or positional
             arguments. By default, the cross entropy over `labels` among the keywords.
@@ -344,7 +377,7 @@ def audit(
         An object whose `report` is set when the context ends.
 
     Raises:
-        ConfigError: For weights of another kind, or something else than an optimizer.
+        ConfigError: For something else than an optimizer.
 
     Example:
         >>> import torch, distmp
@@ -358,10 +391,9 @@ def audit(
         >>> audit.report.mismatches[0][0]
         'microbatch_means'
     """
-    require(weights in ("tokens", "sum"), "weights", weights, "use 'tokens' or 'sum'")
     problem = "pass one optimizer of torch; audit each of several in a context of its own"
     require(hasattr(optimizer, "param_groups"), "optimizer", type(optimizer).__name__, problem)
-    running = Audit(model, innermost(model, optimizer))
+    running = Audit(model, gradients.innermost(model, optimizer))
     with running.recorded():
         yield running
-    running.finish(loss_sum or DefaultLoss(), WANTED[weights])
+    running.finish(loss_sum or DefaultLoss())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gc
+import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from distmp.distributed.ranks import Ranks
 from distmp.errors import require
 from distmp.testing import classify, gradients
+from distmp.testing.losses import IGNORED, DefaultLoss, LossSum
 from distmp.testing.reference import Forward, ForwardRecord, Reference, recorded_forwards
-from distmp.testing.samples import DefaultLoss, LossSum, Split, collated, make_splits
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
 
@@ -31,7 +33,6 @@ def check_gradient(
     loss_sum: LossSum | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     reference: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
     max_norm: float | None = None,
 ) -> None:
     """Check that a training step computes the gradient of the mean over all tokens or samples.
@@ -43,18 +44,19 @@ def check_gradient(
     Args:
         train_step: Your code, called as `train_step(model, microbatches)` with the microbatches of
             this rank. It leaves gradients where the optimizer would find them, or returns them by
-            name of parameter. Gradients are removed before each call. It may wrap the model.
+            name of parameter. Gradients are removed before each call. It may wrap the model, and
+            change microbatches in place.
         model: The model, plain or wrapped in DDP or FSDP.
         samples: At least three per rank, such as dicts of tensors with `labels` or pairs of inputs
             and labels; each without a batch dimension.
         weights: What the sum of losses is divided by: `tokens`, the weights that `loss_sum`
-            returns; `samples`, which averages the mean losses of samples; `sum`, nothing.
+            returns; `samples`, which averages the mean losses of samples, or with `loss_sum` the
+            same as `tokens`; `sum`, nothing.
         loss_sum: Returns the sum of the losses of a microbatch, and its weight, as the loss
             functions of `distmp.Engine` do. By default, the cross entropy over labels other than
             -100, and their number.
         collate: Makes a microbatch of a list of samples. By default, tensors are stacked.
-        reference: A plain model of the same parameters, for models that FSDP1 shards.
-        optimizer: If given, it has to have all parameters.
+        reference: A plain model with the same names of parameters, for a model that FSDP1 shards.
         max_norm: If given, the norm that `train_step` clips to. By default gradients are not
             clipped.
 
@@ -78,74 +80,90 @@ def check_gradient(
         microbatch_means
     """
     require(weights in WANTED, "weights", weights, f"use one of {', '.join(WANTED)}")
-    problem = "let loss_sum return the sum of the means of samples and their number, with 'tokens'"
-    require(weights != "samples" or loss_sum is None, "weights", weights, problem)
-    losses = [loss_sum] if loss_sum else [DefaultLoss(), DefaultLoss(of_samples=True)]
-    losses = losses[::-1] if weights == "samples" else losses
-    references = [Reference(reference or model, each) for each in losses]
-    check = _Check(train_step, model, references, collate, max_norm)
-    splits = [*make_splits([*samples], Ranks(None).world_size, tokens=weights == "tokens")]
-    absent = [] if optimizer is None else [*in_no_optimizer(model, optimizer)]
-    extra = "token_mean" if weights == "samples" else "sample_mean"
-    for compared in ("", extra)[: len(losses)]:
-        results = [check.run(split, compared) for split in splits]
-        local = [*classify.diagnose(results, WANTED[weights]), *absent]
-        found = classify.over_ranks(Ranks(None).gather(local))
-        # The other mean takes time, and explains nothing that is already explained.
-        if not {"weighted", "unexplained"} & {each.kind for each in found}:
-            break
+    problem = "FSDP1 flattens its parameters: pass a plain model of the same class as reference="
+    is_plain = reference is not None or not gradients.is_fsdp1(model)
+    require(is_plain, "model", type(model).__name__, problem)
+    of_samples = weights == "samples"
+    plain = reference or model
+    wanted = Reference(plain, loss_sum or DefaultLoss(of_samples=of_samples))
+    other = None if loss_sum else Reference(plain, DefaultLoss(of_samples=not of_samples))
+    extra = "accumulated_twice" if loss_sum else "token_mean" if of_samples else "sample_mean"
+    ranks, results = Ranks(None), []
+    for name, parts in make_splits([*samples], ranks.world_size, tokens=weights == "tokens"):
+        each = len(parts) // ranks.world_size
+        own = parts[ranks.rank * each :][:each]
+        record, measured = _recorded(train_step, model, [*map(collate or default_collate, own)])
+        mean = {} if other is None else other.replay(record).mean()
+        exact = wanted.replay(record, exact=True)
+        results.append(exact.compared(name, max_norm, measured, extra, mean))
     problem = "there is nothing to compare: pass others, with labels"
     require(any(split.weights.any() for split in results), "weights of samples", 0, problem)
-    if found:
+    if found := classify.over_ranks(ranks.gather(classify.diagnose(results, WANTED[weights]))):
         lines = [f"- {each}" for each in found]
         problem = "\n".join(["the gradient is wrong (see docs/testing.md):", *lines])
         raise classify.GradientError(problem, found)
 
 
-def in_no_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[classify.GradientMismatch]:
-    """Yield the trained parameters that no optimizer of this process has, if there are any."""
-    held = gradients.held_parameters(model, optimizer)
-    trained = {name: p for name, p in gradients.named_parameters(model).items() if p.requires_grad}
-    for other in [] if held.issuperset(trained.values()) else gc.get_objects():
-        if issubclass(type(other), torch.optim.Optimizer):
-            held |= {p for group in other.param_groups for p in group["params"]}
-    if absent := [name for name, p in trained.items() if p not in held]:
-        yield classify.mismatch("in_no_optimizer", absent)
+def _recorded(
+    train_step: TrainStep, model: nn.Module, batches: Sequence[Any]
+) -> tuple[ForwardRecord, dict[str, Tensor | None]]:
+    """Return what a training step used, and the full gradients; every rank has to call it."""
+    record = ForwardRecord(state=gradients.full_state(model))
+    gradients.remove_gradients(model)
+    with recorded_forwards(model, lambda: record), torch.random.fork_rng():
+        returned = train_step(model, copy.deepcopy([*batches]))
+    names = gradients.named_parameters(model).keys()
+    given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
+    # With another number of forwards, it is unknown which belongs to which microbatch.
+    known = len(record.forwards) == len(batches)
+    states = [each.generators for each in record.forwards] if known else [()] * len(batches)
+    record.forwards = [*map(Forward, batches, states)]
+    return record, gradients.full_gradients(model, given)
 
 
-@dataclass(frozen=True)
-class _Check:
-    """Measures the gradient with one division of samples after the other."""
+# Relative numbers of samples of consecutive microbatches.
+_PATTERN = (1, 3, 2, 5, 1, 4)
+Parts = list[list[Any]]
 
-    train_step: TrainStep
-    model: nn.Module
-    references: Sequence[Reference]
-    collate: Callable[[list[Any]], Any] | None
-    max_norm: float | None
 
-    def run(self, split: Split, extra: str) -> classify.SplitResult:
-        """Return what was measured; every rank has to call it.
+def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator[tuple[str, Parts]]:
+    """Yield divisions of samples, with what is special about each.
 
-        Args:
-            split: The division.
-            extra: The class that the second reference computes; "" without.
-        """
-        first = Ranks(None).rank * split.each
-        samples = split.samples[first : first + split.each]
-        batches = [collated(each, self.collate) for each in samples]
-        record = ForwardRecord(state=gradients.full_state(self.model))
-        gradients.remove_gradients(self.model)
-        with recorded_forwards(self.model, lambda: record), torch.random.fork_rng():
-            returned = self.train_step(self.model, batches)
-        names = gradients.named_parameters(self.model).keys()
-        given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
-        measured = gradients.full_gradients(self.model, given)
-        # With another number of forwards, it is unknown which belongs to which microbatch.
-        known = len(record.forwards) == len(batches)
-        states = [each.generators for each in record.forwards] if known else [()] * len(batches)
-        record.forwards = [*map(Forward, batches, states)]
-        own = self.references[0].replay(record, exact=True)
-        other = self.references[1].replay(record).mean() if extra else {}
-        return own.compared(split.name, self.max_norm, measured, extra, other)
+    A division has the samples of each microbatch, those of rank 0 first.
+
+    Args:
+        samples: The samples, the same on every rank.
+        ranks: Number of ranks.
+        tokens: Whether there are divisions in which microbatches or a rank have no labels.
+
+    Raises:
+        ConfigError: If there are too few samples for three microbatches on each rank.
+    """
+    problem = f"pass at least {3 * ranks} samples, for three microbatches on each rank"
+    require(len(samples) >= 3 * ranks, "number of samples", len(samples), problem)
+    for count in (1, 2, 3):
+        name = f"{count} uneven microbatch{'es' * (count > 1)} per rank"
+        yield name, _divided(samples, ranks * count)
+    parts = _divided(samples, 2 * ranks)
+    masked = [[_without_labels(sample) for sample in part] for part in parts]
+    if tokens and all(sample is not None for part in masked for sample in part):
+        yield "a microbatch without labels", [masked[0], *parts[1:]]
+        if ranks > 1:
+            yield "a rank without labels", [*parts[:-2], *masked[-2:]]
+
+
+def _divided(samples: Sequence[Any], parts: int) -> Parts:
+    """Return consecutive samples, at least one each, in sizes as uneven as `_PATTERN`."""
+    shares = np.cumsum(np.resize(_PATTERN, parts))
+    ends = np.round(shares / shares[-1] * (len(samples) - parts)).astype(int) + 1 + np.arange(parts)
+    return [[*samples[start:end]] for start, end in itertools.pairwise([0, *ends])]
+
+
+def _without_labels(sample: Any) -> Any:
+    """Return the sample with all labels ignored; None if it has no integer labels."""
+    is_pair = type(sample) in (tuple, list) and len(sample) == 2
+    labels = sample.get("labels") if isinstance(sample, Mapping) else sample[1] if is_pair else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    ignored = torch.full_like(labels, IGNORED)
+    return (sample[0], ignored) if is_pair else {**sample, "labels": ignored}

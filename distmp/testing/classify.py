@@ -7,9 +7,9 @@ Several divisions of the same samples decide between classes that predict the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ CLASSES = {
     "microbatches_twice": "divided by the number of microbatches once too often",
     "microbatches_never": "multiplied by the number of microbatches: never divided by it",
     "short_update": "divided by the microbatches of a full update, although it has fewer",
-    "accumulated_twice": "accumulated twice",
-    "halved": "half of what it should be",
+    "accumulated_twice": "accumulated twice, or never removed",
     "token_mean": "agrees with the mean over tokens",
     "sample_mean": "agrees with the mean over samples",
     "sum": "agrees with the sum",
@@ -63,19 +62,6 @@ CLASSES = {
 }
 
 
-class Projection(NamedTuple):
-    """A measured gradient of a parameter beside those of single microbatches.
-
-    Attributes:
-        products: Inner products between the gradients of microbatches, and the measured one as the
-            last, of shape (terms + 1, terms + 1).
-        noise: Error that the dtypes of the run cause, relative to the gradient wanted.
-    """
-
-    products: Array
-    noise: float = 0.0
-
-
 @dataclass
 class SplitResult:
     """What was measured with one division of the samples.
@@ -85,9 +71,12 @@ class SplitResult:
         rank: This rank.
         weights: Weight of each microbatch, of shape (ranks, microbatches).
         max_norm: What the gradient is clipped to on purpose.
-        extra: What a term after those of microbatches is, if there is one: the `sample_mean` or
-            `token_mean`, if another one is wanted, or a gradient that may be `accumulated_twice`.
-        parameters: By name, of parameters with a finite gradient.
+        extra: What the term after those of microbatches is: the `sample_mean` or `token_mean`, if
+            another one is wanted, or a gradient that may be `accumulated_twice`.
+        products: Of each parameter with a finite gradient: inner products of the gradients of
+            microbatches, that of `extra`, and the measured one.
+        noise: Of each of them: the error that the dtypes of the run cause, relative to the gradient
+            wanted.
         missing: Names of parameters without a gradient that they should have.
         not_finite: Names of parameters whose gradient is NaN or infinite.
         shard_factors: Factors below 1 between parts of the measured and the wanted gradient, at
@@ -101,8 +90,9 @@ class SplitResult:
     rank: int
     weights: Array
     max_norm: float | None = None
-    extra: str = ""
-    parameters: dict[str, Projection] = field(default_factory=dict)
+    extra: str = "accumulated_twice"
+    products: dict[str, Array] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     not_finite: set[str] = field(default_factory=set)
     shard_factors: tuple[float, ...] = ()
@@ -130,7 +120,7 @@ class GradientMismatch:
     kind: str
     parameters: tuple[str, ...]
     text: str
-    size: float = float("nan")
+    size: float = math.nan
 
     def __str__(self) -> str:
         size = f" ({self.size:.2g} off, relative)" if self.size == self.size else ""
@@ -138,7 +128,7 @@ class GradientMismatch:
 
 
 def mismatch(
-    kind: str, names: Iterable[str], detail: str = "", size: float = float("nan")
+    kind: str, names: Iterable[str], detail: str = "", size: float = math.nan
 ) -> GradientMismatch:
     """Return a mismatch with the text of its class."""
     return GradientMismatch(kind, tuple(names), f"{CLASSES[kind]}{detail}", size)
@@ -168,9 +158,8 @@ class GradientError(DistmpError, AssertionError):
 # Predictions
 
 
-def _factors(ranks: int, microbatches: int, most: int) -> list[tuple[str, float]]:
-    """Return class and value of each factor; the simplest first."""
-    r, m = ranks, microbatches
+def _factors(r: int, m: int, most: int) -> list[tuple[str, float]]:
+    """Return class and value of each factor for r ranks and m microbatches; the simplest first."""
     return [
         ("right", 1.0),
         ("ranks_twice", 1 / r),
@@ -179,7 +168,6 @@ def _factors(ranks: int, microbatches: int, most: int) -> list[tuple[str, float]
         ("microbatches_never", m),
         ("short_update", m / most),
         ("accumulated_twice", 2.0),
-        ("halved", 0.5),
         ("ranks_twice", 1 / (r * m)),
         ("ranks_never", r * m),
         ("ranks_twice", 1 / r**2),
@@ -200,9 +188,9 @@ def _coefficients(split: SplitResult) -> Iterator[tuple[str, Array | float]]:
     last, own = position == count - 1, rows == split.rank
     yield "token_mean", total
     yield "sum", 1.0
-    yield "rank_means", by_rank / ranks
     yield "microbatch_means", means / (ranks * count)
     yield "microbatch_means", means / max(1, int((w > 0).sum()))
+    yield "rank_means", by_rank / ranks
     yield "pass_means", inverse(w.sum(0)) / count
     yield "reduced_again", total * float(ranks) ** (count - 1 - position)
     yield "last_microbatch", last * total
@@ -222,7 +210,7 @@ class _Predictions:
     """All predictions for one division of the samples, as combinations of its gradients.
 
     Attributes:
-        kinds: Their classes, the wanted one first.
+        kinds: Their classes, the wanted one first, then the simplest.
         factors: Classes and values of their factors.
         wanted: The combination that is right.
         measured: The combination that is the measured gradient.
@@ -230,22 +218,18 @@ class _Predictions:
 
     def __init__(self, split: SplitResult, wanted: str, most: int) -> None:
         self.split, w = split, split.weights
-        terms = max((len(p.products) - 1 for p in split.parameters.values()), default=w.size)
-        self.measured = np.eye(terms + 1)[-1]
-        rest = np.zeros(terms + 1 - w.size)
-        extra = np.append(np.zeros(w.size), rest + 1) - self.measured
+        *_, extra, self.measured = np.eye(w.size + 2)
         found = [
-            (kind, np.append(np.broadcast_to(each, w.shape), rest))
+            (kind, np.append(np.broadcast_to(each, w.shape), [0, 0]))
             for kind, each in _coefficients(split)
         ]
         right = found[wanted == "sum"][1]
-        if split.extra:
-            found.append((split.extra, extra + right * (split.extra == "accumulated_twice")))
+        found.insert(0, (split.extra, extra + right * (split.extra == "accumulated_twice")))
         self.kinds = ["right", *(kind for kind, _ in found)]
         self.factors = _factors(len(w), w.shape[1], most)
         rows = np.stack([right, *(row for _, row in found)])[:, None]
         self._predicted = rows * np.array([[[value] for _, value in self.factors]])
-        self._products = self.summed(split.parameters)
+        self._products = self.summed(split.products)
         if split.max_norm is not None:
             # Whatever the gradient is, it has been clipped by its own norm.
             norms = _norm(self._products, self._predicted)[..., None]
@@ -255,29 +239,27 @@ class _Predictions:
 
     def summed(self, names: Iterable[str]) -> Array:
         """Return the products of several parameters together, those that were measured."""
-        parameters = self.split.parameters
-        found = [parameters[name].products for name in names if name in parameters]
+        found = [self.split.products[name] for name in names if name in self.split.products]
         return np.sum([np.zeros((len(self.measured),) * 2), *found], 0)
 
     def shows(self, name: str) -> bool:
         """Return whether there is a gradient that shows more than rounding errors."""
-        p = self.split.parameters.get(name)
-        return p is not None and (
-            p.noise <= _NOISE or p.products[-1, -1] > 1e-4 * self._products[-1, -1]
+        products, noise = self.split.products.get(name), self.split.noise.get(name, 0.0)
+        return products is not None and (
+            noise <= _NOISE or products[-1, -1] > 1e-4 * self._products[-1, -1]
         )
 
     def allowed(self, names: Iterable[str]) -> float:
         """Return the relative error of several parameters that arithmetic explains."""
-        parameters = self.split.parameters
-        noise = [parameters[name].noise for name in names if name in parameters]
+        noise = [self.split.noise.get(name, 0.0) for name in names]
         return min(_NOISE, _TOLERANCE + 2 * max(noise, default=0.0))
 
     def fits(self, name: str) -> set[tuple[int, int]]:
         """Return the predictions that a parameter's gradient agrees with: kind and factor."""
-        p = self.split.parameters[name]
-        errors = _norm(p.products, self._predicted - self.measured)
+        products = self.split.products[name]
+        errors = _norm(products, self._predicted - self.measured)
         share = self.allowed([name]) + _ROUNDED * (name in self.split.rounded)
-        allowed = share * _norm(p.products, self._predicted) + _FLOOR * self._norm
+        allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
         return {(int(row), int(column)) for row, column in np.argwhere(errors <= allowed)}
 
     def size(self, names: Iterable[str]) -> float:
@@ -300,39 +282,34 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     most = max(split.weights.shape[1] for split in splits)
     predictions = [_Predictions(split, wanted, most) for split in splits]
     broken = {name for split in splits for name in split.not_finite}
-    found = [*_absent("not_finite", splits, broken), *_compared(predictions, wanted)]
     # What one microbatch per rank shows is the reduction.
     reduced = {n for split in splits for n in split.rounded if split.weights.shape[1] == 1}
     summed = {name for split in splits for name in split.rounded} - reduced
-    for kind, names in (("summed_in_16_bits", summed), ("reduced_in_16_bits", reduced)):
-        size = _size(predictions, names)
-        found += [mismatch(kind, sorted(names), size=size)] if names else []
+    found = [
+        *_named("not_finite", broken),
+        *_compared(predictions, wanted),
+        *_named("summed_in_16_bits", summed, _size(predictions, summed)),
+        *_named("reduced_in_16_bits", reduced, _size(predictions, reduced)),
+    ]
     return sorted(found, key=lambda each: [*CLASSES].index(each.kind))
 
 
-def _absent(
-    kind: str, splits: Sequence[SplitResult], names: Collection[str]
-) -> Iterator[GradientMismatch]:
-    """Report parameters whose gradient is `missing` or `not_finite` in some of the splits."""
-    where = [split.name for split in splits if getattr(split, kind).intersection(names)]
-    if where:
-        yield mismatch(kind, sorted(names), f", with {where[0]}" * (len(where) < len(splits)))
+def _named(kind: str, names: set[str], size: float = math.nan) -> list[GradientMismatch]:
+    return [mismatch(kind, sorted(names), size=size)] if names else []
 
 
 def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
-    names = dict.fromkeys(name for each in predictions for name in each.split.parameters)
+    names = dict.fromkeys(name for each in predictions for name in each.split.products)
     fits = {n: [each.fits(n) for each in predictions if each.shows(n)] for n in names}
     labels = {name: set.intersection(*each) for name, each in fits.items() if each}
     left = [name for name, found in labels.items() if (0, 0) not in found]
-    order = [[*CLASSES].index(kind) for kind in predictions[0].kinds]
     while counts := [label for name in left for label in labels[name]]:
-        simplest = sorted(set(counts), key=lambda label: (order[label[0]], label))
-        best = max(simplest, key=counts.count)
+        best = max(sorted(set(counts)), key=counts.count)
         yield _predicted(predictions, best, [n for n in left if best in labels[n]], wanted)
         left = [name for name in left if best not in labels[name]]
     missing = {name for each in predictions for name in each.split.missing}.intersection(left)
-    yield from _absent("missing", [each.split for each in predictions], missing)
+    yield from _named("missing", missing)
     if left := [name for name in left if name not in missing]:
         found = _common_factor(predictions, left) or _counted(predictions, left)
         kind, detail = found or ("unexplained", "")
@@ -342,19 +319,21 @@ def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[Grad
 def _predicted(
     predictions: Sequence[_Predictions], label: tuple[int, int], names: list[str], wanted: str
 ) -> GradientMismatch:
-    worst, size = max(predictions, key=lambda each: each.size(names)), _size(predictions, names)
-    kind, mean = worst.kinds[label[0]], CLASSES[wanted].removeprefix("agrees with ")
+    worst = max(predictions, key=lambda each: each.size(names))
+    mean = CLASSES[wanted].removeprefix("agrees with ")
+    kind, factor = worst.kinds[label[0]], worst.factors[label[1]][1]
     values = np.array([[value for _, value in each.factors] for each in predictions])
     # Factors that are equal in every split.
     same = np.flatnonzero((values == values[:, [label[1]]]).all(0))
     causes = [*dict.fromkeys(worst.factors[column][0] for column in same)]
-    factor, text = worst.factors[label[1]][1], ", or ".join(CLASSES[each] for each in causes)
-    if kind == "right":
-        text = f"gradient is {factor:.3g} of {mean}, with {worst.split.name}: {text}"
-        return GradientMismatch(causes[0], tuple(names), text, size)
-    times = "" if causes[0] == "right" else f", times {factor:.3g} ({text})"
-    former = ": the gradient of the step before was not removed" * (kind == "accumulated_twice")
-    return mismatch(kind, names, f"{times}, not with {mean}, with {worst.split.name}{former}", size)
+    cause = ", or ".join(CLASSES[each] for each in causes)
+    text = f"{factor:.3g} times {mean}: {cause}"
+    if kind != "right":
+        times = "" if causes[0] == "right" else f", times {factor:.3g}: {cause}"
+        text = f"{CLASSES[kind]}{times}, instead of {mean}"
+    named = causes[0] if kind == "right" else kind
+    size = _size(predictions, names)
+    return GradientMismatch(named, tuple(names), f"{text}; with {worst.split.name}", size)
 
 
 def _size(predictions: Sequence[_Predictions], names: Collection[str]) -> float:

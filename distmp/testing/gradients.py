@@ -27,8 +27,8 @@ _WRAPPERS = {
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside of DDP, DeepSpeed, Fabric and `torch.compile`."""
-    while type(model).__name__ in _WRAPPERS:
-        model = getattr(model, _WRAPPERS[type(model).__name__])
+    while inner := _WRAPPERS.get(type(model).__name__):
+        model = getattr(model, inner)
     return model
 
 
@@ -77,8 +77,7 @@ def remove_gradients(model: nn.Module) -> None:
     """Remove all gradients, also those that DeepSpeed keeps elsewhere."""
     if (zero := zero_optimizer(model)) is not None:
         zero.zero_grad()
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
 
 
 def is_fsdp1(model: nn.Module) -> bool:
@@ -89,6 +88,11 @@ def is_fsdp1(model: nn.Module) -> bool:
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by their names in the plain model; a tied one once."""
     return {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return those that require a gradient."""
+    return {name: p for name, p in named_parameters(model).items() if p.requires_grad}
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -112,7 +116,7 @@ def full_gradients(
         Gradients by name; None for a parameter without a gradient on this rank.
     """
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
-        trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+        trained = trained_parameters(model)
         found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
         return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
 

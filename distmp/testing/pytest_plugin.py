@@ -13,22 +13,19 @@ the test. The first rank that fails decides the message.
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
 from datetime import timedelta
-from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 # Seconds after which a rank ends, and writes where it is, unless the marker says otherwise.
 _TIMEOUT = 60.0
-_SKIPPED = "skipped on this rank: "
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,63 +34,42 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n ranks over gloo")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Refuse a wrong marker when tests are collected."""
-    _options(metafunc.definition)
-
-
-def _options(item: pytest.Item) -> tuple[int, float] | None:
-    """Return the number of ranks and the time limit of a marked test."""
-    marker = item.get_closest_marker("ranks")
-    try:
-        return marker and _bound(*marker.args, **marker.kwargs)
-    except TypeError:
-        usage = "write ranks(n, timeout=60), with n = 1 or more ranks and seconds above 0"
-        pytest.fail(f"{item.name}: {marker}: {usage}", pytrace=False)
-
-
-def _bound(n: Any, timeout: Any = _TIMEOUT) -> tuple[int, float]:
-    if type(n) is not int or n < 1 or type(timeout) not in (int, float) or not timeout > 0:
-        raise TypeError
+def _options(n: int, timeout: float = _TIMEOUT) -> tuple[int, float]:
+    """Return what a marker says."""
+    if type(n) is not int or n < 1 or not timeout > 0:
+        raise TypeError("use 1 or more ranks, and seconds above 0")
     return n, timeout
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test on its ranks, instead of in this process."""
-    options = _options(pyfuncitem)
-    if options is None:
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
         return None
+    n, timeout = _options(*marker.args, **marker.kwargs)
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    function = pyfuncitem.module.__name__, pyfuncitem.function.__qualname__, arguments
+    call = pickle.dumps((pyfuncitem.obj, arguments))
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        _run(function, *options, directory)
+        _run(call, n, timeout, directory)
     return True
 
 
-def _run(function: Any, n: int, timeout: float, directory: str) -> None:
+def _run(call: bytes, n: int, timeout: float, directory: str) -> None:
     """Run a function on all ranks; fail with the output of the first one that failed."""
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
-    arguments = function, n, timeout, directory
-    ranks = start_processes(_rank_main, arguments, n, False, True, "forkserver")
     try:
-        while not ranks.join():
-            pass
+        start_processes(_rank_main, (call, n, timeout, directory), n, True, True, "forkserver")
         return
     except ProcessException as error:
         rank, problem = error.error_index, str(error).strip()
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    if _SKIPPED in problem:
-        pytest.skip(problem.rpartition(_SKIPPED)[2])
     output = Path(directory, f"output-{rank}")
     text = output.read_text(errors="replace") if output.exists() else ""
     pytest.fail(f"rank {rank} of {n}: {problem}\n\n{text}", pytrace=False)
 
 
-def _rank_main(rank: int, function: Any, world_size: int, timeout: float, directory: str) -> None:
+def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, directory: str) -> None:
     """Call the test's function on one rank, and wait for the other ranks."""
     import torch
     import torch.distributed as dist
@@ -107,14 +83,9 @@ def _rank_main(rank: int, function: Any, world_size: int, timeout: float, direct
     store = dist.FileStore(f"{directory}/rendezvous", world_size)  # type: ignore[attr-defined]
     limit = timedelta(days=1)  # the test's own limit comes first
     dist.init_process_group("gloo", None, limit, world_size, rank, store)
-    module, name, arguments = function
-    *classes, method = name.split(".")
-    owner: Any = reduce(getattr, classes, importlib.import_module(module))
     faulthandler.dump_traceback_later(timeout, exit=True)
-    try:
-        getattr(owner() if classes else owner, method)(**arguments)
-    except pytest.skip.Exception as skip:
-        raise RuntimeError(f"{_SKIPPED}{skip}") from None
+    function, arguments = pickle.loads(call)
+    function(**arguments)
     faulthandler.cancel_dump_traceback_later()
     # Ending now would break the connections that the other ranks still use.
     store.add("done", 1)

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distmp.distributed.collectives import all_gather, device_of_host_values
 from distmp.distributed.ranks import Ranks
-from distmp.errors import ConfigError, listed, require
-from distmp.testing.classify import Array, Projection, SplitResult
-from distmp.testing.gradients import is_fsdp1, plain_model, plain_name, unwrapped
-from distmp.testing.samples import LossSum, loss_and_weight
+from distmp.errors import ConfigError, require
+from distmp.testing.classify import Array, SplitResult
+from distmp.testing.gradients import plain_model, plain_name, unwrapped
+from distmp.testing.losses import LossSum, loss_and_weight
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 # Elements that several microbatches must have before rounding shows anything, how many show it, and
@@ -30,6 +31,8 @@ from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 _FEWEST, _MOST, _SEARCHED = 16, 1024, 2**16
 # Significant bits of bfloat16 and float16.
 _BITS = (8, 11)
+# Least relative error of a gradient that was rounded to 16 bits.
+_LEAST = 2e-5
 # Gradients by name of parameter.
 ByName = Mapping[str, Tensor | None]
 
@@ -44,7 +47,7 @@ class Forward:
         is_used: Whether its output got a gradient.
     """
 
-    batch: Any = None
+    batch: Any
     generators: Sequence[Tensor] = ()
     is_used: bool = False
 
@@ -103,9 +106,10 @@ def recorded_forwards(model: nn.Module, current: Callable[[], ForwardRecord]) ->
             for tensor in trained:
                 tensor.register_hook(lambda _: setattr(forward, "is_used", True))
 
-    handles = [model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
-    handles += [m.register_forward_pre_hook(leaf) for m in model.modules() if m._parameters]
-    handles += [model.register_forward_hook(after)]
+    eager = torch.compiler.disable  # Dynamo cannot trace them
+    handles = [model.register_forward_pre_hook(eager(before), with_kwargs=True, prepend=True)]
+    handles += [m.register_forward_pre_hook(eager(leaf)) for m in model.modules() if m._parameters]
+    handles += [model.register_forward_hook(eager(after))]
     try:
         yield
     finally:
@@ -131,14 +135,12 @@ class Gradients:
     Attributes:
         weights: Weight of each microbatch, of shape (ranks, microbatches).
         stacked: By parameter, FP32, of shape (ranks, microbatches, elements).
-        ideal: Their sums in float64; may be empty.
-        noise: Norms of the errors that the sums may have, relative to those; may be empty.
+        exact: The same, computed in float64; may be empty.
     """
 
     weights: Array
-    stacked: dict[str, Tensor]
-    ideal: dict[str, Tensor] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
+    stacked: Mapping[str, Tensor]
+    exact: Mapping[str, Tensor] = field(default_factory=dict)
 
     def mean(self) -> dict[str, Tensor]:
         """Return the gradients of the mean."""
@@ -158,43 +160,48 @@ class Gradients:
             term: The gradients that `extra` says, if there are any.
         """
         split = SplitResult(name, Ranks(None).rank, self.weights, max_norm, extra)
-        has_term = any(each is not None for each in term.values())
         for name, wanted in self.mean().items():
-            gradient, other = (each.get(name) for each in (measured, term))
-            if gradient is not None and not gradient.isfinite().all():
+            gradient, parts = measured.get(name), self.stacked[name].flatten(0, 1)
+            flat, added = (_flat(each.get(name), wanted) for each in (measured, term))
+            if not flat.isfinite().all():
                 split.not_finite.add(name)
                 continue
-            zeros, parts = torch.zeros_like(wanted), self.stacked[name].flatten(0, 1)
-            flat = zeros if gradient is None else gradient.flatten().to(zeros)
             split.missing.update([name] if wanted.any() and not flat.any() else [])
             split.unused.update([name] if gradient is None and not wanted.any() else [])
             shards = _shard_factors(flat, wanted, len(self.weights))
             split.shard_factors = split.shard_factors or shards
-            if _is_rounded(flat, parts, self.ideal.get(name, wanted), self.weights):
+            split.products[name] = _products([*parts, added, flat])
+            ideal = wanted
+            if name in self.exact:
+                ideal = self.exact[name].double().sum((0, 1))
+                split.noise[name] = _noise(self.stacked[name] - self.exact[name], ideal)
+            # 16 bits cause larger differences; the search for them takes time.
+            differs = (flat - wanted).norm() > _LEAST * wanted.norm()
+            if differs and _is_rounded(flat, parts, ideal, self.weights):
                 split.rounded.add(name)
-            added = zeros if other is None else other.flatten().to(zeros)
-            every = [*parts, *([added] if has_term else []), flat]
-            split.parameters[name] = Projection(_products(every), self.noise.get(name, 0.0))
         return split
+
+
+def _flat(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient.flatten().to(like)
 
 
 def _products(vectors: Sequence[Tensor]) -> Array:
     """Return the inner products of rows in float64, part by part, which stay in the cache."""
-    chunks = torch.stack([*vectors]).split(_SEARCHED, 1)
-    return torch.stack([c.double() @ c.double().T for c in chunks]).sum(0).numpy()
+    parts = zip(*(vector.split(_SEARCHED) for vector in vectors), strict=True)
+    chunks = (torch.stack(part).double() for part in parts)
+    return sum((chunk @ chunk.T for chunk in chunks), torch.zeros(())).numpy()
 
 
 class Reference:
     """Computes gradients of single microbatches.
 
     Args:
-        model: The model, or one with the same names of parameters that is not sharded by FSDP1.
+        model: The model.
         loss_sum: Returns loss sum and weight of a microbatch.
     """
 
     def __init__(self, model: nn.Module, loss_sum: LossSum) -> None:
-        problem = "cannot be computed with while it is sharded; pass a plain model as reference=..."
-        require(not is_fsdp1(model), "model", type(model).__name__, problem)
         self._model = unwrapped(model)
         self._loss_sum = loss_sum
 
@@ -206,60 +213,60 @@ class Reference:
             exact: Whether they are computed in float64, too, which shows their rounding errors.
         """
         weights, stacked = self._gathered(record)
-        if not exact:
-            return Gradients(weights, stacked)
-        _, found = self._gathered(replace(record, compute=torch.float64, autocast=None))
-        ideal = {name: each.double().sum((0, 1)) for name, each in found.items()}
-        noise = {name: _noise(stacked[name] - found[name], ideal[name]) for name in found}
-        return Gradients(weights, stacked, ideal, noise)
+        in_float64 = replace(record, compute=torch.float64, autocast=None)
+        return Gradients(weights, stacked, self._gathered(in_float64)[1] if exact else {})
 
     def _gathered(self, record: ForwardRecord) -> tuple[Array, dict[str, Tensor]]:
         ranks = Ranks(None)
-        # Ranks with fewer microbatches than others get empty ones.
-        missing = max(ranks.gather(len(record.forwards))) - len(record.forwards)
-        padded = replace(record, forwards=[*record.forwards, *[Forward()] * missing])
-        mine = ranks.all_or_none(lambda: self.own(padded), catch=Exception)
-        weights, stacked = zip(*ranks.gather(mine), strict=True)
-        return np.stack(weights), {n: torch.stack([each[n] for each in stacked]) for n in mine[1]}
+        most = max(ranks.gather(len(record.forwards)))
+        own, stacked = ranks.all_or_none(lambda: self._own(record, most), catch=Exception)
+        shapes = [(name, each.shape) for name, each in stacked.items()]
+        by_rank = ranks.gather((own, shapes))
+        problem = "have other names or shapes on other ranks; audit one model on all ranks"
+        same = all(other == by_rank[0][1] for _, other in by_rank)
+        require(same, "trained parameters", len(shapes), problem)
+        weights = np.stack([each for each, _ in by_rank])
+        return weights, {name: _of_all_ranks(each) for name, each in stacked.items()}
 
-    def own(self, record: ForwardRecord) -> tuple[Array, dict[str, Tensor]]:
-        """Return weights and FP32 gradients of the loss sums of microbatches of this rank."""
+    def _own(self, record: ForwardRecord, most: int) -> tuple[Array, dict[str, Tensor]]:
+        """Return weights and FP32 gradients of the loss sums of microbatches of this rank.
+
+        Args:
+            record: What its forwards used.
+            most: Number of microbatches of the rank with most; others get empty ones.
+        """
         tensors, cast = self._tensors(record)
         trained = {plain_name(n): t for n, t in tensors.items() if t.requires_grad}
-        weights, stacked = [], {name: list[Tensor]() for name in trained}
+        weights = np.zeros(most)
+        stacked = {name: torch.zeros(most, t.numel()) for name, t in trained.items()}
         device = next(iter(tensors.values())).device.type
         autocast = torch.autocast(device, record.autocast, record.autocast is not None, False)
         plain = plain_model(self._model, tensors, record.training)
         with torch.random.fork_rng(), torch.enable_grad(), autocast, plain:
-            for forward in record.forwards:
+            for index, forward in enumerate(record.forwards):
                 _restore(forward.generators)
-                weight = 0.0
-                if forward.batch is not None:  # a rank with fewer microbatches than another
-                    batch = map_tensors(cast, forward.batch)
-                    total, weight = loss_and_weight(self._loss_sum, self._model, batch)
+                batch = map_tensors(cast, forward.batch)
+                total, weight = loss_and_weight(self._loss_sum, self._model, batch)
+                weights[index] = weight
                 if weight:
                     # Of the mean, as most training code: 16-bit backward rounds it in the same way.
                     (total / weight).backward()
-                weights.append(weight)
                 for name, tensor in trained.items():
-                    found = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                    stacked[name].append(found.to_dense().float().flatten().cpu() * weight)
-                    tensor.grad = None
-        if any(weights) and not any(each.any() for found in stacked.values() for each in found):
+                    if tensor.grad is not None:
+                        found = tensor.grad.to_dense().float().flatten().cpu()
+                        torch.mul(found, weight, out=stacked[name][index])
+                        tensor.grad = None
+        if weights.any() and not any(each.any() for each in stacked.values()):
             problem = "does not depend on the parameters of the model it is called with"
             raise ConfigError("loss_sum", type(self._loss_sum).__name__, problem)
-        return np.array(weights), {name: torch.stack(each) for name, each in stacked.items()}
+        return weights, stacked
 
     def _tensors(
         self, record: ForwardRecord
     ) -> tuple[dict[str, Tensor], Callable[[Tensor], Tensor]]:
-        """Return parameters and buffers in the dtype of a record, and a cast of inputs."""
+        """Return parameters and buffers in the dtype of a record, and a function for inputs."""
         trained = {name: p.requires_grad for name, p in self._model.named_parameters()}
         names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
-        absent = [name for name in names if plain_name(name) not in record.state]
-        require(
-            not absent, "reference", listed(absent), "has parameters that the model does not have"
-        )
         held = {name: record.state[plain_name(name)] for name in names}
         device = next(iter(held.values())).device
         dtypes = {tensor.dtype for name, tensor in held.items() if name in trained}
@@ -267,7 +274,19 @@ class Reference:
         other = record.compute if record.compute not in dtypes else None
         cast = (lambda t: t) if other is None else floating_point_cast(other)
         copies = {n: cast(t).clone().requires_grad_(names[n]) for n, t in held.items()}
-        return copies, lambda tensor: cast(tensor.to(device))
+        # `loss_sum` may change its inputs in place.
+        return copies, lambda tensor: cast(tensor.to(device, copy=True))
+
+
+def _of_all_ranks(tensor: Tensor) -> Tensor:
+    """Return the matrices of all ranks, which have the same shape, stacked on the CPU."""
+    ranks = Ranks(None)
+    if not ranks.distributed:
+        return tensor[None]
+    own = tensor.to(device_of_host_values(None))
+    found = own.new_empty(ranks.world_size * len(own), own.shape[1])
+    all_gather(found, own, None).wait()
+    return found.view(ranks.world_size, *own.shape).cpu()
 
 
 def _noise(errors: Tensor, total: Tensor) -> float:

@@ -18,17 +18,8 @@ from distmp.engine.saving import load_checkpoint
 from distmp.optim import Muon
 from distmp.quantization.layers import describe_formats, formats_record
 from distmp.telemetry.console import Console
-from distmp.training.components import (
-    Progress,
-    RunComponents,
-    build_engine,
-    check_datasets,
-    configured_weights,
-    find_checkpoint,
-    prepare,
-    start_from_weights,
-    stored_progress,
-)
+from distmp.training import components
+from distmp.training.components import Progress, RunComponents
 from distmp.training.restarts import Restarts
 from distmp.training.run_directory import RunDirectory, record_start, try_to_write
 from distmp.training.run_fingerprint import (
@@ -104,25 +95,25 @@ class _Builder:
     def build(self) -> Run:
         """Return the run; see `build_run`."""
         config, world, ranks = self.config, self.world, self.world.ranks
-        components = ranks.all_or_none(self._prepare)
+        parts = ranks.all_or_none(self._prepare)
         checkpoint = self._find_checkpoint()
-        progress = Progress() if checkpoint is None else stored_progress(checkpoint)
+        progress = Progress() if checkpoint is None else components.stored_progress(checkpoint)
         # Counted before a sharded strategy leaves only a part of each parameter on this rank.
-        parameters = _count_parameters(components.model)
-        chosen, reason = choose_strategy(config, components, world)
+        parameters = _count_parameters(parts.model)
+        chosen, reason = choose_strategy(config, parts, world)
         engine = ranks.all_or_none(
-            lambda: build_engine(
+            lambda: components.build_engine(
                 chosen,
-                components,
+                parts,
                 world,
                 policy=config.precision.policy,
                 load=checkpoint is not None,
             )
         )
         if checkpoint is None:
-            start_from_weights(components, engine)
-        fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
-        fingerprint |= describe_model(components.model, config)
+            components.start_from_weights(parts, engine)
+        fingerprint = run_fingerprint(config, parts.datasets, world, engine.policy)
+        fingerprint |= describe_model(parts.model, config)
         if checkpoint is None and self._freezes_random_weights():
             self.console.message(
                 "model.peft: the model has random weights, and they stay frozen; name its weights "
@@ -134,7 +125,7 @@ class _Builder:
             if not config.resume_force:
                 ranks.all_or_none(lambda: changes.refuse(str(checkpoint)))
         directory = self._choose_directory(checkpoint)
-        for line in self._summary(components, engine, parameters):
+        for line in self._summary(parts, engine, parameters):
             self.console.message(line)
         if reason:
             self.console.message(f"strategy: {chosen.strategy} ({reason})")
@@ -147,7 +138,7 @@ class _Builder:
             config,
             world,
             self.console,
-            components,
+            parts,
             engine,
             fingerprint,
             directory,
@@ -158,14 +149,14 @@ class _Builder:
         )
 
     def _prepare(self) -> RunComponents:
-        components = prepare(self.config, self.world)
-        check_datasets(self.config, components.datasets)
-        return components
+        parts = components.prepare(self.config, self.world)
+        components.check_datasets(self.config, parts.datasets)
+        return parts
 
     def _freezes_random_weights(self) -> bool:
         model = self.config.model
         known = model.peft is not None and not model.is_import_path
-        return known and configured_weights(model) is None
+        return known and components.configured_weights(model) is None
 
     def _find_checkpoint(self) -> store.StoredCheckpoint | None:
         """Claim the directory to continue, and return the checkpoint to continue from."""
@@ -180,7 +171,7 @@ class _Builder:
             if config.resume == "auto" and path is None:
                 return None
             directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
-            return find_checkpoint(config, directory)
+            return components.find_checkpoint(config, directory)
 
         path = self.world.ranks.from_rank_0(claim)
         return self.world.ranks.all_or_none(lambda: self.restarts.checkpoint(configured))
@@ -197,10 +188,10 @@ class _Builder:
         path = self.world.ranks.from_rank_0(choose)
         return RunDirectory(Path(path), self.config.checkpoint.path)
 
-    def _summary(self, components: RunComponents, engine: Engine, parameters: str) -> Iterator[str]:
+    def _summary(self, parts: RunComponents, engine: Engine, parameters: str) -> Iterator[str]:
         """Yield lines about the run, with the reason for every automatic choice."""
         config, world, batch = self.config, self.world, self.config.batch
-        yield f"data: {components.datasets.description}"
+        yield f"data: {parts.datasets.description}"
         yield (
             f"model: {config.model.name}, {parameters}; "
             f"precision {engine.policy.name} ({engine.policy_reason})"
@@ -211,7 +202,7 @@ class _Builder:
             f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
             f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
             f"batch {batch.global_batch_size} = {world.world_size} ranks x "
-            f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
+            f"{parts.microbatches} microbatches x {batch.microbatch_size} samples"
         )
         if isinstance(engine.optimizer, Muon):
             yield f"optimizer: {engine.optimizer.describe()}"

@@ -30,6 +30,7 @@ from distmp.models.settings import ModelConfig
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES
+from distmp.parallel.strategy import check_model
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
 from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
@@ -94,6 +95,7 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
         model, weights = _with_weights(model, weights, config.model, quiet=world.rank != 0)
     if config.model.peft is not None:
         adapters.add_adapters(model, config.model.peft, config.seed)
+    check_model(model)
     if config.model.is_hugging_face and config.model.loss == "next_token":
         huggingface.prepare_loss(model)
     built = BuiltModel.of(model, has_adapters=config.model.peft is not None)

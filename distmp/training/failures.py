@@ -125,12 +125,19 @@ def _report_once(
     cause = " ".join(cause.split())
     ending = Ending(environment.rank, current_phase.now.step, cause, exit_code)
     if not _is_first(environment, error, ending):
+        if isinstance(error, SetupError) and environment.rank >= environment.local_world_size:
+            _wait_for_watchdog(lambda watchdog: watchdog.ending() is not None)
+            return exit_code
         ended = wait_to_be_ended()
         if ended or _watchdog is not None or isinstance(error, SetupError):
             return exit_code
         # The launcher did not end this rank, so its error is not the consequence of another one.
     record(cause)
     print_message(text)
+    if isinstance(error, SetupError):
+        # The store ends with the first machine. The others end with the same exit code before.
+        others = range(environment.local_world_size, environment.world_size)
+        _wait_for_watchdog(lambda watchdog: all(map(watchdog.has_left, others)))
     return exit_code
 
 
@@ -154,17 +161,25 @@ def _lost(environment: RankEnvironment) -> int:
         "rank, which left no message"
     )
     ending = Ending(environment.rank, current_phase.now.step, cause, LOST_PEER_EXIT_CODE)
+    known = _wait_for_watchdog(
+        lambda watchdog: watchdog.ending() is not None or watchdog.end_for_lost_ranks()
+    )
+    with contextlib.suppress(dist.DistError):
+        if not known and (_watchdog is None or _watchdog.end_run(ending)):
+            print_message(cause)
+    wait_to_be_ended()
+    return LOST_PEER_EXIT_CODE
+
+
+def _wait_for_watchdog(condition: Callable[[Watchdog], bool]) -> bool:
+    """Wait for a condition up to `MESSAGE_SECONDS`; return whether it holds."""
     deadline = time.monotonic() + MESSAGE_SECONDS
     with contextlib.suppress(dist.DistError):
         while _watchdog is not None and time.monotonic() < deadline:
-            if _watchdog.ending() is not None or _watchdog.end_for_lost_ranks():
-                break
+            if condition(_watchdog):
+                return True
             time.sleep(0.05)
-        else:
-            if _watchdog is None or _watchdog.end_run(ending):
-                print_message(cause)
-    wait_to_be_ended()
-    return LOST_PEER_EXIT_CODE
+    return False
 
 
 def wait_to_be_ended() -> bool:

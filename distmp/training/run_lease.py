@@ -19,13 +19,8 @@ from distmp.distributed.orphans import is_orphan
 from distmp.distributed.stopping import StopSignals, exit_code_after
 from distmp.errors import ConfigError, DistmpError, TrainingError
 from distmp.launcher.job import scheduled_job
-from distmp.training.run_directory import (
-    RunDirectory,
-    check_saves,
-    create_run,
-    existing_runs,
-    latest_run,
-)
+from distmp.training import run_directory
+from distmp.training.run_directory import RunDirectory
 from distmp.utils.processes import ProcessIdentity
 
 logger = logging.getLogger("distmp")
@@ -256,7 +251,7 @@ class DirectoryChoice:
             ConfigError: If it cannot be created, or another job owns it.
         """
         config = self._config
-        newest = latest_run(config.run_dir, config.checkpoint.path)
+        newest = run_directory.latest_run(config.run_dir, config.checkpoint.path)
         if self.lease is not None:
             newest = self.lease.directory
         if checkpoint is not None and newest is not None and newest.owns(checkpoint.path):
@@ -277,7 +272,7 @@ class DirectoryChoice:
                 f"{earlier.checkpoints}; training starts from the beginning in {directory.path}"
             )
         if config.checkpoint.path is not None:
-            check_saves(directory.checkpoints)
+            run_directory.check_saves(directory.checkpoints)
         return directory
 
     def release(self) -> None:
@@ -288,7 +283,7 @@ class DirectoryChoice:
 
     def _to_continue(self) -> RunDirectory | None:
         """Return the newest directory, but for a scheduler's job preferably the one it wrote to."""
-        runs = existing_runs(self._config.run_dir, self._config.checkpoint.path)
+        runs = run_directory.existing_runs(self._config.run_dir, self._config.checkpoint.path)
         if (scheduler := self._job.scheduler) is not None:
             runs = [run for run in runs if _scheduler_job(run) == scheduler.name] or runs
         return runs[-1] if runs else None
@@ -298,7 +293,7 @@ class DirectoryChoice:
         config = self._config
         first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
         while True:
-            directory = create_run(config.run_dir, config.checkpoint.path)
+            directory = run_directory.create_run(config.run_dir, config.checkpoint.path)
             if self._found_none and first.path != directory.path:
                 # Another job, perhaps of the same command, has created the first directory.
                 directory.path.rmdir()

@@ -345,7 +345,7 @@ class Trainer:
         if self._stop.received is not None:
             return signal.Signals(self._stop.received).name
         reasons = (callback.stop_reason(self) for callback in self.callbacks)
-        return next((reason for reason in reasons if reason is not None), None)
+        return next(filter(None, reasons), None)  # also without False and ""
 
     def _each(self, hook: str, step: int | None = None) -> Iterator[Callback]:
         """Yield the callbacks in order; if one of the user's hangs, the report names it.

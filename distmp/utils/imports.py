@@ -80,29 +80,54 @@ def load_callable(setting: str, path: str) -> Callable[..., Any]:
 
 
 def load_function(
-    setting: str, path: str, arguments: Mapping[str, Any], problem: str
+    setting: str, path: str, arguments: Mapping[str, Any] | Sequence[str], problem: str
 ) -> Callable[..., Any]:
-    """Import `module:attribute`, which has to take some keyword arguments; it is not called.
+    """Import `module:attribute`, which has to take some arguments; it is not called.
 
     Args:
         setting: Name of the setting with the path, for the error message.
         path: See `load_object`.
-        arguments: The keyword arguments.
+        arguments: See `check_arguments`.
+        problem: See `check_arguments`.
+
+    Raises:
+        ConfigError: If it does not exist, is not callable, or does not take the arguments.
+    """
+    function = load_callable(setting, path)
+    check_arguments(setting, path, function, arguments, problem)
+    return function
+
+
+def check_arguments(
+    setting: str,
+    value: object,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any] | Sequence[str],
+    problem: str,
+) -> None:
+    """Refuse arguments that a function or class does not take, without calling it.
+
+    Args:
+        setting: Name of the setting, for the error message.
+        value: Its value.
+        function: The function or class.
+        arguments: The keyword arguments, or the names of positional ones.
         problem: What is wrong, and what to do, for the message; "{reason}" in it is replaced.
 
     Raises:
-        ConfigError: If it does not exist, is not callable, does not take an argument, or lacks one.
+        ConfigError: If an argument is unknown, or one is missing.
     """
-    function = load_callable(setting, path)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a callable in C has no signature
-        return function
+        return
     try:
-        signature.bind(**arguments)
+        if isinstance(arguments, Mapping):
+            signature.bind(**arguments)
+        else:
+            signature.bind(*arguments)
     except TypeError as error:
-        raise ConfigError(setting, path, problem.replace("{reason}", str(error))) from None
-    return function
+        raise ConfigError(setting, value, problem.replace("{reason}", str(error))) from None
 
 
 class Entry(NamedTuple):

@@ -151,7 +151,7 @@ MUTANTS = [
         "a reduction starts before the last gradient of its bucket is there",
         GRADIENT_BUCKETS,
         "        if gradient is not view:",
-        "        if self._stage >= _Stage.LAST_MICROBATCH and self._reduction is not None:\n"
+        "        if self._reduces:\n"
         "            self._mark_ready(slot)\n"
         "        if gradient is not view:",
         IN_FP32,

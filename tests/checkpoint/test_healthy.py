@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from distmp.checkpoint import layout, manifest, store
+from distmp.checkpoint import manifest, store
 from distmp.checkpoint.dcp import is_finite
 from distmp.checkpoint.manifest import STATE_FILE, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
@@ -212,7 +212,7 @@ def manifest_only(directory: Path, step: int, skipped: int, retention: Retention
     (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, Health(mark, skipped)))
     (writing / INDEX_FILE).touch()
     LocalStorage(directory).publish(writing)
-    layout.tidy(directory, step, retention)
+    store.tidy(directory, step, retention)
 
 
 def test_skipped_steps_count_until_next_update(tmp_path: Path) -> None:

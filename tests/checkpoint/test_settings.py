@@ -12,7 +12,7 @@ from distmp.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("every", -1), ("keep", 0), ("keep", -2), ("keep_every", -1), ("path", "")],
+    [("every", -1), ("keep", 0), ("keep", -2), ("keep_every", -1), ("keep_every", 1), ("path", "")],
 )
 def test_unusable_values_name_the_setting(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
@@ -26,7 +26,7 @@ def test_smallest_usable_values_are_accepted() -> None:
 
 def test_retention_follows_settings() -> None:
     assert CheckpointConfig().retention == Retention(last=2, every=0)
-    config = CheckpointConfig(keep=3, keep_every=1000)
+    config = CheckpointConfig(every=100, keep=3, keep_every=1000)
     assert config.retention == Retention(last=3, every=1000)
 
 

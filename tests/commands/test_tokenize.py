@@ -170,7 +170,18 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
         ),
         (["empty", "--tokenizer=bytes"], "no document has a token"),
         (["broken.jsonl", "--tokenizer=bytes"], "INPUT = 'broken.jsonl': cannot be read: "),
-        (["numbers.jsonl", "--tokenizer=bytes"], "a document is of type int; use strings"),
+        (
+            ["numbers.jsonl", "--tokenizer=bytes"],
+            "INPUT = 'numbers.jsonl': holds int64 under 'text'; set --key to a key of texts",
+        ),
+        (
+            ["missing.jsonl", "--tokenizer=bytes"],
+            "INPUT = 'missing.jsonl': row 2 has no 'text'; set --key to a key of all rows",
+        ),
+        (
+            ["in.jsonl", "missing.jsonl", "--tokenizer=bytes"],
+            "INPUT = 'missing.jsonl': row 2 has no 'text'",
+        ),
         (["nothing", "--tokenizer=bytes"], "there is no file in this directory"),
         (["latin1.txt", "--tokenizer=bytes"], "can't decode byte"),
         (["a.json", "--tokenizer=bytes"], "rename it to .txt or .jsonl"),
@@ -186,6 +197,7 @@ def test_errors_are_one_message(
     Path("empty/a.txt").touch()
     Path("broken.jsonl").write_text('{"text": ')
     Path("numbers.jsonl").write_text('{"text": 1}')
+    Path("missing.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n{"text": "c"}\n')
     Path("latin1.txt").write_bytes("\xe9".encode("latin1"))
     Path("a.json").write_text("{}")
     assert tokenize(*arguments, *(["--to=out"] if arguments else [])) == 2

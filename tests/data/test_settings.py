@@ -19,6 +19,7 @@ def test_defaults_are_valid() -> None:
     [
         ({"source": "txt"}, "data.source", "did you mean 'text'"),
         ({"source": "tokens"}, "data.path", "name the directory"),
+        ({"path": ""}, "data.path", "name a directory, or null"),
         ({"pattern": ""}, "data.pattern", "glob"),
         ({"pattern": "/a/*.txt"}, "data.pattern", "relative to data.path"),
         ({"sequence_length": 0}, "data.sequence_length", "at least 1"),
@@ -27,6 +28,11 @@ def test_defaults_are_valid() -> None:
         ({"held_out": float("nan")}, "data.held_out", "share"),
         ({"workers": -1}, "data.workers", "from 0 to 512"),
         ({"options": {"a": 1}}, "data.options", "only an import path"),
+        (
+            {"source": "m:f", "path": "a"},
+            "data.path",
+            "is not passed to 'm:f'; pass it in data.opt",
+        ),
         ({"source": "m:f", "options": {"split": 1}}, "data.options", "'split' is passed by"),
     ],
 )

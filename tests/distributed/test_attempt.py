@@ -11,10 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from distmp.distributed import attempt, rendezvous_store
-from distmp.distributed.attempt import Agreement, AttemptError
+from distmp.distributed import rendezvous_store
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.rendezvous_store import HashStore, Store
+from distmp.distributed.rendezvous_store import Agreement, AttemptError, HashStore, Store
 from tests.ranks import run_ranks
 
 WORLD_SIZE = 3
@@ -69,17 +68,6 @@ def test_missing_rank_is_named_with_its_machine(capsys: pytest.CaptureFixture[st
     rank(store, 2).publish()
     with pytest.raises(AttemptError, match=expected):
         attempt_of_0.number()
-
-
-def test_message_names_ranks_waited_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attempt, "SAY_AFTER_SECONDS", 0.05)
-    with pytest.raises(AttemptError):
-        rank(HashStore(), 0).number()
-    assert capsys.readouterr().err == (
-        "distmp: rank 0 waits for rank 1 on machine 1; rank 2 on machine 2, up to 0.3 s for each\n"
-    )
 
 
 def as_rank(restarts: list[int], port: int) -> int:

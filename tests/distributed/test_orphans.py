@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distmp.distributed import orphans
 from tests.progress import wait_until
 from tests.torchrun import environment
 
@@ -44,19 +42,3 @@ def test_orphaned_rank_that_holds_gil_ends(tmp_path: Path) -> None:
         if rank.is_running():
             rank.kill()
     assert not (tmp_path / "returned").exists()
-
-
-def test_stopped_orphan_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot see by itself that the launcher has ended."""
-    launcher = 2**22 + 1  # no process has this number
-    monkeypatch.setattr(orphans, "_launcher", launcher)
-    variables = {**os.environ, orphans.LAUNCHER_VARIABLE: str(launcher)}
-    with subprocess.Popen(["sleep", "60"], env=variables) as process:
-        rank = psutil.Process(process.pid)
-        try:
-            rank.suspend()
-            wait_until(lambda: rank.status() == psutil.STATUS_STOPPED)
-            orphans._continue_siblings()
-            wait_until(lambda: rank.status() != psutil.STATUS_STOPPED)
-        finally:
-            process.kill()

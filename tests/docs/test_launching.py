@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from distmp.distributed.launcher_variables import MACHINES, PROCESSES, TORCHRUN
+from distmp.distributed.rank_environment import MACHINES, PROCESSES, TORCHRUN
 from distmp.launcher import plan, rendezvous
 from distmp.launcher.hosts import _FORWARDED, read_hosts
 from distmp.launcher.job import ENVIRONMENTS

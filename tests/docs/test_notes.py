@@ -1,4 +1,4 @@
-"""Notes in the code, which explain streams, order and lifetimes, are where references expect them."""
+"""Each reference to a note in the code, such as those on streams, leads to one note."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from distmp.engine import Engine
 from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.engine.outcome import StepNumbers
 from distmp.errors import CheckpointError, ConfigError
+from distmp.optim import AdamW
 from distmp.precision import PrecisionPolicy
 from distmp.scaling import LossScaleConfig
 from tests.ranks import in_turn, ranks, same_on_all_ranks
@@ -122,6 +123,28 @@ def test_nominal_weight_changes_no_bit(policy: str) -> None:
         train(engine, 5, ONE_RANK)
     assert [engine.nominal_weight for engine in engines] == [1, 1024]
     assert_same_bits(weights(engines[1]), weights(engines[0]))
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer"),
+    [("fp16", fused_adamw), ("bf16-pure", lambda named: AdamW(named, lr=0.1))],
+)
+def test_default_dtype_of_torch_changes_no_bit(policy: str, optimizer: Any) -> None:
+    steps = [microbatches(step, [[4, 3]]) for step in range(4)]
+    states = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = make_model()
+        torch.set_default_dtype(dtype)
+        try:
+            schedule = lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.7)  # noqa: E731
+            engine = make_engine(model=model, policy=policy, optimizer=optimizer, schedule=schedule)
+            for batches in steps:
+                engine.step(batches)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        states.append(snapshot(engine))
+    assert_same_bits(states[1], states[0])
 
 
 def test_nominal_weight_is_that_of_the_first_step_with_any_weight() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,25 @@ def test_invalid_microbatches_are_refused(microbatches: Any, message: str) -> No
         make().step(microbatches)
 
 
+def test_count_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"count = 2\.0: use an integer, the number of microb"):
+        make().step(iter([pair(), pair()]), count=2.0)  # type: ignore[arg-type]
+
+
+def test_microbatches_that_overwrite_each_other_are_refused() -> None:
+    buffer, targets = pair()
+
+    def read(*, copies: bool) -> Iterator[Pair]:
+        for _ in range(2):
+            buffer.normal_()
+            yield (buffer.clone() if copies else buffer), targets
+
+    engine = make()
+    engine.step(read(copies=True), count=2)
+    with pytest.raises(ConfigError, match="'generator': has overwritten a microbatch"):
+        engine.step(read(copies=False), count=2)
+
+
 def test_tuples_and_lists_of_batches_are_taken() -> None:
     engine = make()
     assert engine.step((pair(), pair())).numbers.weight == 8
@@ -100,6 +120,14 @@ def test_invalid_loss_and_weight_are_refused(returned: Any, message: str) -> Non
 
     with pytest.raises(ConfigError, match=message):
         make(loss).step([pair()])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_loss_function_and_model_are_checked_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match=r"too many positional.*pass a function loss\(module, b"):
+        make(lambda model: summed(model, pair()))
+    with pytest.raises(ConfigError, match="is scripted and takes no hooks; pass the plain module"):
+        make(model=torch.jit.script(nn.Linear(3, 2)))
 
 
 @pytest.mark.parametrize("weight", [4, 4.0, torch.tensor(4), torch.tensor([4.0])])
@@ -364,9 +392,25 @@ def test_a_buffer_may_grow_in_forward() -> None:
 def test_buffers_that_grow_differently_on_ranks_are_refused() -> None:
     engine = make(model=Growing(), strategy="ddp", first_step_checks=False)
     engine.step([pair(5)])
+    sent, broadcast = [], dist.broadcast
+
+    def record(tensor: Tensor, *arguments: Any) -> None:
+        sent.append(tensor.numel())
+        broadcast(tensor, *arguments)
+
+    dist.broadcast = record  # type: ignore[assignment]
     message = r"buffers\[0\] = table \(6, 1\) float32 on rank 0; table \(7, 1\) float32 on rank 1"
     with pytest.raises(ConfigError, match=message):
         engine.step([pair(6 + dist.get_rank())])
+    assert sent == [5]  # as many on both ranks, so that none of them hangs
+    # Rank 1 alone has a larger table since then.
+    engine.model.table = torch.ones(6 + dist.get_rank(), 1)
+    with pytest.raises(ConfigError, match=message):
+        engine.save(Path("saved"))
+    assert sent == [5]
+    dist.broadcast = broadcast
+    engine.model.table = torch.ones(7, 1)
+    engine.step([pair(4)])
 
 
 @pytest.mark.parametrize("name", ["weight", "table"])
@@ -432,6 +476,33 @@ def test_a_weight_that_is_counted_in_16_bits_is_warned_of(
     name = str(dtype).removeprefix("torch.")
     expected = [f"the weight is counted in {name}, which rounds"] * (dtype.itemsize == 2)
     assert [str(found.message).partition(" large")[0] for found in recwarn] == expected
+
+
+def test_parameters_outside_of_the_model_are_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    criterion = nn.Bilinear(2, 2, 1)
+    other = make(model=nn.Linear(2, 2))
+
+    def with_criterion(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+        outputs = model(batch[0])
+        return criterion(outputs, outputs).sum(), len(batch[0])
+
+    def with_other_engine(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+        return other.module(model(batch[0])).square().sum(), len(batch[0])
+
+    make(with_other_engine).step([pair()])
+    assert not recwarn
+    engine = make(with_criterion)
+    for _ in range(2):
+        engine.step([pair(), pair()])
+    (found,) = (str(warning.message) for warning in recwarn)
+    assert found.startswith(
+        "the loss depends on parameters outside of the model, of shape (1,), (1, 2, 2), which the e"
+    )
+    criterion.requires_grad_(False)
+    make(with_criterion).step([pair()])
+    assert len(recwarn) == 1
 
 
 # Updates that would be lost

@@ -64,9 +64,7 @@ ELSEWHERE = answer(doing="step 3, update")
 
 def test_rank_outside_collectives_is_late() -> None:
     result = report_on({0: WAITS, 1: answer(doing="step 3, loading data"), 2: WAITS})
-    assert result.summary == (
-        "rank 1 late for 12 s; ranks 0, 2 in all_reduce (all_reduce_stats, decision.py:1)"
-    )
+    assert result.summary == "rank 1 late for 12 s"
     assert "rank 1 of 3 on node1 is late: step 3, loading data for 12 s\n" in result.text
     assert 'File "x.py", line 1' in result.text
     assert (
@@ -92,10 +90,7 @@ def test_ranks_in_different_collectives_are_reported_as_diverged() -> None:
 def test_all_ranks_in_same_collective_blame_network() -> None:
     result = report_on({0: WAITS, 1: WAITS})
     assert "check the network" in result.text
-    assert (
-        result.summary
-        == "all ranks wait for 12 s; they in all_reduce (all_reduce_stats, decision.py:1)"
-    )
+    assert result.summary == "all ranks wait for 12 s"
 
 
 def test_report_shows_few_of_many_late_ranks() -> None:
@@ -127,8 +122,7 @@ def test_rank_one_collective_behind_is_late(host: RankStatus) -> None:
         "which ranks 0-1, 3 have started\n"
         '        File "x.py", line 1\n'
     ) in result.text
-    assert f"rank 2 late before collective 7 of {WORLD}, all_reduce for 12 s; " in result.summary
-    assert "ranks 0-1, 3 " in result.summary
+    assert result.summary == "rank 2 late for 12 s"
 
 
 def test_report_shows_where_others_wait_for_device() -> None:
@@ -166,7 +160,6 @@ def test_only_last_of_ranks_behind_is_late() -> None:
 def test_missing_collective_name_is_omitted() -> None:
     result = report_on({0: ELSEWHERE, 1: answer(collectives=6)}, traces={})
     assert f"it has not started collective 7 of {WORLD}, which rank 0 has started" in result.text
-    assert result.summary.endswith("; rank 0 waits")
 
 
 @pytest.mark.parametrize("host", [READS, answer(doing="step 3, update")])
@@ -174,7 +167,7 @@ def test_ranks_with_equal_numbers_wait_for_device(host: RankStatus) -> None:
     traces = {rank: pending(6, "all_gather", "all_reduce") for rank in range(4)}
     result = report_on(dict.fromkeys(range(4), host), traces=traces)
     assert "is late" not in result.text
-    assert result.summary.startswith("all ranks wait for 12 s; they ")
+    assert result.summary == "all ranks wait for 12 s"
     assert f"  collective 6 of {WORLD}, all_gather has not completed on ranks 0-3\n" in result.text
     assert "all ranks have started the same collectives and wait for the device" in result.text
 
@@ -246,7 +239,7 @@ def test_ranks_waiting_for_silent_rank_are_not_late() -> None:
     assert "rank 1 of 3 on node7 is late and does not answer" in result.text
     assert result.text.count("is late") == 1
     result = report_on({0: READS, 2: answer(collectives=6)}, silent)
-    assert result.summary.startswith("ranks 1-2 late for 12 s; rank 0 for the device in")
+    assert result.summary == "ranks 1-2 late for 12 s"
 
 
 def ask(watchdog: Watchdog) -> None:

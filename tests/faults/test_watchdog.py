@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -21,7 +22,7 @@ from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import HashStore
-from distmp.faults import hang_report, watchdog
+from distmp.faults import watchdog
 from distmp.faults.watchdog import Ending, Watchdog
 from distmp.utils import frames
 from tests.progress import wait_until
@@ -147,7 +148,7 @@ def test_traffic_is_independent_of_number_of_ranks(monkeypatch: pytest.MonkeyPat
             with mock.patch.object(one, "_store", wraps=store) as seen:
                 one._turn()
             calls.append([(call[0], len(str(call[1]))) for call in seen.method_calls])
-            one._stack.close()
+            faulthandler.unregister(watchdog.STACK_SIGNAL)
         assert len({len(found) for found in calls}) == 1
         counts.append((len(calls[0]), max(size for found in calls for _, size in found) < 200))
     assert counts[0] == counts[1]
@@ -239,14 +240,14 @@ def test_collective_of_joined_thread(tmp_path: Path) -> None:
         assert "in write\n" in places[1]
 
 
-def test_stack_of_other_process_is_read() -> None:
-    shared = hang_report.SharedStack()
+def test_watched_process_writes_its_stack_on_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    monitor = watch()
+    monitor.watch()
     try:
-        stack = hang_report.of_process(os.getpid(), shared.descriptor)
+        os.kill(os.getpid(), watchdog.STACK_SIGNAL)
     finally:
-        shared.close()
-    assert "in test_stack_of_other_process_is_read" in stack
-    assert hang_report.of_process(2**22 + 1, 3) == ""
+        monitor.stop()
+    assert "in test_watched_process_writes_its_stack_on_a_signal" in capfd.readouterr().err
 
 
 def test_rank_publishes_heartbeats_until_exit() -> None:

@@ -9,7 +9,6 @@ from distmp.errors import ConfigError
 from distmp.launcher.job import ExplainedValue, Job, detect
 from distmp.launcher.network import AddressError, Network
 from distmp.launcher.plan import (
-    Machine,
     Plan,
     UserOptions,
     assignment,
@@ -42,8 +41,8 @@ def plan(
     machines: Network | None = None,
     variables: dict[str, str] | None = None,
 ) -> Plan:
-    machine = Machine(machines or network(), 16, ExplainedValue(4, "GPUs"))
-    return make_plan(given, job, machine, variables or {})
+    ranks = ExplainedValue(given.ranks or 4, "GPUs")
+    return make_plan(given, job, machines or network(), 16, ranks, variables or {})
 
 
 def variables_of(planned: Plan) -> dict[str, str]:

@@ -133,7 +133,7 @@ def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
 
 
 PROBE = """\
-from distmp.distributed.launcher_variables import adopt_ranks
+from distmp.distributed.rank_environment import adopt_ranks
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError
 try:

@@ -92,6 +92,11 @@ def test_models_too_small_for_data_are_refused(
         ({"name": "transformr"}, "model.name", "write 'transformer', 'hf:DIRECTORY' or"),
         ({"loss": "mse"}, "model.loss", "write 'next_token' or"),
         ({"size": "2m"}, "model.size", "did you mean '2?2m'"),
+        (
+            {"name": "m:f", "size": "22m"},
+            "model.size",
+            "is a size of the transformer, not of 'm:f'",
+        ),
         ({"options": {"layers": 0}}, "model.options.layers", "must be from 1 to"),
         ({"options": {"vocabulary_size": 0}}, "model.options.vocabulary_size", "must be from 1 to"),
         ({"options": {"dimension": 128, "heads": 5}}, "model.options.heads", "does not divide"),

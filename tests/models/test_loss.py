@@ -216,6 +216,31 @@ def test_targets_outside_vocabulary_are_refused(takes: bool, target: int) -> Non
         next_token_loss(model, batch(targets))
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda logits: logits.transpose(0, 1), r"logits of shape \(3, 2, 5\)': the targets have"),
+        (
+            lambda logits: logits[:, 1:],
+            r"logits of shape \(2, 2, 5\)': the targets have shape \(2,",
+        ),
+        (lambda logits: (logits,), "'tuple': the model returned this; return logits"),
+    ],
+)
+def test_outputs_that_are_no_logits_of_the_targets_are_refused(changed: Any, said: str) -> None:
+    class Changed(nn.Embedding):
+        def forward(self, inputs: Tensor) -> Any:
+            return changed(super().forward(inputs))
+
+    with pytest.raises(ConfigError, match=said):
+        next_token_loss(Changed(5, 5), batch(torch.randint(5, (2, 3))))
+
+
+def test_targets_of_another_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"targets: int32 \[2, 3\]}': targets are int64"):
+        next_token_loss(nn.Embedding(5, 5), batch(torch.ones(2, 3, dtype=torch.int32)))
+
+
 def test_negative_target_raises_out_of_bounds() -> None:
     """Where targets are not checked: on a GPU, and below torch.compile."""
     hidden, weight, targets = torch.randn(4, 8), torch.randn(50, 8), torch.tensor([3, -7, 4, 5])

@@ -23,9 +23,19 @@ def on_tensors(kind: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda named: kind([tensor for _, tensor in named], lr=0.1)
 
 
+class SharpnessAware(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step()
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(torch.optim.LBFGS, "needs a closure"), (torch.optim.SparseAdam, "sparse gradients only")],
+    [
+        (torch.optim.LBFGS, "needs a closure"),
+        (SharpnessAware, "needs a closure"),
+        (torch.optim.SparseAdam, "sparse gradients only"),
+    ],
 )
 def test_optimizer_that_cannot_step_is_refused_by_engine(kind: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

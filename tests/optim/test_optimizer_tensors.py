@@ -172,6 +172,21 @@ def test_empty_group_of_copies_is_warned_of(copied: bool, caplog: pytest.LogCapt
     assert ("a parameter group of SGD is empty" in caplog.text) is copied
 
 
+@ranks(2)
+def test_only_the_first_rank_warns_of_empty_group() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("distmp").addHandler(handler)
+
+    def with_empty_group(named: Any) -> torch.optim.Optimizer:
+        return SGD([{"params": [value for _, value in named]}, {"params": []}], lr=0.1)
+
+    make_engine(policy="bf16", optimizer=with_empty_group)
+    warnings = [record for record in records if "is empty" in record.getMessage()]
+    assert len(warnings) == (dist.get_rank() == 0)
+
+
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_whole_matrix_optimizers_are_refused_for_shards(name: str) -> None:
     kind = getattr(torch.optim, name, None)

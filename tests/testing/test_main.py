@@ -11,22 +11,20 @@ import pytest
 from distmp.testing.__main__ import main
 
 RIGHT = {"ranks": 2, "steps": 2, "mismatches": [], "undecided": [], "collectives": {"sum": 1}}
-WRONG = {**RIGHT, "mismatches": [["halved", "weight: halved"]]}
+WRONG = {**RIGHT, "mismatches": [["clipped", "weight: clipped"]]}
 UNDECIDED = {**RIGHT, "undecided": ["compiled"]}
 
 
-def test_exit_code_is_that_of_the_worst_file(
+def test_exit_code_is_that_of_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [str(tmp_path / name) for name in ("wrong", "none", "undecided", "right")]
-    for file, report in zip(files, (WRONG, None, UNDECIDED, RIGHT), strict=True):
-        if report is not None:
-            Path(file).write_text(json.dumps(report))
-    assert [main(files[first:]) for first in range(4)] == [1, 3, 2, 0]
-    captured = capsys.readouterr()
-    assert captured.out.count("gradient wrong") == 1
-    assert captured.out.count("gradient right") == 4
-    assert captured.err.count("\n") == captured.err.count("none is not the report of an audit") == 2
+    file = tmp_path / "report.json"
+    assert main([str(file)]) == 3
+    assert "report.json is not the report of an audit" in capsys.readouterr().err
+    for report, code, state in ((WRONG, 1, "wrong"), (UNDECIDED, 2, "not"), (RIGHT, 0, "right")):
+        file.write_text(json.dumps(report))
+        assert main([str(file)]) == code
+        assert f"gradient {state}" in capsys.readouterr().out
 
 
 def test_help_and_no_argument(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +32,7 @@ def test_help_and_no_argument(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert end.value.code == code
-    assert "3 if a file has no report" in capsys.readouterr().out
+    assert "3 if the file has no report" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,7 @@ def test_hang_is_detected_and_described(tmp_path: Path) -> None:
         assert f"rank {1 - late} waits in {WAITING[name]}" in output, (name, output)
         is_counted = "does not answer" not in output
         assert ("it has not started collective " in output) is is_counted, (name, output)
-        # The reporting rank ends, and the silent one is killed, in the same moment.
-        (code,) = done[number].exit_codes.values()
-        assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in output), name
+        assert HANG_EXIT_CODE in done[number].exit_codes.values(), name
     asleep, _, _, background, stopped, native = (result.stderr for result in done)
     assert "in _sleep\n" in asleep
     assert "in _sleep\n" in background

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from distmp.config import BatchConfig, RunConfig
 from distmp.distributed import rendezvous_store
-from distmp.distributed.attempt import AttemptError
 from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rendezvous_store import AttemptError
 from distmp.distributed.world import leave
 from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
 from distmp.training import failures, preflight

@@ -251,6 +251,10 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda tmp: [f"--data.source={_module(tmp)}:floats", "--model.name=users_models:failing"],
         "data.source = 'users_models:floats': sample 0 has inputs of torch.float32",
     ),
+    "lazy model": (
+        lambda tmp: tiny(tmp, "--model.options={}", f"--model.name={_module(tmp)}:lazy"),
+        "model = '0.weight': has no shape yet; give its layer all sizes, or run a batch",
+    ),
     "sharding one process": (
         lambda tmp: tiny(tmp, "--strategy=fsdp"),
         "strategy = 'fsdp': needs several ranks, but only one process was started",
@@ -316,6 +320,8 @@ def _module(directory: Path) -> str:
         "    return Keyed()\n"
         "def no_optimizer(groups, **options):\n"
         "    return None\n"
+        "def lazy():\n"
+        "    return nn.Sequential(nn.LazyLinear(8))\n"
         "def affine():\n"
         "    return nn.Linear(1, 1)\n"
         "def squared(model, batch):\n"

@@ -17,15 +17,7 @@ from distmp.diagnosis.replay import Probe
 from distmp.distributed.world import World
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling import LossScaleConfig
-from distmp.training.components import (
-    Progress,
-    build_engine,
-    find_checkpoint,
-    prepare,
-    restore,
-    start_from_weights,
-    training_batches,
-)
+from distmp.training import components
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import counted, text_table
 
@@ -59,12 +51,12 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     Raises:
         SetupError: On every rank, if a rank cannot use the configuration.
     """
-    parts = world.ranks.all_or_none(lambda: prepare(config, world))
+    parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
     config, _ = choose_strategy(config, parts, world)
     measured_in, reason = _policy(config.precision.policy, world.device)
-    checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
+    checkpoint = world.ranks.all_or_none(lambda: components.find_checkpoint(config))
     engine = world.ranks.all_or_none(
-        lambda: build_engine(
+        lambda: components.build_engine(
             config,
             parts,
             world,
@@ -73,12 +65,12 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
             load=checkpoint is not None,
         )
     )
-    progress = Progress()
+    progress = components.Progress()
     if checkpoint is None:
-        start_from_weights(parts, engine)
+        components.start_from_weights(parts, engine)
     else:
-        progress = world.ranks.all_or_none(lambda: restore(engine, checkpoint))
-    batches = training_batches(config, parts, world, progress)
+        progress = world.ranks.all_or_none(lambda: components.restore(engine, checkpoint))
+    batches = components.training_batches(config, parts, world, progress)
     with closing(batches), recorder(engine.module) as recorded:
         for _ in range(steps):
             engine.step(next(batches))

@@ -20,14 +20,8 @@ from distmp.errors import ConfigError, SetupError
 from distmp.models.metrics import find_metrics
 from distmp.precision import resolve
 from distmp.telemetry.measurements import begin_peak, peak_since
-from distmp.training.components import (
-    Progress,
-    RunComponents,
-    build_engine,
-    prepare,
-    start_from_weights,
-    training_batches,
-)
+from distmp.training import components
+from distmp.training.components import Progress, RunComponents
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import bytes_text, counted, text_table
 
@@ -248,7 +242,7 @@ def compare(config: CalibrationConfig, world: World) -> Comparison:
         ConfigError: On every rank, if seeds are to be compared without held-out samples.
     """
     # Once, so that all policies are measured with the strategy of the run.
-    parts = world.ranks.all_or_none(lambda: prepare(config, world))
+    parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
     if config.seeds and parts.datasets.validation is None:
         raise ConfigError("seeds", config.seeds, "needs held-out samples; set data.held_out")
     config, _ = choose_strategy(config, parts, world)
@@ -287,17 +281,17 @@ def measure(
     Returns:
         Time, memory and losses, or why the run cannot use the policy.
     """
-    parts = world.ranks.all_or_none(lambda: prepare(config, world))
+    parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
     start = begin_peak(world.device)
     try:
         engine = world.ranks.all_or_none(
-            lambda: build_engine(config, parts, world, policy=name, attribution=False),
+            lambda: components.build_engine(config, parts, world, policy=name, attribution=False),
         )
     except SetupError as error:
         return str(error)
-    start_from_weights(parts, engine)
+    components.start_from_weights(parts, engine)
     losses, seconds, skipped = [], [], 0
-    with closing(training_batches(config, parts, world, Progress())) as batches:
+    with closing(components.training_batches(config, parts, world, Progress())) as batches:
         for _ in range(steps):
             microbatches = next(batches)
             torch.manual_seed(config.seed)

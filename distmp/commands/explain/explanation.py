@@ -10,13 +10,8 @@ from typing import Any
 
 import torch
 
+from distmp.commands.explain import observe
 from distmp.commands.explain.fake_ranks import simulate_ranks
-from distmp.commands.explain.observe import (
-    ModuleGroup,
-    ObservedDtypes,
-    differences,
-    expected_groups,
-)
 from distmp.commands.explain.trace_steps import CommVolume, comm_volumes, trace_steps
 from distmp.config import RunConfig
 from distmp.data.order import microbatches_per_rank
@@ -67,8 +62,8 @@ class Explanation:
     strategy: str
     strategy_reason: str
     microbatches: int
-    groups: list[ModuleGroup]
-    observed: ObservedDtypes
+    groups: list[observe.ModuleGroup]
+    observed: observe.ObservedDtypes
     memory: dict[str, int]
     start_memory_bytes: int
     communication: list[CommVolume]
@@ -163,7 +158,7 @@ def predict(
         config, auto_reason = choose_strategy(config, parts, world)
         strategy = resolve_strategy(config.strategy, world)
         round_frozen(config, parts, policy)
-        groups = expected_groups(parts.model, policy, strategy, config.sharding.wrap)
+        groups = observe.expected_groups(parts.model, policy, strategy, config.sharding.wrap)
         run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
         trace = trace_steps(config, parts, world, policy, microbatches=min(run, parts.microbatches))
     communication = comm_volumes(
@@ -184,7 +179,7 @@ def predict(
         communication,
         trace.low_precision_layers,
         [
-            *differences(trace.observed, groups, policy),
+            *observe.differences(trace.observed, groups, policy),
             *_communication_differences(communication, groups),
         ],
         costs(policy),
@@ -203,7 +198,7 @@ def _add_partial_sums(
 
 
 def _communication_differences(
-    communication: list[CommVolume], groups: list[ModuleGroup]
+    communication: list[CommVolume], groups: list[observe.ModuleGroup]
 ) -> Iterator[str]:
     expected = {group.reduced for group in groups}
     for entry in communication:

@@ -18,13 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -203,15 +198,20 @@ def _missing_values_refused() -> Iterator[None]:
     try:
         yield
     except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedOperatorException,
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
     ) as error:
         raise ConfigError(
             "model.name",
             "the model or its loss",
             f"cannot be traced without the values of its tensors, at the operation {error.func}",
         ) from error
+    except RuntimeError as error:
+        if "Uninitialized" not in str(error):
+            raise
+        problem = "has a lazy layer, whose parameters have no shape yet; give the layer all sizes"
+        raise ConfigError("model.name", "the model", problem) from error
 
 
 def _first_chunk(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:

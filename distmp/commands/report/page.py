@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from distmp import __version__
 from distmp.errors import ConfigError
@@ -108,7 +108,7 @@ class RecordedRun:
     def skipped(self) -> list[tuple[str, ...]]:
         """Return step, loss scale, cause and advice of each skipped step."""
         records = [record for record in self.records if record.skipped]
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for record in records[:MAX_SKIPPED]:
             overflow = record.overflow or {}
             cause = overflow.get("diagnosis", "no overflow: no gradients to apply")
@@ -128,22 +128,8 @@ INCHES = (11.0, 2.4)
 LOGARITHMS = {"Gradient norm before clipping": 10, "Loss scale": 2}
 
 
-class Curve(NamedTuple):
-    """A line, or single points, of a chart.
-
-    Attributes:
-        chart: Title of the chart.
-        label: Name of the curve.
-        steps: Numbers of the steps.
-        values: The values; gaps are NaN.
-        style: Style of matplotlib: "-" for a line, a marker for points.
-    """
-
-    chart: str
-    label: str
-    steps: list[int]
-    values: list[float]
-    style: str = "-"
+# Title of the chart, label, value of a record (None: no point), and style of matplotlib.
+Curve = tuple[str, str, Callable[[StepRecord], float | None], str]
 
 
 def image(runs: Sequence[RecordedRun]) -> bytes:
@@ -158,11 +144,14 @@ def draw(runs: Sequence[RecordedRun]) -> Figure:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    charts: dict[str, list[Curve]] = {}
+    charts: dict[str, list[tuple[str, dict[int, float], str]]] = {}
     for run in runs:
-        for curve in curves(run):
-            label = curve.label if len(runs) == 1 else f"{run.name}, {curve.label}"
-            charts.setdefault(curve.chart, []).append(curve._replace(label=label))
+        for title, label, value, style in curves(run):
+            name = label if len(runs) == 1 else f"{run.name}, {label}"
+            values = {r.step: found for r in run.records if (found := value(r)) is not None}
+            points = {step: x if math.isfinite(x) else math.nan for step, x in values.items()}
+            if points:
+                charts.setdefault(title, []).append((name, points, style))
     # Names of runs may contain what looks like a formula.
     with rc_context({"text.parse_math": False}):
         figure = Figure((INCHES[0], INCHES[1] * len(charts)), layout="constrained")
@@ -172,8 +161,8 @@ def draw(runs: Sequence[RecordedRun]) -> Figure:
             axes.grid(alpha=0.3)
             if title in LOGARITHMS:
                 axes.set_yscale("log", base=LOGARITHMS[title])
-            for line in lines:
-                axes.plot(line.steps, line.values, line.style, label=line.label, markersize=4)
+            for name, points, style in lines:
+                axes.plot([*points], [*points.values()], style, label=name, markersize=4)
             if len(lines) > 1:
                 axes.legend(fontsize="small")
     return figure
@@ -181,47 +170,23 @@ def draw(runs: Sequence[RecordedRun]) -> Figure:
 
 def curves(run: RecordedRun) -> Iterator[Curve]:
     """Yield the curves of a run, in the order of the charts."""
-    of_steps = partial(_curve, records=run.records, label="each step")
-    yield from of_steps("Loss", value=lambda r: r.loss)
-    validated = [record for record in run.records if record.validation_loss is not None]
-    yield from _curve("Loss", validated, "validation", lambda r: r.validation_loss, "o")
-    yield from _metrics(run)
-    yield from of_steps("Learning rate", value=lambda r: r.learning_rate)
-    # A logarithmic axis cannot show 0.
-    yield from of_steps("Gradient norm before clipping", value=lambda r: r.grad_norm or None)
-    yield from of_steps("Loss scale", value=lambda r: r.loss_scale)
-    skipped = [record for record in run.records if record.skipped]
-    yield from _curve(
-        "Loss scale", skipped, f"{len(skipped):,} skipped", lambda r: r.loss_scale, "x"
-    )
-    # The first step compiles and allocates, and would flatten the chart.
-    later = [record for record in run.records if record.step > 1]
-    unit = run.throughput_unit
-    yield from _curve(f"Throughput, {unit}", later, "each step", lambda r: r.weight_per_second)
-    memory = "Peak memory of the first rank, MiB"
-    yield from of_steps(memory, value=lambda r: r.memory_bytes / 2**20)
-
-
-def _curve(
-    chart: str,
-    records: Sequence[StepRecord],
-    label: str,
-    value: Callable[[StepRecord], float | None],
-    style: str = "-",
-) -> Iterator[Curve]:
-    """Yield a curve of the records; nothing if there are none."""
-    if records:
-        found = [value(record) for record in records]
-        values = [x if x is not None and math.isfinite(x) else math.nan for x in found]
-        yield Curve(chart, label, [record.step for record in records], values, style)
-
-
-def _metrics(run: RecordedRun) -> Iterator[Curve]:
-    """Yield each metric on held-out data; that of the average is in the same chart."""
+    each = "each step"
+    yield "Loss", each, lambda r: r.loss, "-"
+    yield "Loss", "validation", lambda r: r.validation_loss, "o"
     for name in dict.fromkeys(n for r in run.records for n in r.validation_metrics or {}):
-        measured = [r for r in run.records if name in (r.validation_metrics or {})]
-        chart = f"Held-out {name.removeprefix(EMA_PREFIX)}"
-        yield from _curve(chart, measured, name, partial(_metric, name=name), "o")
+        # The metric of the average is in the same chart.
+        title = f"Held-out {name.removeprefix(EMA_PREFIX)}"
+        yield title, name, partial(_metric, name=name), "o"
+    yield "Learning rate", each, lambda r: r.learning_rate, "-"
+    # A logarithmic axis cannot show 0.
+    yield "Gradient norm before clipping", each, lambda r: r.grad_norm or math.nan, "-"
+    yield "Loss scale", each, lambda r: r.loss_scale, "-"
+    skipped = f"{sum(record.skipped for record in run.records):,} skipped"
+    yield "Loss scale", skipped, lambda r: r.loss_scale if r.skipped else None, "x"
+    # The first step compiles and allocates, and would flatten the chart.
+    throughput = f"Throughput, {run.throughput_unit}"
+    yield throughput, each, lambda r: r.weight_per_second if r.step > 1 else None, "-"
+    yield "Peak memory of the first rank, MiB", each, lambda r: r.memory_bytes / 2**20, "-"
 
 
 def _metric(record: StepRecord, name: str) -> float | None:

@@ -8,14 +8,9 @@ from collections.abc import Iterable, Sequence
 from distmp.config import find_callback
 from distmp.errors import ConfigError, nearest
 from distmp.training.build import Run
+from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
-from distmp.training.callbacks.checks import (
-    AdapterCheck,
-    LeaseCheck,
-    RankConsistency,
-    StragglerDetection,
-)
 from distmp.training.callbacks.sample import TextSample
 from distmp.training.callbacks.step_logger import Profiling, StepLogger
 from distmp.training.callbacks.stopping import EarlyStopping, TimeLimit
@@ -35,13 +30,13 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     config = run.config
     ema = Ema(config.ema) if config.ema.decay > 0 else None
     return [
-        LeaseCheck(run),
+        checks.LeaseCheck(run),
         Profiling(run),
-        StragglerDetection(run),
+        checks.StragglerDetection(run),
         TimeLimit(run),
         StepLogger(run),
-        RankConsistency(ema),
-        AdapterCheck(),
+        checks.RankConsistency(ema),
+        checks.AdapterCheck(),
         *([] if ema is None else [ema]),
         Validation(run, ema, checkpointing.writer),
         *([EarlyStopping(config, checkpointing)] if config.early_stopping.patience else []),
@@ -78,6 +73,9 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
         ConfigError: Naming the first one, such as a hook of an earlier version.
     """
     for callback in callbacks:
+        if not isinstance(callback, Callback):
+            problem = "is no distmp.training.callbacks.Callback; pass an object of a subclass"
+            raise ConfigError("callbacks", repr(callback), problem)
         _check_names(callback)
         for name, function in vars(Callback).items():
             hook = getattr(callback, name)

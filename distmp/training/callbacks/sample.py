@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distmp.config import RunConfig
 from distmp.data import text
-from distmp.data.token_metadata import TokenMetadata
+from distmp.data.token_metadata import BYTES
 from distmp.distributed.progress import current_phase
 from distmp.errors import require
 from distmp.models.huggingface_files import load_tokenizer
@@ -143,18 +143,10 @@ def _find_codec(config: RunConfig) -> _Codec | None:
     Raises:
         ConfigError: If `sample.tokenizer` cannot be used.
     """
-    directory = config.sample.tokenizer
-    # The loss `next_token` requires that the model turns token ids into logits.
-    if config.sample.length == 0 or config.model.loss != "next_token":
+    tokenizer = config.text_tokenizer()
+    if tokenizer is None:
         return None
-    if config.data.source == "text":
-        return _BYTES
-    if directory is not None:
-        return _codec_of(directory, config.sample.prompt)
-    data = None
-    if config.data.source == "tokens":
-        data = TokenMetadata.read(Path(config.data.path or "").expanduser())
-    return _BYTES if data is not None and data.tokenizer == "bytes" else None
+    return _BYTES if tokenizer == BYTES else _codec_of(tokenizer, config.sample.prompt)
 
 
 def _codec_of(directory: str, prompt: str) -> _Codec:

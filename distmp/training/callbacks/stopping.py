@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
-from distmp.checkpoint.layout import final_path, has_checkpoint
+from distmp.checkpoint.storage import final_path, is_checkpoint
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import is_under_torchrun
 from distmp.training.build import Run
@@ -29,6 +30,7 @@ _FIRST_SAVE_BYTES_PER_SECOND = 100e6
 _END_SECONDS = 5.0
 
 
+@dataclass
 class TimeBudget:
     """Decides when a run has to stop to save its last checkpoint and exit within its time limit.
 
@@ -42,18 +44,16 @@ class TimeBudget:
         clock: Returns seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        minutes: float | None,
-        state_bytes: int,
-        job_started: float,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._deadline = None if minutes is None else job_started + 60 * minutes
-        self._clock = clock
+    minutes: float | None
+    state_bytes: int
+    job_started: float
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._deadline = None if self.minutes is None else self.job_started + 60 * self.minutes
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._save_seconds: float | None = None
-        self._first_save = _FIRST_SAVE_SECONDS + state_bytes / _FIRST_SAVE_BYTES_PER_SECOND
+        self._first_save = _FIRST_SAVE_SECONDS + self.state_bytes / _FIRST_SAVE_BYTES_PER_SECOND
 
     def add_step(self, seconds: float) -> None:
         """Record the seconds that a step took."""
@@ -65,7 +65,7 @@ class TimeBudget:
 
     def is_spent(self) -> bool:
         """Return whether it is time to stop. Ranks may disagree, since they measure times."""
-        return self._deadline is not None and self._clock() + self._reserve() >= self._deadline
+        return self._deadline is not None and self.clock() + self._reserve() >= self._deadline
 
     def _reserve(self) -> float:
         save = self._first_save if self._save_seconds is None else self._save_seconds
@@ -178,10 +178,11 @@ class EarlyStopping(Callback):
             return
         self._checkpointing.writer.finish()
         directory = trainer.directory.checkpoints
-        where = str(final_path(directory, self._best_step))
+        path = final_path(directory, self._best_step)
+        where = str(path)
         # The last step is saved after this.
         is_last = self._best_step == trainer.progress.step
-        if trainer.world.rank == 0 and not (is_last or has_checkpoint(directory, self._best_step)):
+        if trainer.world.rank == 0 and not (is_last or is_checkpoint(path)):
             where = f"no checkpoint in {directory}, but in the run that this one continues"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "

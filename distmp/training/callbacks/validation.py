@@ -110,7 +110,7 @@ class Validation(Callback):
         if last:
             trainer.console.message("validating on the held-out samples")
         with trainer.timer.paused():
-            found = self._evaluate_both(trainer, self._dataset, samples)
+            found = self._evaluate_both(trainer, samples)
         if found is None:
             return
         if last:
@@ -119,29 +119,25 @@ class Validation(Callback):
                 trainer.console.message(f"held-out {name} {value:.4f}")
         trainer.report_validation(found.loss, found.metrics)
 
-    def _evaluate_both(
-        self, trainer: TrainingLoop, dataset: Any, samples: int | None
-    ) -> Evaluation | None:
+    def _evaluate_both(self, trainer: TrainingLoop, samples: int | None) -> Evaluation | None:
         """Evaluate the weights, and then their average, whose metrics get a prefix."""
-        found = self._evaluate(trainer, dataset, samples)
+        found = self._evaluate(trainer, samples)
         if found is None or self._ema is None:
             return found
         self._writer.release()
         with self._ema.average.as_weights():
-            averaged = self._evaluate(trainer, dataset, samples)
+            averaged = self._evaluate(trainer, samples)
         if averaged is None:
             return None
         metrics = {"loss": averaged.loss, **averaged.metrics}
         prefixed = {f"{EMA_PREFIX}{name}": value for name, value in metrics.items()}
         return Evaluation(found.loss, {**found.metrics, **prefixed})
 
-    def _evaluate(
-        self, trainer: TrainingLoop, dataset: Any, samples: int | None
-    ) -> Evaluation | None:
+    def _evaluate(self, trainer: TrainingLoop, samples: int | None) -> Evaluation | None:
         """Evaluate the first `samples` held-out samples, or all; None if a rank is to stop."""
         batches = until_stop_requested(
             evaluation_batches(
-                dataset,
+                self._dataset,
                 samples=samples,
                 microbatch_size=trainer.config.batch.microbatch_size,
                 rank=trainer.world.rank,

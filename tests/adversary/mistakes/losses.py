@@ -239,7 +239,7 @@ def the_loss_uses_the_model_of_the_script(script: Script) -> None:
     script.loss = lambda module, batch: summed(script.model, batch)
 
 
-@mistake("loss", "right")
+@mistake("loss", "warning", strategies=("ddp",))
 def the_loss_has_a_criterion_with_parameters(script: Script) -> None:
     scale = nn.Parameter(torch.ones(()))
     script.loss = lambda module, batch: (summed(module, batch)[0] * scale, len(batch.labels))

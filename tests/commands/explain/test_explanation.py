@@ -368,6 +368,9 @@ def test_indivisible_batch_is_refused_before_simulation(
 
 def test_value_dependent_model_is_refused() -> None:
     model = replace(RunConfig().model, name="tests.commands.explain.runs:Indecisive")
+    lazy = replace(RunConfig().model, name="tests.commands.explain.runs:lazy")
+    with pytest.raises(ConfigError, match="has a lazy layer, whose parameters have no shape yet"):
+        explain(replace(run(precision=policy("fp32")), model=lazy), 1)
     with pytest.raises(ConfigError, match="cannot be traced without the values"):
         explain(replace(run(precision=policy("fp32")), model=model), 1)
     assert not dist.is_initialized()

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.distributed.launcher_variables import adopt_ranks, refuse_several
-from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rank_environment import RankEnvironment, adopt_ranks, refuse_several
 from distmp.errors import ConfigError
 from tests.ports import reserved_port
 from tests.torchrun import python, run, tiny

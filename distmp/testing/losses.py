@@ -1,16 +1,14 @@
-"""Losses of microbatches, and divisions of samples over ranks and microbatches in several ways."""
+"""Losses of microbatches: those that the user gives, and the one by default."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from distmp.errors import ConfigError, require
 
@@ -18,7 +16,6 @@ from distmp.errors import ConfigError, require
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 IGNORED = -100
 _PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
-
 _ENTERS = "In an audit, it gets only what enters forward: let labels enter, or use check_gradient"
 
 
@@ -26,7 +23,7 @@ def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Te
     """Return the loss sum of a microbatch, and its weight.
 
     Raises:
-        ConfigError: If they are not a scalar with a gradient and a number.
+        ConfigError: If they are not a loss and a number.
     """
     found: Any = loss_sum(model, batch)
     try:
@@ -36,12 +33,9 @@ def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Te
         raise ConfigError("what loss_sum returns", type(found).__name__, problem) from None
     problem = "return the number of tokens or samples"
     require(0 <= weight < np.inf, "the weight that loss_sum returns", found[1], problem)
-    problem = "return a tensor with one element, computed from trained parameters of the model"
-    valid = isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad >= (weight > 0)
-    require(valid, "the loss that loss_sum returns", total, problem)
     problem = "is not 0; return the number of tokens or samples as its weight, not 0"
-    value = total.item()
-    require(weight > 0 or value == 0, "the loss that loss_sum returns", value, problem)
+    valid = weight > 0 or not total.any()
+    require(valid, "the loss that loss_sum returns", total, problem)
     return total, weight
 
 
@@ -110,77 +104,3 @@ def _cross_entropy(
     if of_samples:
         return (losses / tokens.clamp(min=1)).sum(), (tokens > 0).sum()
     return losses.sum(), tokens.sum()
-
-
-# Relative numbers of samples of consecutive microbatches.
-_PATTERN = (1, 3, 2, 5, 1, 4)
-
-
-class Split(NamedTuple):
-    """A division of samples.
-
-    Attributes:
-        name: What is special about it.
-        samples: Samples of each microbatch, those of rank 0 first.
-        each: Number of microbatches of each rank.
-    """
-
-    name: str
-    samples: Sequence[Sequence[Any]]
-    each: int
-
-
-def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator[Split]:
-    """Yield divisions of samples over ranks.
-
-    Args:
-        samples: The samples, the same on every rank.
-        ranks: Number of ranks.
-        tokens: Whether there are divisions in which microbatches or a rank have no labels.
-
-    Raises:
-        ConfigError: If there are too few samples for three microbatches on each rank.
-    """
-    problem = f"pass at least {3 * ranks} samples, for three microbatches on each rank"
-    require(len(samples) >= 3 * ranks, "number of samples", len(samples), problem)
-    for count in (1, 2, 3):
-        name = f"{count} uneven microbatch{'es' * (count > 1)} per rank"
-        yield Split(name, _divided(samples, ranks * count), count)
-    unlabelled = [_without_labels(sample) for sample in samples]
-    if tokens and all(sample is not None for sample in unlabelled):
-        parts = [*zip(_divided(samples, 2 * ranks), _divided(unlabelled, 2 * ranks), strict=True)]
-        first = [each[number < 1] for number, each in enumerate(parts)]
-        yield Split("a microbatch without labels", first, 2)
-        if ranks > 1:
-            last = [each[number >= len(parts) - 2] for number, each in enumerate(parts)]
-            yield Split("a rank without labels", last, 2)
-
-
-def _divided(samples: Sequence[Any], parts: int) -> list[Sequence[Any]]:
-    """Return consecutive samples, at least one each, in sizes as uneven as `_PATTERN`."""
-    shares = np.cumsum(np.resize(_PATTERN, parts))
-    ends = np.round(shares / shares[-1] * (len(samples) - parts)).astype(int) + 1 + np.arange(parts)
-    return [samples[start:end] for start, end in itertools.pairwise([0, *ends])]
-
-
-def _without_labels(sample: Any) -> Any:
-    """Return the sample with all labels ignored; None if it has no integer labels."""
-    is_pair = type(sample) in (tuple, list) and len(sample) == 2
-    labels = sample.get("labels") if isinstance(sample, Mapping) else sample[1] if is_pair else None
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return None
-    ignored = torch.full_like(labels, IGNORED)
-    return (sample[0], ignored) if is_pair else {**sample, "labels": ignored}
-
-
-def collated(samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None) -> Any:
-    """Return a microbatch.
-
-    Raises:
-        ConfigError: If the samples cannot be stacked.
-    """
-    try:
-        return (collate or default_collate)(list(samples))
-    except (RuntimeError, TypeError) as error:
-        problem = f"cannot be stacked ({error}); pass collate=..., or pad samples"
-        raise ConfigError("samples", type(samples[0]).__name__, problem) from error
