@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import math
@@ -138,6 +139,7 @@ def in_turn(names: str | tuple[str, ...], values: Sequence[Any]) -> Callable[[Te
                 case = dict(zip(own, [value] if isinstance(names, str) else value, strict=True))
                 sys.stdout.write(f"{case}\n")  # shown if it fails
                 body(*args, **case, **kwargs)
+                gc.collect()  # as at the end of a process
 
         signature = inspect.signature(body)
         left = [each for name, each in signature.parameters.items() if name not in own]
