@@ -67,8 +67,9 @@ def take_step(
     spike_check = state.divergence.check(decision)
     if spike_check.skip is not None:
         decision = decision.skipping(spike_check.skip)
-    if fingerprint.terms:
-        decision = decision.skipping(fingerprint.differs(terms))
+    differ = fingerprint.differs(terms) if fingerprint.terms else None
+    if differ is not None:
+        decision = decision.skipping(differ)
     current_phase.enter(UPDATE)
     updates.apply(decision)
     setup.buffers.end_step(decision.found_inf, differ)

@@ -312,3 +312,10 @@ def _check_rate(index: int, rate: Any) -> None:
 
 def _version(rate: Any) -> int:
     return rate._version if isinstance(rate, Tensor) else 0
+
+
+def _as_tensor(rate: Any, device: torch.device) -> Tensor:
+    """Return a copy of a rate as a 0-dim FP32 tensor."""
+    if isinstance(rate, Tensor):
+        return rate.detach().to(device, torch.float32, copy=True)
+    return torch.full((), rate, dtype=torch.float32, device=device)

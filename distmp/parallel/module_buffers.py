@@ -131,13 +131,14 @@ class ModuleBuffers:
             for values in (self._before, *self._others_before):
                 values.restore()
 
-    def end_step(self, skipped: Tensor, differ: Tensor | bool = False) -> None:
+    def end_step(self, skipped: Tensor, differ: Tensor | None = None) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
 
         Args:
             skipped: 0-dim, nonzero if the step was skipped; the host does not wait for it.
             differ: 0-dim, whether ranks took different steps, for example with buffers of other
-                shapes. The host waits for it only if the sizes of the buffers have changed.
+                shapes; None for a single rank. The host waits for it only if the sizes of the
+                buffers have changed.
         """
         if self._reproducible:
             written = [] if self._of_first is None else [self._of_first]
@@ -149,7 +150,7 @@ class ModuleBuffers:
             self._before, self._others_before = None, []
         if self._group is None:
             return
-        if self._sizes() != self._common and differ:
+        if self._sizes() != self._common and differ is not None and differ:
             # Ranks whose buffers have not changed do not know of it, and broadcast theirs.
             for size, dtype, device in self._common:
                 self._broadcast(torch.empty(size, dtype=dtype, device=device))
