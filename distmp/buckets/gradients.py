@@ -602,7 +602,7 @@ def _hook(
         computed: Holds True if a backward has computed a gradient of a parameter with other hooks.
     """
 
-    def take_gradient(_: Tensor) -> None:  # which is what a hook before this one has returned
+    def take_gradient(_: Tensor) -> None:  # what a hook before this one has returned, if any
         alive = buckets()
         is_computed = any(computed)
         computed.clear()
