@@ -31,8 +31,6 @@ class RollCall:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # Connect now: at the first call, the rank that hosts the store may have ended.
-        self._monitor()
 
     def count(self, call: str) -> None:
         """Count a call. All ranks have to make the same calls in the same order."""

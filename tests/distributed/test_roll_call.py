@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +24,6 @@ from tests.reference import ONE_RANK, make_engine, microbatches, train
 def impatient() -> RollCall:
     roll_call.PATIENCE_SECONDS = 0.2
     return RollCall(World.current("cpu"))
-
-
-@ranks(2)
-def test_engine_connects_before_the_rank_with_the_store_may_end() -> None:
-    make_engine()
-    assert any(thread.name == "rank monitor" for thread in threading.enumerate())
 
 
 @ranks(2)
