@@ -152,9 +152,10 @@ class PrecisionConfig:
         # A run that resumes compares the resolved policy.
         metadata=HARMLESS,
     )
-    """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, or auto for the
-    best one that the device supports. Append changes after a comma: bf16,keep_fp32=norm|head. In a
-    file this may be a section: 'preset: bf16', and a line per change."""
+    """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, fp8,
+    fp8-rowwise, mxfp8, nvfp4, or auto for the best one that the device supports. Append changes
+    after a comma: bf16,keep_fp32=norm|head. In a file this may be a section: 'preset: bf16', and a
+    line per change."""
 
     loss_scale: LossScaleSettings = field(
         default_factory=LossScaleSettings,

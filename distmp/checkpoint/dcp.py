@@ -6,6 +6,8 @@ can be loaded at another world size or with another sharding than the one it was
 
 from __future__ import annotations
 
+import copyreg
+import traceback
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -29,6 +31,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.storage import checkpoint_error
 from distmp.distributed.ranks import Failure, Ranks, describe
+
+# DCP sends the traceback of a rank that fails to the others. From Python 3.13 on it holds code
+# objects, which cannot be pickled; torch before 2.13 fails on that and hides the error.
+copyreg.pickle(
+    traceback.FrameSummary, lambda f: (traceback.FrameSummary, (f.filename, f.lineno, f.name))
+)
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ def all_identities() -> list[str]:
 
     It searches all objects, which is slow, so call it only if ranks seem to differ.
     """
+    gc.collect()  # an optimizer that is garbage is not used in another order
     return [
         identify(candidate)
         for candidate in gc.get_objects()

@@ -244,9 +244,8 @@ MUTANTS = [
     Mutant(
         "ranks may step with different numbers",
         "distmp/engine/step.py",
-        "    if fingerprint.terms:\n        decision =",
-        "    fingerprint = Fingerprint(0, world_size=1)\n"
-        "    if fingerprint.terms:\n        decision =",
+        "    differ = fingerprint.differs(terms) if fingerprint.terms else None",
+        "    fingerprint, differ = Fingerprint(0, world_size=1), None",
         "misuse",
     ),
     Mutant(

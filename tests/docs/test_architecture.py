@@ -80,7 +80,7 @@ def test_functions_of_call_paths_exist(step: str) -> None:
 
 
 def test_call_paths_are_read_from_page() -> None:
-    assert [len(GRADIENT), len(SETTING), len(CHECKPOINT)] == [16, 10, 14]
+    assert [len(GRADIENT), len(SETTING), len(CHECKPOINT)] == [15, 10, 14]
 
 
 @ranks(2)

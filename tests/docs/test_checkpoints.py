@@ -54,7 +54,8 @@ def test_retention_example_agrees_with_page() -> None:
     described = first_column(section("Retention"))
     values = dict(setting.removeprefix("checkpoint.").split(": ") for setting in described)
     config = from_mapping(
-        RunConfig, {"checkpoint": {k: yaml.safe_load(v) for k, v in values.items()}}
+        RunConfig,
+        {"checkpoint": {"every": 100} | {k: yaml.safe_load(v) for k, v in values.items()}},
     )
     assert config.checkpoint.retention == store.Retention(2, 1000)
 
