@@ -208,7 +208,8 @@ class FlatParameters(OptimizerParameters):
             if parameter.dtype != torch.float32
         }
         if copies:
-            self._watched = _WatchedCopies(copies, WATCHED_STEPS)
+            # Each step compares before its forward and after its backward.
+            self._watched = _WatchedCopies(copies, 2 * WATCHED_STEPS)
 
     @torch.no_grad()
     def publish_weights(self) -> None:

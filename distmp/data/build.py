@@ -268,7 +268,7 @@ def problem_of(dataset: Any) -> str | None:
         )
     if is_stream(dataset):
         if getattr(dataset, "_distributed", None) is None:  # of Hugging Face
-            return None
+            return _length_problem(dataset, needed=False)
         return (
             "is divided over the ranks by split_dataset_by_node; pass the dataset before that, "
             "because distmp divides it, too"
@@ -277,4 +277,13 @@ def problem_of(dataset: Any) -> str | None:
         return (
             "is not a dataset: it needs __len__ and __getitem__ (map-style), or __iter__ (iterable)"
         )
-    return None if len(dataset) else "has no sample"
+    return _length_problem(dataset, needed=True)
+
+
+def _length_problem(dataset: Any, *, needed: bool) -> str | None:
+    try:
+        return None if len(dataset) or not needed else "has no sample"
+    except (TypeError, ValueError) as error:  # raised by Python for an invalid result of __len__
+        if isinstance(error, TypeError) and not needed:
+            return None
+        return f"has no valid length ({error}); return an integer of 1 or more from __len__"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from distmp.distributed.compare_ranks import check_same
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
 from distmp.errors import ConfigError, TrainingError
@@ -124,9 +125,12 @@ class WeightAverage:
 
         Raises:
             TrainingError: On exit, if a state was loaded inside; on entry, as for `update`.
+            ConfigError: On every rank, if their decays differ.
         """
         self._check_not_replaced()
         self._check_not_exchanged("average.as_weights()")
+        world, decay = self._engine.world, repr(self._config.decay)
+        check_same(world.group, world.device, {"config.decay": decay})
         self._warn_if_never_updated()
         kept: dict[str, Tensor] = {}
         self._exchange(kept)

@@ -38,7 +38,7 @@ from distmp.engine.step_checks import (
     refuse_one_batch,
 )
 from distmp.engine.wrong_index import LatestBatches
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, SetupError, TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel import Strategy
@@ -259,10 +259,11 @@ class Engine:
         Raises:
             ConfigError: If `microbatches` are not batches or not as many as announced, or the loss
                 function does not return a loss sum and a weight.
+            SetupError: Before the first step, if another rank raises one of these errors.
             LostPeerError: If another rank has ended.
         """
         with self.batches.explaining(), self._calls.call("step", waits=False):
-            batches = self._checked(microbatches, count)
+            batches = self._checked_together(microbatches, count)
             self.batches.add(batches)
             if isinstance(stop, str):  # every text would count as True
                 raise ConfigError("stop", stop, "use True or False")
@@ -278,6 +279,15 @@ class Engine:
             for warning in warned:  # independent of logging
                 warnings.warn(warning, RuntimeWarning, stacklevel=2)
         return outcome
+
+    def _checked_together(self, microbatches: Iterable[Any], count: int | None) -> list[Any]:
+        """Check as `_checked`; before the first step, all ranks fail if one does."""
+        if not self.config.first_step_checks or self._calls.counts["engine.step"]:
+            return self._checked(microbatches, count)
+        try:
+            return self.world.ranks.all_or_none(lambda: self._checked(microbatches, count))
+        except SetupError as error:
+            raise error.__cause__ or error from None  # of this rank, or else of another one
 
     def _checked(self, microbatches: Iterable[Any], count: int | None) -> list[Any]:
         """Check model, optimizer and microbatches before a step; return the microbatches."""

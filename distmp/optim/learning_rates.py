@@ -129,6 +129,8 @@ def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer
 # short runs do not compute rows that they never use. Each growth is one host-to-device copy.
 FIRST_CHUNK = 16
 CHUNK = 1024
+# How far below 0 rounding may put the last rate of a schedule that ends at 0 (LinearLR).
+ROUNDING = 1e-12
 
 
 class LearningRates:
@@ -201,7 +203,7 @@ class LearningRates:
             The rate of the first group; with a schedule, FP32 and 0-dim on the device.
 
         Raises:
-            ConfigError: If a rate is not a number of 0 or more, or a rate was set outside of the
+            ConfigError: If a rate is not a finite number of 0 or more, or was set outside of the
                 schedule.
         """
         if self._schedule is None:
@@ -211,6 +213,7 @@ class LearningRates:
             return rate.detach().to(self._device) if isinstance(rate, Tensor) else float(rate)
         self._check_untouched()
         self._extend(at_most + 1)
+        self._check_row(at_most)
         # Not table[applied]: indexing with a 0-dim tensor synchronizes with the host.
         rates = self._table.index_select(0, applied.reshape(1))[0]
         for index, group in enumerate(self._groups):
@@ -263,6 +266,16 @@ class LearningRates:
                 "the learning rate in every step; build the engine without `schedule` to set rates "
                 "or step a torch scheduler on engine.optimizer yourself",
             )
+
+    def _check_row(self, update: int) -> None:
+        for rate in self._rows[update]:
+            if not -ROUNDING <= rate < math.inf:
+                raise ConfigError(
+                    "schedule",
+                    type(self._schedule).__name__,
+                    f"gives the learning rate {rate:g} for update {update + 1}; it must be a finite"
+                    " number of 0 or more in every update of the run",
+                )
 
     def _extend(self, rows: int) -> None:
         """Compute at least this many rows and the one after them, unless the schedule ends."""

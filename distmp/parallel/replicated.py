@@ -98,6 +98,7 @@ class Replicated(Strategy):
     def check_model(self) -> None:
         self._known.check(self.model)
         self._parameters.check_storage()
+        self._parameters.check_copies()
         self._buckets.check_storage()
 
     def watch_copies(self) -> None:

@@ -357,6 +357,8 @@ def build_deferred(
     except _UNSUPPORTED as error:
         needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
+    if not isinstance(module, nn.Module):
+        return module  # callers refuse it with the name of the setting
     _leave_fake(module, recording, _is_fake)
     _refuse_attributes(module, recorder.has_made)
     _recordings[module] = recording

@@ -120,7 +120,7 @@ def replace_tensors(
 
 # Number of elements of each tensor that count.
 COMPARED_ELEMENTS = 2**16
-_COMPARED_BY_REPR = (str, bytes, bool, int, float, complex, np.generic, type(None))
+_COMPARED_BY_REPR = (str, bytes, bool, int, float, complex, np.generic, type(None), Tensor)
 
 
 def checksum(tree: Any, describe: Callable[[object], str] = repr) -> int:
@@ -139,7 +139,7 @@ def checksum(tree: Any, describe: Callable[[object], str] = repr) -> int:
 
 
 def _parts(leaf: Any, describe: Callable[[object], str]) -> tuple[bytes, ...]:
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor) and _has_elements(leaf):
         start = leaf.detach().flatten()[:COMPARED_ELEMENTS].cpu().contiguous()
         return str(tuple(leaf.shape)).encode(), start.view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, np.ndarray) and leaf.dtype != object:
@@ -147,3 +147,8 @@ def _parts(leaf: Any, describe: Callable[[object], str]) -> tuple[bytes, ...]:
         return str(leaf.shape).encode(), start_of_array.tobytes()
     text = repr(leaf) if isinstance(leaf, _COMPARED_BY_REPR) else describe(leaf)
     return (text.encode(errors="backslashreplace"),)
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    """Return whether a tensor can be flattened, unlike a sparse, nested or meta one."""
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)

@@ -48,6 +48,19 @@ class NumbersWithLength(Numbers):
         return self.lengths[0]
 
 
+class Sized:
+    """A map-style dataset whose length may be invalid."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Skipping(Numbers):
     """Has the method `skip` of Hugging Face's datasets, and counts the samples it reads."""
 
@@ -313,6 +326,9 @@ def stream_by_node() -> Any:
         ({"train": [1]}, {}, "holds several datasets; pass one of 'train'"),
         (3, {}, "it needs __len__ and __getitem__"),
         ([], {}, "has no sample"),
+        (NumbersWithLength(-1), {}, r"no valid length .*>= 0\); return an integer of 1 or more"),
+        (Sized(-1), {}, r"'Sized': has no valid length .*>= 0\); return an integer"),
+        (Sized(4.0), {}, r"'Sized': has no valid length \('float' object .*return an integer"),
         (stream_by_node, {}, "divided over the ranks by split_dataset_by_node"),
         (Numbers(9), {"workers": 2}, "workers = 2: each worker would read the whole stream"),
         (Numbers(9), {"shuffle": True}, "read in its own order"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import platform
@@ -252,6 +253,19 @@ def test_rank_monitor_works_with_store_of_rank_0(tmp_path: Path) -> None:
     call = clip if rank == 1 else work.step
     with pytest.raises(TrainingError, match=r"rank 1 calls clip_grad_norm_\(optimizer 0, 1.0\) in"):
         call()
+
+
+def test_connection_to_store_of_ended_rank_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    timeout = timedelta(seconds=20)
+    client = dist.TCPStore("127.0.0.1", server.port, timeout=timeout, wait_for_workers=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    assert rank_monitor.open_store("test") is not None
+    del server
+    gc.collect()
+    began = time.monotonic()
+    assert rank_monitor.open_store("test") is None
+    assert time.monotonic() - began < 10
 
 
 @ranks(2)

@@ -261,6 +261,16 @@ def test_an_average_without_a_decay_is_refused() -> None:
 
 
 @ranks(2)
+def test_decays_that_differ_between_ranks_are_refused() -> None:
+    engine = make_engine()
+    average = WeightAverage(engine, EmaConfig(0.5 + 0.25 * engine.world.rank))
+    message = r"config\.decay = 0\.5 on rank 0; 0\.75 on rank 1: differs between ranks"
+    with pytest.raises(ConfigError, match=message), average.as_weights():
+        pass
+    assert not engine.holds_average
+
+
+@ranks(2)
 def test_a_rank_averages_only_what_it_holds() -> None:
     def held(tensors: dict[str, Tensor]) -> int:
         return sum(local(tensor).numel() for tensor in tensors.values())

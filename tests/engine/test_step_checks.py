@@ -19,7 +19,7 @@ from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
 from distmp.engine import Engine
 from distmp.engine.setup import Setup
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, DistmpError, SetupError, TrainingError
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
 from tests.ranks import in_turn, ranks
@@ -128,6 +128,10 @@ def test_loss_function_and_model_are_checked_before_the_first_step() -> None:
         make(lambda model: summed(model, pair()))
     with pytest.raises(ConfigError, match="is scripted and takes no hooks; pass the plain module"):
         make(model=torch.jit.script(nn.Linear(3, 2)))
+    with pytest.raises(ConfigError, match=r"model = 'NoneType': is not a torch\.nn\.Module"):
+        Engine(lambda: None, summed, lambda named: torch.optim.SGD(named))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match=r"config = 'dict': is not a distmp\.EngineConfig"):
+        make(config={"policy": "fp32"})
 
 
 @pytest.mark.parametrize("weight", [4, 4.0, torch.tensor(4), torch.tensor([4.0])])
@@ -557,6 +561,31 @@ def test_writes_through_data_to_copies_of_weights_are_refused() -> None:
     engine = make(policy="bf16", first_step_checks=False)
     engine.model.get_parameter("weight").data.clamp_(max=0.0)
     engine.step([pair()])
+
+
+def write(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.add_(1)
+
+
+@ranks(2)
+@in_turn("write", [write, lambda weight: weight.data.mul_(2)])
+def test_lost_write_on_one_rank_fails_on_all_ranks(write: Callable[[Tensor], object]) -> None:
+    engine = make(policy="bf16")
+    if engine.world.rank == 0:
+        write(engine.model.get_parameter("weight"))
+    error = ConfigError if engine.world.rank == 0 else SetupError
+    with pytest.raises(error, match="weight': was written to"):
+        engine.step([pair()])
+
+
+@ranks(2)
+def test_invalid_microbatches_of_one_rank_fail_on_all_ranks() -> None:
+    engine = make()
+    batches = [] if engine.world.rank == 1 else [pair()]
+    with pytest.raises(DistmpError, match=r"microbatches = .*: is empty"):
+        engine.step(batches)
+    engine.step([pair()])  # ranks continue together
 
 
 class Clamped(nn.Linear):

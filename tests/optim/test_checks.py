@@ -141,6 +141,28 @@ def test_composed_schedules_agree_with_torch(schedule: Any) -> None:
         torchs.step()
 
 
+@pytest.mark.parametrize("rate", [-0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_invalid_rate_of_schedule_is_refused_when_it_is_due(rate: float, on_device: bool) -> None:
+    def build(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, lambda update: rate if update == 2 else 1.0)
+
+    rates = LearningRates(make_optimizer(1.0), build, torch.device("cpu"), on_device=on_device)
+    for applied in (0, 1):
+        rates.set(torch.tensor(applied), applied)
+    with pytest.raises(ConfigError, match=rf"'LambdaLR': gives .* rate {rate:g} for update 3; it"):
+        rates.set(torch.tensor(2), 2)
+
+
+def test_rounding_below_zero_at_the_end_of_a_schedule_is_taken() -> None:
+    def build(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LinearLR(optimizer, 0.3, 0.0, 333)
+
+    rates = LearningRates(make_optimizer(0.1), build, torch.device("cpu"), on_device=False)
+    found = rates.set(torch.tensor(333), 333)
+    assert -1e-12 < float(found) < 0
+
+
 def test_any_object_with_step_is_a_schedule() -> None:
     class Own:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:

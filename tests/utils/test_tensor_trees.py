@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from distmp.utils.tensor_trees import map_tensors
+from distmp.utils.tensor_trees import checksum, map_tensors
 
 Pair = namedtuple("Pair", ["left", "right"])
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
@@ -47,3 +47,16 @@ def test_tree_map_does_not_change_containers() -> None:
     tree = {"a": [ONE]}
     assert map_tensors(lambda tensor: tensor.to(torch.bfloat16), tree)["a"][0].dtype != ONE.dtype
     assert tree["a"][0] is ONE
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        Tensor.to_sparse,
+        lambda values: values.unsqueeze(0).to_sparse_csr(),
+        lambda values: torch.nested.nested_tensor([values]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*beta state", "ignore:.*prototype stage")
+def test_checksum_of_tensors_without_strides(convert: Any) -> None:
+    assert checksum([convert(ONE)]) == checksum([convert(ONE.clone())]) != checksum([convert(TWO)])
