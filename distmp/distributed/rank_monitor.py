@@ -417,10 +417,10 @@ def open_store(purpose: str) -> Store | None:
         purpose: Prefix of the keys, so that users of the store do not share them.
     """
     try:
-        connected = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        connected = dist.distributed_c10d._get_default_store()
         # Fails at once if the rank that hosts the store has ended; a new connection would wait.
         connected.check(["host"])
-        store = connected.clone()
+        store = connected.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=REJOIN_SECONDS))
     except (RuntimeError, NotImplementedError) as error:
         logger.debug("no connection to the store of the process group: %s", error)

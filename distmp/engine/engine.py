@@ -259,6 +259,7 @@ class Engine:
         Raises:
             ConfigError: If `microbatches` are not batches or not as many as announced, or the loss
                 function does not return a loss sum and a weight.
+            SetupError: Before the first step, if another rank raises one of these errors.
             LostPeerError: If another rank has ended.
         """
         with self.batches.explaining(), self._calls.call("step", waits=False):

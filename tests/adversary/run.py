@@ -306,9 +306,10 @@ def _build_schedule(case: Case, optimizer: torch.optim.Optimizer) -> Any:
 def _reload(case: Case, model: nn.Module, engine: Engine) -> tuple[nn.Module, Engine]:
     """Continue with a new engine that has different initial weights."""
     fresh = build_model(case, dist.get_rank() + 100)
+    fresh, successor = _build(case, fresh)
+    # An engine never trains what was frozen when it was built.
     for name, parameter in model.named_parameters():
         fresh.get_parameter(name).requires_grad_(parameter.requires_grad)
-    fresh, successor = _build(case, fresh)
     state = engine.state_dict()
     stored = {name: (torch.Size(t.size()), t.dtype) for name, t in state.items()}
     live = successor.prepare_to_load(stored)

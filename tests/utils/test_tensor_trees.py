@@ -55,7 +55,6 @@ def test_tree_map_does_not_change_containers() -> None:
         Tensor.to_sparse,
         lambda values: values.unsqueeze(0).to_sparse_csr(),
         lambda values: torch.nested.nested_tensor([values]),
-        lambda values: torch.nested.nested_tensor([values], layout=torch.jagged),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*beta state", "ignore:.*prototype stage")
