@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import pickle
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -73,6 +74,13 @@ def read_index(path: Path, files: dict[str, FileSum]) -> Metadata:
         for name, tensor in index.state_dict_metadata.items():
             if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata):
                 raise CheckpointError(f"{name!r} is not a tensor")
+            parts = {  # without empty ones, of ranks that hold none of the tensor
+                tuple(part.offsets): math.prod(part.sizes)
+                for part in tensor.chunks
+                if 0 not in part.sizes
+            }
+            if sum(parts.values()) != math.prod(tensor.size):
+                raise CheckpointError(f"its parts of {name!r} are not the whole tensor")
         for entry in (index.storage_data or {}).values():
             if entry.relative_path not in files:
                 raise CheckpointError(f"there is no {path / entry.relative_path}")

@@ -134,7 +134,9 @@ class Engine:
         if config.first_step_checks:
             self._observers += [FirstStep(setup), EmbeddingIds(self.model)]
             setup.strategy.watch_copies()
-        self.batches = LatestBatches(self.model, setup.world.rank)
+        self.batches = LatestBatches(
+            self.model, setup.world.rank, after_step=setup.config.attribution
+        )
         self._saves: Saves | None = None
         self.loads = 0
         self.holds_average = False

@@ -35,14 +35,16 @@ class LatestBatches:
     Args:
         model: The model, whose embeddings are named.
         rank: This rank.
+        after_step: Whether to keep them after their step, for a device that reports errors later.
 
     Attributes:
         name: How messages call the next step; "" counts the steps.
     """
 
-    def __init__(self, model: nn.Module, rank: int) -> None:
+    def __init__(self, model: nn.Module, rank: int, *, after_step: bool) -> None:
         self.name = ""
         self._model, self._rank = model, rank
+        self._after_step = after_step
         self._count = 0
         self._steps: deque[tuple[str, Sequence[Any]]] = deque(maxlen=_STEPS_KEPT)
 
@@ -61,6 +63,8 @@ class LatestBatches:
         """
         try:
             yield
+            if not self._after_step:
+                self._steps.clear()
         except ConfigError as error:
             if error.setting == "batch" and self._steps:
                 error.args = (f"{error}; in {self._steps[-1][0]}",)

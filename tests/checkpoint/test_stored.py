@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 from distmp.checkpoint import manifest, store
 from distmp.checkpoint.storage import INDEX_FILE
@@ -128,6 +128,16 @@ def test_file_outside_the_checkpoint_is_refused(path: Path) -> None:
         entry.relative_path = f"../{path.name}/{entry.relative_path}"
     rewrite(path, index)
     with pytest.raises(CheckpointError, match="there is no"):
+        read_index(path)
+
+
+def test_parts_that_leave_elements_out_are_refused(path: Path) -> None:
+    index = read_index(path)
+    tensor = index.state_dict_metadata["torch.float32"]
+    half = ChunkStorageMetadata(tensor.chunks[0].offsets, torch.Size([1, 3]))
+    tensor.chunks = [half, half]
+    rewrite(path, index)
+    with pytest.raises(CheckpointError, match=r"its parts of 'torch\.float32' are not the whole"):
         read_index(path)
 
 

@@ -689,8 +689,9 @@ def test_one_small_collective_and_at_most_one_read_in_a_clean_step(
     # With ddp there is one bucket; FSDP uses other collectives than all-reduce.
     assert collectives.count("all_reduce") == (2 if strategy == "ddp" else 1)
     assert not [name for name in collectives if "object" in name or "broadcast" in name]
-    # With ddp, a comparison of 16-bit copies with the weights, copied to the host in a step before.
-    of_copies = ["tolist"] if strategy == "ddp" else []
+    # With ddp, comparisons of 16-bit copies with the weights, before forward and after backward,
+    # whose results were copied to the host in a step before.
+    of_copies = ["tolist", "tolist"] if strategy == "ddp" else []
     own = [] if optimizer is fused_adamw else ["item"]
     assert reads == [*of_copies, *own]
     assert operations.names.count("aten._local_scalar_dense.default") == len(own)
