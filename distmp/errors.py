@@ -213,11 +213,17 @@ def brief(value: object) -> object:
     return value if isinstance(value, str | int | float | None) else type(value).__name__
 
 
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
+    """Return "did you mean 'x'?" for the choice closest to `name`, or "" if none is close."""
+    by_lower_case = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1)
+    return f"did you mean {by_lower_case[close[0]]!r}?" if close else ""
+
+
 def nearest(name: object, choices: Iterable[str]) -> str:
     """Return "did you mean 'x'?" for the choice closest to `name`, or the list of choices."""
     choices = sorted(choices)
-    close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(choices)}"
+    return did_you_mean(name, choices) or f"choose one of {', '.join(choices)}"
 
 
 class DataError(DistmpError, RuntimeError):
