@@ -215,9 +215,13 @@ def brief(value: object) -> object:
 
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """Return "did you mean 'x'?" for the choice closest to `name`, or "" if none is close."""
-    by_lower_case = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1)
-    return f"did you mean {by_lower_case[close[0]]!r}?" if close else ""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(str(name).lower(), [each.lower() for each in choices], n=1)
+    if not close:
+        return ""
+    differ_in_case = [each for each in choices if each.lower() == close[0]]
+    [best] = difflib.get_close_matches(str(name), differ_in_case, n=1, cutoff=0)
+    return f"did you mean {best!r}?"
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:
