@@ -67,7 +67,8 @@ _POLICY = "set precision.policy, for example to bf16"
 # Advice for names of settings in other tools, and for values in place of sections.
 _ADVICE = {
     **dict.fromkeys(
-        ("batch", "batch_size", "micro_batch_size", "per_device_train_batch_size"), _BATCH
+        ("batch", "batch_size", "batchsize", "micro_batch_size", "per_device_train_batch_size"),
+        _BATCH,
     ),
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
     **dict.fromkeys(
@@ -154,7 +155,7 @@ class PrecisionConfig:
     )
     """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, fp8,
     fp8-rowwise, mxfp8, nvfp4, or auto for the best one that the device supports. Append changes
-    after a comma: bf16,keep_fp32=norm|head. In a file this may be a section: 'preset: bf16', and a
+    after a comma: bf16,keep_fp32=norm. In a file this may be a section: 'preset: bf16', and a
     line per change."""
 
     loss_scale: LossScaleSettings = field(
@@ -476,6 +477,12 @@ class RunConfig:
         require(known, "strategy", self.strategy, nearest(self.strategy, STRATEGIES))
         if self.strategy != "auto":  # which chooses a strategy that supports the settings
             self.sharding.check(self.strategy)
+        require(
+            self.strategy != "single" or not self.shard_optimizer,
+            "shard_optimizer",
+            self.shard_optimizer,
+            "has no effect under strategy single, which has one rank; remove it, or use ddp",
+        )
         self.parallel(microbatches=None)
         accumulation = AccumulationSettings(
             self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
@@ -581,7 +588,19 @@ class RunConfig:
             f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
             "name a function",
         )
+        self._check_held_out()
         self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
+
+    def _check_held_out(self) -> None:
+        require(
+            self.validation.every == 0
+            or self.data.held_out > 0
+            or self.data.is_import_path
+            or self.data.validation_path is not None,
+            "validation.every",
+            self.validation.every,
+            "has no data with data.held_out = 0; set it to 0, or hold out data",
+        )
 
     @property
     def hang_seconds(self) -> float:

@@ -213,11 +213,21 @@ def brief(value: object) -> object:
     return value if isinstance(value, str | int | float | None) else type(value).__name__
 
 
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
+    """Return "did you mean 'x'?" for the choice closest to `name`, or "" if none is close."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(str(name).lower(), [each.lower() for each in choices], n=1)
+    if not close:
+        return ""
+    differ_in_case = [each for each in choices if each.lower() == close[0]]
+    [best] = difflib.get_close_matches(str(name), differ_in_case, n=1, cutoff=0)
+    return f"did you mean {best!r}?"
+
+
 def nearest(name: object, choices: Iterable[str]) -> str:
     """Return "did you mean 'x'?" for the choice closest to `name`, or the list of choices."""
     choices = sorted(choices)
-    close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(choices)}"
+    return did_you_mean(name, choices) or f"choose one of {', '.join(choices)}"
 
 
 class DataError(DistmpError, RuntimeError):

@@ -87,7 +87,7 @@ def masked_text(text: str) -> str:
     parts: list[str] = []
     end = 0
     for match in _NAME.finditer(text):
-        if match.start() < end or not is_secret(match["name"]) or _may_be_prose(match):
+        if match.start() < end or not is_secret(match["name"]) or _is_no_name(match):
             continue
         value = (_VALUE if match["begins"] is None else _ENTRY_VALUE).match(text, match.end())
         if value is not None and not _PLACEHOLDER.match(value[0]):
@@ -102,8 +102,17 @@ def print_message(text: str) -> None:
     sys.stderr.flush()
 
 
-def _may_be_prose(name: re.Match[str]) -> bool:
-    return name["begins"] is None and name["separator"][0] == ":"
+def _is_no_name(name: re.Match[str]) -> bool:
+    """Return whether a match may be prose, or ends a path or value: `--to = 'x/tokens': exists`."""
+    quote = name["separator"][0]
+    if quote == ":":
+        return name["begins"] is None
+    if quote not in "\"'" or ":" not in name["separator"]:
+        return False
+    opening = name.string.rfind(quote, 0, name.start("name"))
+    before = name.string[: max(opening, 0)].rstrip()
+    is_path = "/" in name.string[opening : name.start("name")] and before[-1:] not in ("{", ",")
+    return opening >= 0 and (is_path or before.endswith("="))
 
 
 def mask_record(record: logging.LogRecord) -> bool:

@@ -75,7 +75,7 @@ def _skip_methods_of_settings(
     """Leave out what is not a field of a section of the settings."""
     function = obj.fget if isinstance(obj, property) else obj
     owner = getattr(function, "__qualname__", "").partition(".")[0]
-    return True if owner.endswith("Config") else None
+    return True if owner.endswith(("Config", "Settings")) else None
 
 
 def _without_type_before_colon(

@@ -60,6 +60,14 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
         (["--batch.microbatch-size", "5"], "must be a multiple of batch.microbatch_size"),
         (["--validation.every", "-1"], "validation.every"),
         (["--validation.samples", "0"], "validation.samples"),
+        (
+            ["--validation.every", "5", "--data.held-out", "0"],
+            "validation.every = 5: has no data with data.held_out = 0; set it to 0",
+        ),
+        (
+            ["--shard-optimizer", "--strategy", "single"],
+            "shard_optimizer = True: has no effect under strategy single",
+        ),
         (["--sample.length", "-1"], "sample.length"),
         (["--sample.prompt", ""], "sample.prompt"),
         (["--sample.tokenizer", "t"], "sample.tokenizer = 't': is not used by data.source = 't"),
@@ -96,6 +104,7 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
         (["--checkpoint.path", "s3://***@bucket"], "is hidden in files that distmp writes"),
         (["--resume", ""], "resume"),
         (["--batch-size", "4"], "batch_size = 4: unknown setting; set batch.global_batch_size"),
+        (["--batchsize", "4"], "batchsize = 4: unknown setting; set batch.global_batch_size"),
         (["--micro-batch-size", "4"], "micro_batch_size = 4: unknown setting; set batch.global_b"),
         (["--batch", "4"], "batch = 4: is a section; set batch.global_batch_size"),
         (["--epochs", "3"], "epochs = 3: unknown setting; a run is as long as its number of st"),

@@ -52,6 +52,9 @@ def test_setup_error_groups_ranks_by_message(messages: dict[int, str], text: str
     ("name", "choices", "expected"),
     [
         ("cosin", ["linear", "cosine"], "did you mean 'cosine'?"),
+        ("AdamW", ["adam", "adamw"], "did you mean 'adamw'?"),
+        ("llamarmsnorm", ["LlamaRMSNorm", "norm"], "did you mean 'LlamaRMSNorm'?"),
+        ("Lyer", ["layer", "Layer"], "did you mean 'Layer'?"),
         ("xyz", ["linear", "cosine"], "choose one of cosine, linear"),
         ("x", (), "choose one of "),
         ("adamw2", iter(["sgd", "adamw"]), "did you mean 'adamw'?"),

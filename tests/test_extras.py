@@ -32,6 +32,7 @@ def test_command_names_extra_of_missing_package(
     monkeypatch.setitem(sys.modules, package, None)  # what `import` and `find_spec` see
     assert cli.main(arguments) == 2
     (message,) = capsys.readouterr().err.splitlines()
+    assert "RUN_DIR" not in message
     assert message.endswith(f"needs {package}; run pip install 'distmp[{extra}]'")
     (installed,) = re.findall(rf"^{extra} = (\[.*\])$", PROJECT, re.MULTILINE)
     assert f'"{package}>=' in installed

@@ -57,6 +57,12 @@ def test_other_names_are_not_masked(name: str) -> None:
         ("invalid header Bearer hushhush", "invalid header Bearer ***"),
         ("{until_tokens: 1e9, policy: bf16}", "{until_tokens: 1e9, policy: bf16}"),
         ("data.source = 'my.token:build'", "data.source = 'my.token:build'"),
+        ("--to = 'data/tokens': exists", "--to = 'data/tokens': exists"),
+        ("--to = 'tokens': exists", "--to = 'tokens': exists"),
+        ('INPUT = "my key": holds null', 'INPUT = "my key": holds null'),
+        ("cannot read 'a/tokens': x, {'token': hush}", "cannot read 'a/tokens': x, {'token': ***}"),
+        ("{'x/token': hush, 'y/token': hush}", "{'x/token': ***, 'y/token': ***}"),
+        ("--x={'a/b': 1, 'my token': hush}", "--x={'a/b': 1, 'my token': ***}"),
         ("cannot connect: password='hu sh'; retry", "cannot connect: password=***; retry"),
         (
             "in the backward pass: rank 1; KeyError: 'x'",

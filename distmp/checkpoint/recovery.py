@@ -145,7 +145,8 @@ def resolve(
         )
     if result.checkpoint is None and resume != "auto" and (is_file or not missing_ok):
         problem = "is not a checkpoint and contains none" if exists else "does not exist"
-        raise ConfigError(setting, resume, f"{directory.absolute()} {problem}")
+        hint = "; use auto to start a new run" if setting == "resume" else ""
+        raise ConfigError(setting, resume, f"{directory.absolute()} {problem}{hint}")
     if ranks.rank == 0:
         for message in unusable + result.unfinished:
             logger.warning("%s; continuing from %s", message, result.checkpoint or "the beginning")

@@ -73,6 +73,9 @@ def list_text_files(
         ConfigError: If the directory does not exist or is a file, a file in it cannot be read, or
             no file matches or has content.
     """
+    if not directory.exists():
+        problem = "does not exist; name a directory of text files"
+        raise ConfigError(setting, str(directory), problem)
     if not directory.is_dir():
         problem = (
             "is not a directory; name a directory of text files, or make token ids of the file: "

@@ -84,6 +84,7 @@ class RankOverflowStats:
         repeated_losses: Loss sum of each microbatch in the repetition.
         loss_weights: Weight of each microbatch in the step, as returned by the loss function.
         bad_inputs: Number of non-finite values in the floating-point tensors of each microbatch.
+        bad_rows: The first rows of each microbatch with such values, in the first tensor with any.
         forward: For each microbatch, the first module with a non-finite value in forward, or None.
         bad_parameters: Names of the model's parameters that hold non-finite values.
         bad_weights: Names of the FP32 weights with a non-finite value in this rank's shard.
@@ -101,6 +102,7 @@ class RankOverflowStats:
     repeated_losses: Sequence[float]
     loss_weights: Sequence[float]
     bad_inputs: Sequence[int]
+    bad_rows: Sequence[Sequence[int]]
     forward: Sequence[ForwardOverflow | None]
     bad_parameters: Sequence[str]
     bad_weights: Sequence[str]
@@ -278,12 +280,15 @@ def _bad_input(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
     if not bad:
         return None
     count = sum(sum(stats.bad_inputs) for stats in evidence)
+    rank, microbatch = next(iter(bad.items()))
+    rows = ", ".join(map(str, evidence[rank].bad_rows[microbatch]))
+    first = f": on rank {rank} in microbatch {microbatch}, first rows {rows}" if rows else ""
     return OverflowReport(
         "bad_input",
         f"bad input: {count} inf or NaN among the floating-point values of the batch",
-        "check the data of these samples",
+        f"check the data of these samples{first}",
         tuple(bad),
-        next(iter(bad.values())),
+        microbatch,
     )
 
 

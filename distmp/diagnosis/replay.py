@@ -42,6 +42,9 @@ from distmp.utils.dtypes import local_values
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.tensor_trees import parameter_name
 
+# Largest number of rows of a microbatch that a report names.
+ROWS_NAMED = 3
+
 
 class GradientSummary(NamedTuple):
     """Statistics of a gradient.
@@ -179,12 +182,29 @@ def count_non_finite(value: Any, *, but_negative_inf: bool = False) -> int:
         value: A tensor, or containers of tensors and other objects.
         but_negative_inf: Do not count -inf, which additive attention masks contain.
     """
-    total = 0
+    return sum(int(bad.sum()) for bad in _non_finite_in(value, but_negative_inf=but_negative_inf))
+
+
+def non_finite_rows(value: Any, *, but_negative_inf: bool = False) -> list[int]:
+    """Return the first rows with inf or NaN of the first tensor that has any.
+
+    Args:
+        value: A tensor, or containers of tensors and other objects.
+        but_negative_inf: Ignore -inf.
+    """
+    for bad in _non_finite_in(value, but_negative_inf=but_negative_inf):
+        rows: list[int] = bad.nonzero()[:, 0].unique()[:ROWS_NAMED].tolist() if bad.dim() else []
+        if rows:
+            return rows
+    return []
+
+
+def _non_finite_in(value: Any, *, but_negative_inf: bool) -> Iterator[Tensor]:
+    """Yield where each floating-point tensor in containers is inf or NaN."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             bad = ~leaf.isfinite()
-            total += int((bad & ~leaf.isneginf() if but_negative_inf else bad).sum())
-    return total
+            yield bad & ~leaf.isneginf() if but_negative_inf else bad
 
 
 def _joined(module: str, name: str) -> str:
@@ -248,14 +268,19 @@ class StepReplay:
         counts = [probe.exponents.cpu() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
         weights = self._strategy.optimizer_parameters()
+        # An attention mask with -inf is no bad input if the loss is finite.
+        batches = [
+            (batch, loss - loss == 0)
+            for batch, loss in zip(self._step.microbatches, losses, strict=True)
+        ]
         return RankOverflowStats(
             losses=losses,
             repeated_losses=[float(loss) for loss in repeated_losses],
             loss_weights=[float(weight) for weight in self._step.weights],
             bad_inputs=[
-                count_non_finite(batch, but_negative_inf=loss - loss == 0)
-                for batch, loss in zip(self._step.microbatches, losses, strict=True)
+                count_non_finite(batch, but_negative_inf=finite) for batch, finite in batches
             ],
+            bad_rows=[non_finite_rows(batch, but_negative_inf=finite) for batch, finite in batches],
             forward=[probe.forward for probe in probes],
             bad_parameters=[
                 parameter_name(name) for probe in probes for name in probe.bad_parameters

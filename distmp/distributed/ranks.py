@@ -148,10 +148,11 @@ def lost_peer_error(rank: int, world_size: int, lost: str = "", call: str = "") 
         call: The call in which this rank waits for the other; "" if unknown.
     """
     number = f", {lost}," if lost else ""
-    hint = f"; if it has no error, that rank lacks {call}, which every rank has to call"
+    fewer = f"called {call} less often" if call else "took fewer steps"
     return LostPeerError(
         f"rank {rank} of {world_size} stops because another rank has ended; the output of that "
-        f"rank{number} has the cause{hint if call else ''}"
+        f"rank{number} has the cause; if it has no error, that rank was killed, called sys.exit, "
+        f"or {fewer} than this rank"
     )
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator
 
 from distmp.engine.low_precision_matmuls import MatmulStatistics
-from distmp.engine.outcome import WARN_AFTER_SKIPS, StepOutcome, advice
+from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.parts import EngineParts
 from distmp.errors import listed
 from distmp.quantization import LowPrecisionLayers
+
+logger = logging.getLogger("distmp")
+
+# Skips in a row with a finite loss that are normal while a dynamic loss scale finds its value.
+NORMAL_SKIPS = 2
 
 
 class CallCheck:
@@ -56,6 +63,65 @@ def _counts_calls(layers: LowPrecisionLayers, name: str) -> bool:
     return bool(formats.forward or (formats.wgrad and layers.modules[name].weight.requires_grad))
 
 
+class SkipMessages:
+    """Describes skipped steps and dropped microbatches, one message for steps in a row.
+
+    Args:
+        scale_is_dynamic: Whether an overflow lowers the loss scale.
+        explains: Whether `Engine.explain` can repeat a step.
+    """
+
+    def __init__(self, *, scale_is_dynamic: bool, explains: bool) -> None:
+        self._scale_is_dynamic = scale_is_dynamic
+        self._explains = explains
+        # Updates before the skipped steps of the latest message: the same for all steps in a row.
+        self._updates_before: int | None = None
+        # The latest step with a dropped microbatch.
+        self._dropped_in = -1
+
+    def message(self, outcome: StepOutcome) -> str | None:
+        """Return the message about a completed step; None without one, or after the first."""
+        numbers = outcome.numbers
+        step = numbers.applied_total + numbers.skipped_total
+        if numbers.skipped:
+            if numbers.applied_total == self._updates_before or self._is_normal(numbers):
+                return None
+            self._updates_before = numbers.applied_total
+            in_a_row = numbers.skipped_in_a_row
+            row = f" (the last of {in_a_row} in a row)" if in_a_row > 1 else ""
+            return f"step {step} was skipped{row}: {self._reason(outcome)}"
+        if not numbers.dropped:
+            return None
+        continues, self._dropped_in = step - self._dropped_in in (0, 1), step
+        return None if continues else f"step {step}: {self._dropped(numbers)}"
+
+    def _is_normal(self, numbers: StepNumbers) -> bool:
+        """Return whether a lower loss scale probably ends the skips."""
+        may_be_scale = self._scale_is_dynamic and numbers.overflow and math.isfinite(numbers.loss)
+        return may_be_scale and numbers.skipped_in_a_row <= NORMAL_SKIPS
+
+    def _reason(self, outcome: StepOutcome) -> str:
+        numbers = outcome.numbers
+        if outcome.overflow_report is not None:
+            return str(outcome.overflow_report)
+        if not numbers.overflow:
+            return advice(numbers)
+        if numbers.dropped:
+            return self._dropped(numbers)
+        scale = f", loss scale {numbers.loss_scale:g}" if numbers.loss_scale != 1 else ""
+        reason = f"a gradient of some rank is not finite (loss {numbers.loss:.4g}{scale})"
+        hint = "; engine.explain(outcome) on every rank, before the next step, names the cause"
+        return f"{reason}{hint}" if self._explains else reason
+
+    def _dropped(self, numbers: StepNumbers) -> str:
+        scale = "; in the first steps, the loss scale may be too high"
+        return (
+            f"microbatches dropped because of non-finite gradients (on_nonfinite): "
+            f"{numbers.dropped}; check the data of these samples"
+            f"{scale if self._scale_is_dynamic else ''}"
+        )
+
+
 class CompletedSteps:
     """Checks the latest completed step; unless the host waits, the one before the latest.
 
@@ -71,6 +137,10 @@ class CompletedSteps:
         self.is_checked = False
         self._parts = parts
         self._explain = explain
+        self._skips = SkipMessages(
+            scale_is_dynamic=parts.state.loss_scale.floor is not None,
+            explains=parts.setup.config.attribution,
+        )
         checks = parts.setup.config.first_step_checks
         self._modes = parts.modes if checks else None
         self._call_check = CallCheck(parts.setup.low_precision_matmuls.layers if checks else None)
@@ -101,6 +171,12 @@ class CompletedSteps:
                 f"{WARN_AFTER_SKIPS} steps in a row were skipped, so nothing is trained: {cause}; "
                 "call engine.check(outcome) after each step to end training if this continues"
             )
+
+    def log_skip(self, outcome: StepOutcome) -> None:
+        """Log on rank 0 that a step was skipped, or microbatches were dropped; waits for it."""
+        message = self._skips.message(outcome)
+        if message is not None and self._parts.setup.world.rank == 0:
+            logger.warning(message)
 
     def check_ranks_agree(self, outcome: StepOutcome) -> None:
         """Raise if ranks took a step with different settings; every rank has to call it."""

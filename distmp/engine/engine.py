@@ -326,8 +326,14 @@ class Engine:
         """
         return self._replays.explain(outcome)
 
-    def check(self, outcome: StepOutcome) -> None:
+    def check(self, outcome: StepOutcome, *, log: bool = True) -> None:
         """Raise if training cannot continue after this step; every rank has to call it.
+
+        Args:
+            outcome: The outcome of a step.
+            log: Log a warning on rank 0 when a step was skipped or microbatches were dropped, once
+                for steps in a row. With a dynamic loss scale and a finite loss, only the third
+                skipped step in a row is logged.
 
         Raises:
             ConfigError: On all ranks, if they took the step with different settings.
@@ -336,6 +342,8 @@ class Engine:
         """
         self._completed.is_checked = True
         self._completed.check_ranks_agree(outcome)
+        if log:
+            self._completed.log_skip(outcome)
         numbers = outcome.numbers
         limit = self.config.max_consecutive_skips
         if not (numbers.skipped_in_a_row >= limit or numbers.scale_exhausted):

@@ -144,7 +144,7 @@ def guarded() -> Iterator[None]:
             raise ForeignStateError(
                 f"the state in the rendezvous store is not torchrun's: {error.__cause__}. Another "
                 "program writes to the store: find out which one reaches its port, choose another "
-                "port, and see docs/security.md"
+                'port, and see the page "Security"'
             ) from None
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, did_you_mean
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
@@ -240,10 +240,9 @@ def _no_match(module: nn.Module, pattern: str) -> str:
     names = {name.rpartition(".")[2] for name, _ in parts} | {name for name, _ in parts}
     classes = {type(part).__name__ for _, part in parts}
     words = [word for word in WORDS if any(_matches(word, name, part) for name, part in parts)]
-    guess = nearest(pattern, {*names, *classes, *words} - {pattern})
-    if not guess.startswith("did you mean"):
-        others = f"a class, or one of {', '.join(words)}" if words else "or a class"
-        guess = f"write a name such as {parts[-1][0]!r}, {others}"
+    matching = f"; words that match: {', '.join(words)}" if words else ""
+    guess = did_you_mean(pattern, {*names, *classes, *words} - {pattern})
+    guess = guess or f"write a name such as {parts[-1][0]!r}, or a class{matching}"
     return f"matches no module of the model; {guess}"
 
 

@@ -788,7 +788,13 @@ def _starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 def _advice(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     names = non_finite_names(optimizers)
-    where = f"; not finite on this rank: {listed(names)}" if names else ""
+    # Under DDP these gradients are sums over ranks, so they do not show which rank is the cause.
+    where = (
+        f"; not finite on this rank: {listed(names)}. If they are reduced over ranks, as by DDP, "
+        "test torch.isfinite(loss) before backward to find the rank"
+        if names
+        else ""
+    )
     return (
         f"{where}. Backing off the scale does not help: look for inf or NaN in the loss and the "
         "input, lower the learning rate, or compute in bfloat16"

@@ -76,7 +76,7 @@ class ProfileConfig:
     steps: int | str | None = None
     """First and last step to record, as in 20:25, or one step. The directory `profile` of the run
     gets a trace (for Perfetto) and a table of operators of each rank, and the exposed communication
-    of all ranks; see docs/profiling.md."""
+    of all ranks; see the page "Profile a run"."""
 
     def __post_init__(self) -> None:
         if self.steps is None:

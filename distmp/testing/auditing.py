@@ -392,6 +392,8 @@ def audit(
         'microbatch_means'
     """
     problem = "pass one optimizer of torch; audit each of several in a context of its own"
+    if optimizer is None:
+        problem = "pass one; call trainer.create_optimizer() before, with a Trainer of Transformers"
     require(hasattr(optimizer, "param_groups"), "optimizer", type(optimizer).__name__, problem)
     running = Audit(model, gradients.innermost(model, optimizer))
     with running.recorded():

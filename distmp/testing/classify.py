@@ -158,20 +158,21 @@ class GradientError(DistmpError, AssertionError):
 # Predictions
 
 
-def _factors(r: int, m: int, most: int) -> list[tuple[str, float]]:
-    """Return class and value of each factor for r ranks and m microbatches; the simplest first."""
+def _factors(r: int, m: int, most: int) -> list[tuple[str, float, str]]:
+    """Return factors for r ranks and m microbatches: class, value and text; the simplest first."""
+    both = "the number of ranks times that of microbatches"
     return [
-        ("right", 1.0),
-        ("ranks_twice", 1 / r),
-        ("ranks_never", r),
-        ("microbatches_twice", 1 / m),
-        ("microbatches_never", m),
-        ("short_update", m / most),
-        ("accumulated_twice", 2.0),
-        ("ranks_twice", 1 / (r * m)),
-        ("ranks_never", r * m),
-        ("ranks_twice", 1 / r**2),
-        ("ranks_never", r**2),
+        ("right", 1.0, CLASSES["right"]),
+        ("ranks_twice", 1 / r, CLASSES["ranks_twice"]),
+        ("ranks_never", r, CLASSES["ranks_never"]),
+        ("microbatches_twice", 1 / m, CLASSES["microbatches_twice"]),
+        ("microbatches_never", m, CLASSES["microbatches_never"]),
+        ("short_update", m / most, CLASSES["short_update"]),
+        ("accumulated_twice", 2.0, CLASSES["accumulated_twice"]),
+        ("ranks_twice", 1 / (r * m), f"divided by {both} once too often"),
+        ("ranks_never", r * m, f"multiplied by {both}: divided by neither"),
+        ("ranks_twice", 1 / r**2, CLASSES["ranks_twice"]),
+        ("ranks_never", r**2, CLASSES["ranks_never"]),
     ]
 
 
@@ -211,7 +212,7 @@ class _Predictions:
 
     Attributes:
         kinds: Their classes, the wanted one first, then the simplest.
-        factors: Classes and values of their factors.
+        factors: Class, value and text of each of their factors.
         wanted: The combination that is right.
         measured: The combination that is the measured gradient.
     """
@@ -228,7 +229,7 @@ class _Predictions:
         self.kinds = ["right", *(kind for kind, _ in found)]
         self.factors = _factors(len(w), w.shape[1], most)
         rows = np.stack([right, *(row for _, row in found)])[:, None]
-        self._predicted = rows * np.array([[[value] for _, value in self.factors]])
+        self._predicted = rows * np.array([[[value] for _, value, _ in self.factors]])
         self._products = self.summed(split.products)
         if split.max_norm is not None:
             # Whatever the gradient is, it has been clipped by its own norm.
@@ -322,11 +323,13 @@ def _predicted(
     worst = max(predictions, key=lambda each: each.size(names))
     mean = CLASSES[wanted].removeprefix("agrees with ")
     kind, factor = worst.kinds[label[0]], worst.factors[label[1]][1]
-    values = np.array([[value for _, value in each.factors] for each in predictions])
+    values = np.array([[value for _, value, _ in each.factors] for each in predictions])
     # Factors that are equal in every split.
     same = np.flatnonzero((values == values[:, [label[1]]]).all(0))
-    causes = [*dict.fromkeys(worst.factors[column][0] for column in same)]
-    cause = ", or ".join(CLASSES[each] for each in causes)
+    texts: dict[str, str] = {}
+    for cause, _, text in (worst.factors[column] for column in same):
+        texts.setdefault(cause, text)
+    causes, cause = [*texts], ", or ".join(texts.values())
     text = f"{factor:.3g} times {mean}: {cause}"
     if kind != "right":
         times = "" if causes[0] == "right" else f", times {factor:.3g}: {cause}"

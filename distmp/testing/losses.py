@@ -16,7 +16,10 @@ from distmp.errors import ConfigError, require
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 IGNORED = -100
 _PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
-_ENTERS = "In an audit, it gets only what enters forward: let labels enter, or use check_gradient"
+_ENTERS = (
+    "In an audit, no labels entered forward: pass them to the model as `labels`, or use"
+    " check_gradient"
+)
 
 
 def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
@@ -68,8 +71,9 @@ class DefaultLoss:
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if isinstance(labels, Tensor) and not labels.is_floating_point():
             return _cross_entropy(model(batch[0]), labels, self._of_samples)
+        keys = [*batch] if isinstance(batch, Mapping) else type(batch).__name__
         problem = f"neither a mapping with labels nor inputs and integer labels; {_PASS}. {_ENTERS}"
-        raise ConfigError("microbatch", type(batch).__name__, problem)
+        raise ConfigError("microbatch", keys, problem)
 
     def _of_output(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})

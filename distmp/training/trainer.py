@@ -251,7 +251,7 @@ class Trainer:
     def _check_can_continue(self, step: PendingStep) -> None:
         """Raise if training cannot continue, with the checkpoint to go back to."""
         try:
-            self.engine.check(step.outcome)
+            self.engine.check(step.outcome, log=False)  # a callback has logged skips
         except LostPeerError:
             raise
         except TrainingError as error:

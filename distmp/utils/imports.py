@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, did_you_mean
 
 
 def require_package(setting: str, value: Any, package: str, extra: str) -> None:
@@ -56,7 +56,9 @@ def load_object(setting: str, path: str) -> Any:
         ) from None
     for part in attribute.split("."):
         if not hasattr(loaded, part):
-            raise ConfigError(setting, path, f"module {module_name!r} has no {attribute!r}")
+            hint = did_you_mean(part, dir(loaded))
+            problem = f"module {module_name!r} has no {attribute!r}"
+            raise ConfigError(setting, path, f"{problem}; {hint}" if hint else problem)
         loaded = getattr(loaded, part)
     return loaded
 

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Why does float16 lose gradients?
 #
-# float16 has no number between 0 and 2^-24. How many of the gradients of your model are smaller?
+# float16 has no number between 0 and 2^-24, and rounds what is at most 2^-25 to 0. How many of the
+# gradients of your model are that small?
 
 # %% tags=["remove-output"]
 # %pip install --quiet distmp matplotlib
@@ -92,7 +93,8 @@ for scale in (1.0, 2.0**16):
 # ## The exponents
 #
 # Gray: the gradients of activations in float32, times the loss scale. Blue: those that are not 0 in
-# float16. A loss scale moves all gradients to the right, into the range of float16.
+# float16, which rounds numbers between 2^-25 and 2^-24 to 2^-24. A loss scale moves all gradients
+# to the right, into the range of float16.
 
 
 # %%
@@ -106,8 +108,8 @@ bins = np.arange(-60, 20)
 for axes, (scale, found) in zip(panels, in_float16.items(), strict=True):
     axes.hist(exponents(exact * scale), bins, color="0.75", label="float32")
     axes.hist(exponents(found), bins, color="tab:blue", alpha=0.6, label="float16")
-    axes.axvspan(-60, -24, color="tab:red", alpha=0.12, label="0 in float16")
-    axes.axvspan(-24, -14, color="tab:orange", alpha=0.12, label="fewer bits in float16")
+    axes.axvspan(-60, -25, color="tab:red", alpha=0.12, label="0 in float16")
+    axes.axvspan(-25, -14, color="tab:orange", alpha=0.12, label="fewer bits in float16")
     axes.axvspan(16, 20, color="tab:purple", alpha=0.25, label="inf in float16")
     axes.set(title=f"loss scale {scale:.0f}", ylabel="gradients", xlim=(-60, 20))
 panels[0].legend(fontsize="small", loc="upper left")
@@ -137,7 +139,8 @@ scaler.update()
 print(f"loss {value.item():.4f}, loss scale {scaler.get_scale():.0f}")
 
 # %% [markdown]
-# With `distmp.Engine`, the policy `fp16-autocast` does all of this.
+# On one rank, torch's `GradScaler` does the same; the next lab shows what differs on two. With
+# `distmp.Engine`, the policy `fp16-autocast` does all of this.
 #
 # Read on: [the arithmetic of a step](../numerics.md) explains the formats,
 # [the scaler](../scaler.md) its calls and the loss scale of short runs.

@@ -109,7 +109,8 @@ for name in ("torch", "distmp"):
     differences[name] = (first - second).abs().amax(dim=1)
     print(
         f"{name}: loss scales {scales[name][0][-1]:.0f} and {scales[name][1][-1]:.0f}, "
-        f"largest difference {differences[name][-1]:.2g} of the shared weights"
+        f"largest difference of the shared weights {differences[name][-1]:.2g}, "
+        f"{differences[name][-1] / first[-1].abs().max():.1%} of the largest weight"
     )
 
 # %%

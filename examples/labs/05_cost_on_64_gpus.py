@@ -40,7 +40,7 @@ found = {
 }
 
 # %% [markdown]
-# The command prints this text:
+# The command prints this text. In its second line, `cpu` is the device of this machine.
 
 # %%
 print("\n".join(report(found["fsdp"])))
@@ -52,8 +52,8 @@ print("\n".join(report(found["fsdp"])))
 for name, run in found.items():
     print(
         f"{' '.join(name.split())}: {run.memory_bytes / 2**30:.1f} GiB; sends "
-        f"{run.communication_bytes / 1e9:.1f} GB per step, "
-        f"{run.between_machines_bytes / 1e9:.1f} GB of it between machines"
+        f"{run.communication_bytes / 2**30:.1f} GiB per step, "
+        f"{run.between_machines_bytes / 2**30:.1f} GiB of it between machines"
     )
 
 # %%
@@ -66,21 +66,23 @@ for part in dict.fromkeys(part for run in found.values() for part in run.memory)
     bottom = [sum(pair) for pair in zip(bottom, sizes, strict=True)]
 left.set(title="peak memory of a rank, GiB", ylim=(0, 1.05 * max(bottom)))
 left.legend(fontsize="x-small")
-between = [run.between_machines_bytes / 1e9 for run in found.values()]
+between = [run.between_machines_bytes / 2**30 for run in found.values()]
 inside = [
-    run.communication_bytes / 1e9 - sent for run, sent in zip(found.values(), between, strict=True)
+    run.communication_bytes / 2**30 - sent
+    for run, sent in zip(found.values(), between, strict=True)
 ]
 right.bar(names, between, color="tab:red", label="between machines")
 right.bar(names, inside, bottom=between, color="tab:blue", label="inside a machine")
-right.set(title="bytes that a rank sends per step, GB")
+right.set(title="bytes that a rank sends per step, GiB")
 right.legend(fontsize="small")
 figure.savefig("cost_on_64_gpus.png")
 
 # %% [markdown]
 # `ddp` keeps the whole optimizer state on each GPU, `shard_optimizer` divides it, and `fsdp` also
-# divides weights and gradients. What is left are activations: try `--strategy hsdp` and
-# `--activation-checkpointing blocks`. Operations and their temporary memory are those of the device
-# of this machine; libraries and allocators of a GPU need more.
+# divides weights and gradients. Most of what is left are activations, which no strategy divides:
+# with `--activation-checkpointing blocks`, backward computes most of them again. Operations and
+# their temporary memory are those of the device of this machine; libraries and allocators of a GPU
+# need more.
 #
 # ## A run, and its report
 #

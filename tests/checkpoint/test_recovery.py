@@ -117,7 +117,8 @@ def test_resume_from_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [("missing", "does not exist"), ("", "contains none")]
+    ("name", "problem"),
+    [("missing", "does not exist; use auto to start a new run"), ("", "contains none")],
 )
 def test_path_without_checkpoint_is_refused(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:

@@ -88,7 +88,7 @@ def test_skipped_directories_and_broken_links_are_omitted(tmp_path: Path) -> Non
 
 
 def test_missing_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.path = .*is not a directory"):
+    with pytest.raises(ConfigError, match=r"data\.path = .*does not exist; name a directory"):
         list_text_files(tmp_path / "none", "*")
 
 

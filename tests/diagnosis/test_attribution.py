@@ -37,6 +37,7 @@ def make_stats(*values: float, **changes: Any) -> RankOverflowStats:
         "losses": [1.0, 2.0],
         "repeated_losses": [1.0, 2.0],
         "bad_inputs": [0, 0],
+        "bad_rows": [[], []],
         "forward": [None, None],
         "bad_parameters": [],
         "bad_weights": [],
@@ -187,6 +188,7 @@ def test_non_finite_input_precedes_its_effects() -> None:
     bad_stats = make_stats(
         losses=[1.0, math.nan],
         bad_inputs=[0, 7],
+        bad_rows=[[], [2, 5]],
         forward=[None, ForwardOverflow("first", "input")],
         parameters=[overflow()],
         largest_at_lowest=math.inf,
@@ -194,6 +196,7 @@ def test_non_finite_input_precedes_its_effects() -> None:
     report = diagnose([make_stats(), bad_stats], make_context())
     assert (report.cause, report.ranks, report.microbatch) == ("bad_input", (1,), 1)
     assert "7 inf or NaN among the floating-point values of the batch" in report.diagnosis
+    assert report.advice.endswith("samples: on rank 1 in microbatch 1, first rows 2, 5")
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distmp.diagnosis.attribution import ForwardOverflow
 from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.replay import GradientSummary, Probe, count_non_finite
+from distmp.diagnosis.replay import GradientSummary, Probe, count_non_finite, non_finite_rows
 
 
 def units(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -138,3 +138,13 @@ def test_non_finite_values_are_counted() -> None:
     assert count_non_finite(batch) == 2
     assert count_non_finite(batch, but_negative_inf=True) == 1
     assert count_non_finite((F.relu(mask), None, "text")) == 0
+
+
+def test_first_rows_with_non_finite_values_are_found() -> None:
+    x = torch.zeros(9, 2, 2)
+    x[[3, 4, 6, 8], 1, 0] = math.nan
+    x[4, 0, 1] = math.inf
+    batch = {"scalar": torch.tensor(math.nan), "mask": torch.tensor([0.0, -math.inf]), "x": x}
+    assert non_finite_rows(batch, but_negative_inf=True) == [3, 4, 6]
+    assert non_finite_rows(batch) == [1]
+    assert non_finite_rows([torch.zeros(0, 2), torch.ones(2)]) == []

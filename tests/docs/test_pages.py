@@ -89,6 +89,16 @@ def test_migration_page_has_block_for_each_way() -> None:
     assert page.count("\nBefore:\n") == 3
 
 
+@pytest.mark.parametrize("page", ["installing", "accelerate", "transformers"])
+def test_versions_are_those_that_the_package_requires(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    project = (ROOT / "pyproject.toml").read_text().replace('requires-python = "', '"Python')
+    found = re.findall(r"(\w+)(?:\]\(\w+\.md\))? ([\d.]+) or later", text)
+    assert found
+    for package, version in found:
+        assert f'"{package}>={version}"' in project
+
+
 def test_security_page_names_agree_with_code() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     message = "the state in the rendezvous store is not torchrun's"

@@ -129,7 +129,8 @@ def test_error_names_the_rank_that_ended_before_a_call(script: str, call: str, r
     who = "" if call == "step" else f", {1 - rank} on {platform.node()},"
     assert (
         f"LostPeerError: rank {rank} of 2 stops because another rank has ended; the output of that "
-        f"rank{who} has the cause; if it has no error, that rank lacks engine.{call}(), which every"
+        f"rank{who} has the cause; if it has no error, that rank was killed, called sys.exit, or "
+        f"called engine.{call}() less often than this rank"
     ) in result.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import shutil
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from distmp.checkpoint import store
 from distmp.checkpoint.storage import INDEX_FILE
+from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
 from distmp.engine.saving import OPTIMIZER, OWN_NUMBERS
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
@@ -69,6 +71,46 @@ def test_a_loop_continues_with_the_same_bits(tmp_path: Path) -> None:
         other.load(tmp_path / "fsdp" / "blocking")
         again = {k: v for k, v in snapshot(other).items() if not k.startswith("loss_scale/")}
         assert_same_bits(again, {name: saved[name] for name in again})
+
+
+@ranks(2)
+def test_position_of_loader_is_saved_among_the_numbers(tmp_path: Path) -> None:
+    engine, loader = make_engine(strategy="ddp"), DataLoader(list(range(12)), 4, 2)
+    train(engine, STEPS, TWO_RANKS)
+    first = [batch.tolist() for (batch,) in loader]
+    assert next(iter(loader))
+    engine.save(tmp_path, {"loader": loader.state_dict()})
+    expected = [batch.tolist() for (batch,) in loader]
+    resumed = DataLoader(list(range(12)), 4, 2)
+    resumed.load_state_dict(make_engine(strategy="ddp").load(tmp_path)["loader"])
+    assert [batch.tolist() for (batch,) in resumed] == expected
+    assert (len(first), len(expected), resumed.epoch) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-autocast", "fp16-autocast"])
+def test_optimizer_state_of_another_loop_continues(policy: str) -> None:
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inputs = 0.1 + 0.1 * torch.rand(8, 4)
+
+    def step_of_torch(inputs: torch.Tensor) -> None:
+        model(inputs).sum().div(8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step_of_torch(inputs)
+    engine = Engine(
+        copy.deepcopy(model),
+        lambda module, batch: (module(batch).float().sum(), len(batch)),
+        lambda named: torch.optim.AdamW(named, lr=0.1, fused=True),
+        policy=policy,
+        device="cpu",
+    )
+    engine.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert not engine.step([-inputs]).numbers.skipped
+    step_of_torch(-inputs)  # with new moments, the update would have the opposite sign
+    torch.testing.assert_close(engine.module.weight, model.weight, rtol=0, atol=1e-3)
 
 
 def _weights_on_one_rank(directory: Path) -> dict[str, Any]:

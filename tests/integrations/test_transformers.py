@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import distmp
+from benchmarks.figures import ROOT
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling import LossScaleConfig
 from tests.integrations.tiny import (
@@ -248,6 +250,61 @@ def test_all_ranks_skip_and_resume(tmp_path: Path) -> None:
         assert same_on_all_ranks(weights[0])
         # Transformers' own Trainer, which has no scaler under bfloat16, can continue from it.
         assert (directory / "checkpoint-2" / "scaler.pt").exists() == (scales is not None)
+
+
+@pytest.mark.nightly
+@ranks(2)
+def test_trainers_are_audited_as_on_the_page(tmp_path: Path) -> None:
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    page = (ROOT / "docs" / "testing.md").read_text()
+    (block,) = re.findall(r"```py\n(trainer\..*?)```", page, re.DOTALL)
+
+    def found(trainer: type[Any], model: nn.Module) -> tuple[int, int, str]:
+        made = trainer(model, arguments(tmp_path, max_steps=2), train_dataset=Sentences(16))
+        names: dict[str, Any] = {"distmp": distmp, "trainer": made}
+        exec(block, names)
+        report = names["audit"].report
+        return report.exit_code, report.steps, str(report)
+
+    for trainer in (transformers.Trainer, Trainer):
+        assert found(trainer, llama())[:2] == (0, 2)
+    assert found(Trainer, bert(MASKED))[0] != 1  # its pooler may have no gradient
+    code, _, text = found(transformers.Trainer, bert(MASKED))
+    assert code == 1
+    assert "times 4: multiplied by the number of ranks times that of microbatches" in text
+
+
+@pytest.mark.nightly
+@ranks(1)
+@pytest.mark.parametrize("theirs", [None, 2.0**10])
+def test_checkpoint_of_transformers_continues(theirs: float | None, tmp_path: Path) -> None:
+    """The loss scale is that of their scaler, if there is one."""
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    straight = transformers.Trainer(
+        llama(), arguments(tmp_path, **options), train_dataset=Sentences(16)
+    )
+    straight.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert not (checkpoint / "scaler.pt").exists()
+    if theirs is not None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=theirs)
+        scaler.scale(torch.ones(()))
+        torch.save(scaler.state_dict(), checkpoint / "scaler.pt")
+    resumed = _made(Trainer, tmp_path, "fp16-autocast", RULES)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    logs = [
+        [entry for entry in trainer.state.log_history[2:] if "loss" in entry]
+        for trainer in (straight, resumed)
+    ]
+    assert [entry["loss_scale"] for entry in logs[1]] == [theirs or RULES.init] * 2
+    assert logs[1][0]["loss"] == pytest.approx(logs[0][0]["loss"], rel=1e-3)
 
 
 def _made(

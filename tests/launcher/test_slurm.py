@@ -116,7 +116,7 @@ def test_other_exit_codes_are_not_requeued(
 def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
     show = 'printf "%s|" "$(hostname)" "$SLURM_GPUS_ON_NODE" "$PET_NPROC_PER_NODE" "$@"'
     launcher, log = stub(tmp_path / "launcher", show), tmp_path / "log"
-    words = "-m|distmp|launch|--|--resume=auto|--config|configs/quickstart.yaml"
+    words = "-m|distmp|launch|--|--resume=auto|--config|preset:quickstart"
 
     def output(*options: str, **variables: str) -> str:
         run = ["--data.path=a directory"]

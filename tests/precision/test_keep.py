@@ -121,7 +121,11 @@ class Uncalled(nn.Module):
     [
         (Model(), "nrom", r"'nrom': matches no module of the model; did you mean 'norm'\?"),
         (Model(), "lm_haed", r"did you mean 'lm_head'\?"),
-        (Model(), "qqq", "write a name such as 'criterion', a class, or one of head, loss, norm"),
+        (
+            Model(),
+            "qqq",
+            "write a name such as 'criterion', or a class; words that match: head, loss, norm",
+        ),
         (nn.Sequential(nn.Linear(1, 1)), "nothere", "write a name such as '0', or a class$"),
         (Model(), "Model", "keeps the whole model; use the policy fp32"),
         (nn.Linear(1, 1), "norm", "the model has no parts"),

@@ -267,13 +267,14 @@ def test_parameters_of_several_optimizers() -> None:
         first.step()
         second.step()
     assert kinds(audit.report) == []
-    with (
-        pytest.raises(ConfigError, match="optimizer = 'list': pass one"),
-        distmp.audit(
-            model,
-            [first, second],  # type: ignore[arg-type]
-        ),
-    ):
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [([], "'list': pass one optimizer of torch"), (None, r"call trainer\.create_optimizer\(\)")],
+)
+def test_what_is_no_optimizer_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message), distmp.audit(Labelled(), optimizer):
         pass
 
 

@@ -115,6 +115,17 @@ def test_a_prediction_is_recognized(kind: str, counts: Counts, error: float) -> 
     assert kinds == ([] if kind == "right" else [kind])
 
 
+def test_a_factor_names_the_numbers_that_it_is_a_product_of() -> None:
+    weights = np.array([[3.0, 1.0, 2.0, 8.0], [4.0, 2.0, 6.0, 5.0]])
+    numbers = "by the number of ranks times that of microbatches"
+    for factor, text in ((8.0, f"{numbers}: divided by neither"), (1 / 8, f"{numbers} once too")):
+        for counts in (1 / weights / weights.size, np.full(weights.shape, 1 / weights.sum())):
+            (mismatch,) = diagnose([split(weights, factor * counts)], "token_mean")
+            assert text in mismatch.text
+    (mismatch,) = diagnose([split(weights, 4.0 / weights / weights.size)], "token_mean")
+    assert "times 4: multiplied by the number of microbatches: never" in mismatch.text
+
+
 def test_a_small_error_is_never_right() -> None:
     for error in (1e-4, 1e-3, 1e-2):
         (mismatch,) = found(PREDICTED["right"][0], error=error)

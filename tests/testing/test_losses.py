@@ -42,9 +42,14 @@ def test_loss_is_a_guess_unless_the_model_returns_it(
     assert loss.is_guess == is_guess
 
 
-def test_microbatch_without_labels_is_refused() -> None:
-    with pytest.raises(ConfigError, match="only what enters forward: let labels enter, or use che"):
-        DefaultLoss()(nn.Linear(2, 3), INPUTS)
+@pytest.mark.parametrize(
+    ("batch", "found"), [(INPUTS, "'Tensor'"), ({"ids": INPUTS, "mask": LABELS}, "['ids', 'mask']")]
+)
+def test_microbatch_without_labels_is_refused(batch: Any, found: str) -> None:
+    what_to_do = "no labels entered forward: pass them to it as `labels`, or use check_gradient"
+    with pytest.raises(ConfigError, match=what_to_do) as error:
+        DefaultLoss()(nn.Linear(2, 3), batch)
+    assert str(error.value).startswith(f"microbatch = {found}: neither")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,10 @@ def test_malformed_paths_are_refused(path: str) -> None:
             "my_parts.models.deep:x",
             r"there is no module 'my_parts\.models\.deep'|'my_parts\.models'",
         ),
-        ("my_parts.models:Modle", r"module 'my_parts\.models' has no 'Modle'"),
+        (
+            "my_parts.models:Modle",
+            r"module 'my_parts\.models' has no 'Modle'; did you mean 'Model'\?",
+        ),
         ("my_parts.models:Model.length", r"has no 'Model\.length'"),
     ],
 )

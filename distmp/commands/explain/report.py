@@ -47,6 +47,11 @@ def _heading(explanation: Explanation) -> Iterator[str]:
         f"({explanation.device}){reason}, "
         f"{counted(explanation.microbatches, 'microbatch')} per step"
     )
+    if " free" in explanation.strategy_reason:  # auto compared a size with the free memory
+        yield from _wrapped(
+            "the free memory is that of this machine; for another one, set strategy and "
+            "sharding.accumulate"
+        )
 
 
 def _types(explanation: Explanation) -> Iterator[str]:

@@ -21,13 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = Parser(
         prog="distmp report",
-        description="Write a self-contained HTML file about a run.",
+        description="Write a self-contained HTML file about a run. Needs `distmp[report]`.",
     )
     parser.add_argument("run_dir", type=Path, help="directory of the run")
     parser.add_argument("other", type=Path, nargs="?", help="directory of a run to compare it with")
     parser.add_argument("--to", type=Path, help="output file (default: RUN_DIR/report.html)")
     arguments = parser.parse_args(argv)
-    require_package("RUN_DIR", str(arguments.run_dir), "matplotlib", "report")
+    require_package("command line", "report", "matplotlib", "report")
     from distmp.commands.report.page import RecordedRun, page
 
     directories = [arguments.run_dir, *([arguments.other] if arguments.other else [])]

@@ -118,8 +118,11 @@ def _bad_syntax(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return f"is not valid YAML: {' '.join(str(error).split())}"
+    syntax = isinstance(error, (yaml.scanner.ScannerError, yaml.parser.ParserError))
+    hint = "; check the indentation and punctuation up to there" if syntax else ""
     # Marks count from 0, editors from 1.
-    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', error)}"
+    where = f"line {mark.line + 1}, column {mark.column + 1}"
+    return f"{where}: {getattr(error, 'problem', error)}{hint}"
 
 
 def write_yaml(config: Any, path: str | os.PathLike[str]) -> None:

@@ -392,6 +392,9 @@ def test_explain_accepts_every_configuration(
     assert not [line for line in lines if "POLICY MISMATCH" in line]
 
 
+OTHER_MACHINE = "the free memory is that of this machine; for another one, set strategy"
+
+
 def small_file(directory: Path) -> str:
     (directory / "run.yaml").write_text(json.dumps(SMALL))
     return str(directory / "run.yaml")
@@ -429,6 +432,7 @@ def test_json_agrees_with_tables(tmp_path: Path, capsys: pytest.CaptureFixture[s
         )
     (warning,) = found["warnings"]
     text = " ".join(text.split())
+    assert OTHER_MACHINE in text
     assert warning in text
     observed = found["observed"]["computed"]
     assert observed["blocks.*.attention.output"] == {"products": ["bfloat16"]}
@@ -460,6 +464,7 @@ def test_table_contains_bytes_per_network_card(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert found["ranks_per_machine"] == 2
+    assert not any(line.startswith(OTHER_MACHINE) for line in lines)
     sent = found["between_machines_bytes"]
     assert sent == sum(entry["between_machines"] for entry in found["communication"]) > 0
     assert any(line.endswith(f"each card sends {bytes_text(sent)}") for line in lines)

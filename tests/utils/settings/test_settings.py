@@ -159,7 +159,10 @@ def test_empty_file_has_no_settings(text: str, tmp_path: Path) -> None:
         ("optim:\n  lr: 1\n  lr: 2\n", "line 3, column 3: the key 'lr' is given twice"),
         ("a: {x: 1, x: 2}", "line 1, column 11: the key 'x' is given twice"),
         ("a: [1, 2\n", "line 2, column 1:"),
-        ("a: 1\n  b: 2\n", "line 2, column 4:"),
+        (
+            "a: 1\n  b: 2\n",
+            "line 2, column 4: mapping values are not allowed here; check the indentation",
+        ),
         ("a:\tb", "line 1, column 3: found character"),
         ("a: *missing", "line 1, column 4:"),
         ("a: !!python/object:os.system x", "line 1, column 4:"),
