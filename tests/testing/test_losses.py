@@ -46,7 +46,9 @@ def test_loss_is_a_guess_unless_the_model_returns_it(
     ("batch", "found"), [(INPUTS, "'Tensor'"), ({"ids": INPUTS, "mask": LABELS}, "['ids', 'mask']")]
 )
 def test_microbatch_without_labels_is_refused(batch: Any, found: str) -> None:
-    what_to_do = "no labels entered forward: pass them to the model as `labels`, or use check_gradient"
+    what_to_do = (
+        "no labels entered forward: pass them to the model as `labels`, or use check_gradient"
+    )
     with pytest.raises(ConfigError, match=what_to_do) as error:
         DefaultLoss()(nn.Linear(2, 3), batch)
     assert str(error.value).startswith(f"microbatch = {found}: neither")
