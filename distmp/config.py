@@ -215,7 +215,7 @@ class ValidationConfig:
     metrics: dict[str, str] = field(default_factory=dict)
     """Metrics besides the loss, by name: `accuracy`, `perplexity` (with the loss next_token), or
     the import path of a function `metric(outputs, batch)` that returns a sum and its weight; see
-    docs/metrics.md."""
+    the page on metrics."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "validation.every", self.every, "use 0 or more steps")
