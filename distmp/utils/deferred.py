@@ -234,7 +234,9 @@ class _Replay:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        # All elements of each storage. Tensors are views of them, not `set_` to the storage, which
+        # the cache of fake tensors would keep alive.
+        self._storages: dict[int, Tensor] = {}
 
     def run(self, operation: _Operation) -> None:
         """Run an operation."""
@@ -246,13 +248,13 @@ class _Replay:
         results = pytree.tree_leaves(operation.function(*args, **kwargs))
         for described, result in zip(operation.results, results, strict=True):
             if isinstance(described, _View):
-                self._storages.setdefault(described.storage, result.untyped_storage())
+                elements = result.untyped_storage().nbytes() // result.itemsize
+                self._storages.setdefault(described.storage, result.as_strided((elements,), (1,), 0))
 
     def tensor(self, view: _View) -> Tensor:
         """Return a tensor of a storage."""
-        empty = torch.empty(0, dtype=view.dtype, device=self._device)
-        storage = self._storages[view.storage]
-        return empty.set_(storage, view.offset, view.size, view.stride)
+        elements = self._storages[view.storage].view(view.dtype)
+        return elements.as_strided(view.size, view.stride, view.offset)
 
     def _real(self, tree: Any) -> Any:
         def convert(leaf: Any) -> Any:

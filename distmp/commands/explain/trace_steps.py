@@ -217,7 +217,6 @@ def trace_steps(
     *,
     steps: int = 2,
     microbatches: int | None = None,
-    initialize: bool = False,
 ) -> StepTrace:
     """Build the engine of a configuration as a run does, and trace its steps.
 
@@ -228,8 +227,6 @@ def trace_steps(
         policy: The resolved policy.
         steps: Number of steps; optimizer state exists from the second step on.
         microbatches: Number of microbatches to run per step; None runs all.
-        initialize: Whether to compute the initial values of a deferred model, which takes no more
-            memory than filling it with NaN.
 
     Raises:
         ConfigError: If the run itself would raise it.
@@ -242,7 +239,6 @@ def trace_steps(
             world,
             policy=policy,
             first_step_checks=False,
-            load=not initialize,
         )
         start_peak = sum(memory.peak.values())
         average = _average(engine) if config.ema.decay > 0 else []

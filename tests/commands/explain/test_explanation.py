@@ -238,7 +238,7 @@ def measured_on_two_ranks() -> dict[str, tuple[int, int, float]]:
         # threads free.
         world = World.current(CPU)
         chosen = resolve(config.precision.policy, CPU)[0]
-        trace = trace_steps(config, prepare(config, world), world, chosen, steps=3, initialize=True)
+        trace = trace_steps(config, prepare(config, world), world, chosen, steps=3)
         found[name] = sum(trace.peak.values()), trace.start_peak, sent
     return found
 
