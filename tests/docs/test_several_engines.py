@@ -17,10 +17,11 @@ def run_example(directory: Path) -> tuple[float, float, list[str]]:
     torch.set_num_threads(1)
     before = gan.train(0, str(directory / "nothing"))
     gan.train(100, str(directory))
-    generator, _ = gan.build("bf16-autocast")
+    generator, discriminator = gan.build("bf16-autocast")
     generator.load(directory / "generator")
     generator.step([torch.randn(4, gan.NOISE)])
     generator.save(directory / "generator")  # and the process ends before the other is saved
+    del generator, discriminator
     after = gan.train(400, str(directory))
     saved = [path.name for path in sorted((directory / "generator").iterdir())]
     return before, after, saved

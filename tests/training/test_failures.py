@@ -55,7 +55,7 @@ HANGING = {
 # The call in which the other rank waits.
 WAITING = {
     "asleep": "work.wait (finish, distmp/buckets/reduction.py:",
-    "in its data": "work.wait (__call__, distmp/parallel/fsdp.py:",
+    "in its data": "all_gather_single (all_gather_on_stream, distmp/distributed/collectives.py:",
     "in a save": "all_gather_object (gather, distmp/distributed/ranks.py:",
     "in the background": "all_gather_object (gather, distmp/distributed/ranks.py:",
     "stopped": "work.wait (finish, distmp/buckets/reduction.py:",
