@@ -213,15 +213,18 @@ def brief(value: object) -> object:
     return value if isinstance(value, str | int | float | None) else type(value).__name__
 
 
-def did_you_mean(name: object, choices: Iterable[str]) -> str:
-    """Return "did you mean 'x'?" for the choice closest to `name`, or "" if none is close."""
+def closest(name: object, choices: Iterable[str]) -> str | None:
+    """Return the choice closest to `name`, whatever its case, or None if none is close."""
     choices = sorted(choices)
     close = difflib.get_close_matches(str(name).lower(), [each.lower() for each in choices], n=1)
-    if not close:
-        return ""
-    differ_in_case = [each for each in choices if each.lower() == close[0]]
-    [best] = difflib.get_close_matches(str(name), differ_in_case, n=1, cutoff=0)
-    return f"did you mean {best!r}?"
+    differ_in_case = [each for each in choices if [each.lower()] == close]
+    return next(iter(difflib.get_close_matches(str(name), differ_in_case, n=1, cutoff=0)), None)
+
+
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
+    """Return "did you mean 'x'?" for the choice closest to `name`, or "" if none is close."""
+    best = closest(name, choices)
+    return f"did you mean {best!r}?" if best else ""
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:

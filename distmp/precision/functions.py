@@ -7,7 +7,6 @@ those that do not. Under a policy without autocast, `keep_fp32` may name them, a
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils import _pytree as pytree
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, did_you_mean
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.utils.tensor_trees import map_tensors
 
@@ -99,8 +98,8 @@ def functions_in_fp32(names: Iterable[str]) -> contextlib.AbstractContextManager
     names = [*names]
     for name in names:
         if name not in _known():
-            similar = difflib.get_close_matches(name, sorted(_known()), 1)
-            problem = f"did you mean {similar[0] + '()'!r}?" if similar else "torch has none"
+            guess = did_you_mean(f"{name}()", (f"{known}()" for known in _known()))
+            problem = guess or "torch has none"
         elif name.endswith("_"):
             problem = (
                 "writes to its argument, which would be an FP32 copy; name a function that "

@@ -248,8 +248,8 @@ class _Replay:
         results = pytree.tree_leaves(operation.function(*args, **kwargs))
         for described, result in zip(operation.results, results, strict=True):
             if isinstance(described, _View):
-                elements = result.untyped_storage().nbytes() // result.itemsize
-                self._storages.setdefault(described.storage, result.as_strided((elements,), (1,), 0))
+                size = result.untyped_storage().nbytes() // result.itemsize
+                self._storages.setdefault(described.storage, result.as_strided((size,), (1,), 0))
 
     def tensor(self, view: _View) -> Tensor:
         """Return a tensor of a storage."""

@@ -7,13 +7,12 @@ fields (`optim.lr`), the same in the file, on the command line and in every mess
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from distmp.errors import ConfigError, listed, nearest
+from distmp.errors import ConfigError, closest, listed, nearest
 from distmp.utils.annotations import accepts, expected, field_annotations, hint, members_of
 
 T = TypeVar("T")
@@ -119,9 +118,8 @@ def unknown_setting(cls: type[Any], setting: str, known: frozenset[str]) -> str:
     # Of names with the same ending, the last one wins: a sibling, else the shortest one.
     candidates = sorted(known, key=lambda full: (full in siblings, -len(full), full))
     full_names = {full.rpartition(".")[2]: full for full in candidates}
-    close = [name] if name in full_names else difflib.get_close_matches(name, full_names, n=1)
-    if close:
-        return f"unknown setting; did you mean {full_names[close[0]]!r}?"
+    if best := closest(name, full_names):
+        return f"unknown setting; did you mean {full_names[best]!r}?"
     return f"unknown setting; {nearest(name, siblings or known)}"
 
 
