@@ -21,7 +21,6 @@ from distmp.checkpoint.manifest import (
     State,
     readable_state,
 )
-from distmp.checkpoint.recovery import Usable, newest_healthy, resolve, usable
 from distmp.checkpoint.settings import Retention
 from distmp.checkpoint.storage import (
     INDEX_FILE,
@@ -35,16 +34,7 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, listed
 from distmp.utils.files import PRIVATE
 
-__all__ = [
-    "Retention",
-    "StoredCheckpoint",
-    "Usable",
-    "final_path",
-    "newest_healthy",
-    "resolve",
-    "save",
-    "usable",
-]
+__all__ = ["StoredCheckpoint", "save"]
 
 
 logger = logging.getLogger("distmp")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import storage, store
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, allocate, written_here
@@ -280,7 +280,7 @@ class CheckpointWriter:
         group: dist.ProcessGroup | None,
     ) -> None:
         """Write a snapshot, in the writing thread."""
-        path = store.final_path(self._directory, pending.step)
+        path = storage.final_path(self._directory, pending.step)
         started = time.perf_counter()
         try:
             lower_priority()

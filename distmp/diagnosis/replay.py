@@ -35,9 +35,9 @@ from distmp.diagnosis.attribution import (
     RankOverflowStats,
 )
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
-from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
-from distmp.quantization import ProductFormats
+from distmp.parallel.strategy import Strategy
+from distmp.quantization.linear import ProductFormats
 from distmp.utils.dtypes import local_values
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.tensor_trees import parameter_name

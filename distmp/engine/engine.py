@@ -41,8 +41,8 @@ from distmp.engine.wrong_index import LatestBatches
 from distmp.errors import ConfigError, SetupError, TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
-from distmp.parallel import Strategy
 from distmp.parallel.reproducible import check_power_of_two
+from distmp.parallel.strategy import Strategy
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape

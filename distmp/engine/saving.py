@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, storage, store
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.storage import all_or_checkpoint_error, locate
@@ -196,7 +196,7 @@ class Saves:
             self._check()
         else:
             _writing.add(self.writer)
-        return store.final_path(location, step)
+        return storage.final_path(location, step)
 
     def finish(self) -> None:
         """Wait for a save in the background.
@@ -306,7 +306,9 @@ def load(
     """Load a checkpoint, see `Engine.load`; None if there is none. Collective over all ranks."""
     described = {"directory": str(directory), "optimizer": repr(bool(optimizer))}
     check_same(engine.world.group, engine.world.device, described)
-    checkpoint = store.resolve(str(directory), Path(), setting="directory", missing_ok=missing_ok)
+    checkpoint = recovery.resolve(
+        str(directory), Path(), setting="directory", missing_ok=missing_ok
+    )
     if checkpoint is None:
         return None
     if optimizer:

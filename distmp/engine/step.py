@@ -17,7 +17,7 @@ from distmp.engine.parts import EngineParts
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState, agree_on_nominal_weight
 from distmp.engine.step_checks import check_loss, explain_graph_errors
-from distmp.parallel import Strategy
+from distmp.parallel.strategy import Strategy
 from distmp.precision.builders import autocast_of_dtypes
 from distmp.precision.keep import product_switches
 from distmp.scaling.step_decision import (

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, store
 from distmp.errors import CheckpointError, ConfigError, nearest
 from distmp.export.files import write, write_directory
 from distmp.export.weights import PREFIX
@@ -155,7 +155,7 @@ def export(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--to", str(directory), "exists already; name a new directory")
-    checkpoint = store.resolve(str(source), Path(), setting="checkpoint")
+    checkpoint = recovery.resolve(str(source), Path(), setting="checkpoint")
     assert checkpoint is not None  # only "auto" can return None
     if ema and not has_average(checkpoint):
         raise ConfigError(

@@ -17,7 +17,7 @@ from distmp.parallel.settings import (
 )
 from distmp.parallel.strategy import Strategy, check_parameters, refuse_shared_memory
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import low_precision_layers
+from distmp.quantization.layers import low_precision_layers
 
 
 def resolve_strategy(name: str, world: World) -> str:

@@ -22,7 +22,7 @@ from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.module_buffers import ModuleTree, repeats_elements
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
-from distmp.quantization import LowPrecisionLayers
+from distmp.quantization.layers import LowPrecisionLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.tensor_trees import parameter_name

@@ -17,8 +17,7 @@ from distmp.parallel.blocks import find_blocks, outermost
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision.keep import modules_in_fp32
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import LowPrecisionLayers
-from distmp.quantization.layers import product_formats
+from distmp.quantization.layers import LowPrecisionLayers, product_formats
 from distmp.quantization.operands import Operand
 from distmp.quantization.products import Product
 from distmp.quantization.selection import select
