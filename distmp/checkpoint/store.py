@@ -100,7 +100,8 @@ def save(
 
     def begin() -> str:
         permit()
-        return _begin(directory, step, numbers)
+        manifest.encode(step, numbers, {})  # raises before anything is written
+        return LocalStorage(directory).prepare(step).name
 
     writing = directory / rank_0_or_checkpoint_error(ranks, goal, begin)
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks, finite))
@@ -132,11 +133,6 @@ def _report_mark(path: Path, problem: str | None) -> None:
         )
 
 
-def _begin(directory: Path, step: int, numbers: dict[str, Any]) -> str:
-    manifest.encode(step, numbers, {})  # raises before anything is written
-    return LocalStorage(directory).prepare(step).name
-
-
 def _finish(directory: Path, writing: Path, state: bytes, files: dict[str, FileSum]) -> Path:
     for name, written in files.items():
         try:
@@ -159,7 +155,7 @@ def discard(directory: Path, step: int) -> None:
     try:
         for entry in place.entries():
             if entry.step == step and not entry.finished:
-                place.discard(entry.path)
+                place.remove(entry.path)
     except OSError as error:
         logger.warning(
             "cannot remove the unfinished checkpoint of step %d in %s: %s", step, directory, error
@@ -187,7 +183,7 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
                 aside,
             )
         place.clean()
-        by_step = _by_step(place)
+        by_step = {e.step: e.path for e in reversed(place.entries()) if e.finished}
         found = {s: readable_state(path) for s, path in by_step.items()}
         states = {s: state for s, state in found.items() if state is not None}
         best = {s: state.best for s, state in states.items() if state.best is not None}
@@ -197,11 +193,6 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
             place.remove(entry.path)
     except OSError as error:
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
-
-
-def _by_step(place: LocalStorage) -> dict[int, Path]:
-    """Return the finished checkpoints by step, in ascending order."""
-    return {e.step: e.path for e in reversed(place.entries()) if e.finished}
 
 
 def _possibly_unhealthy(states: Mapping[int, State]) -> set[int]:

@@ -308,7 +308,7 @@ class StepReplay:
         strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.streams, strict=True)
         with (
-            buffers_restored(strategy.model),
+            buffers_restored(strategy.module),
             _formats_as(self._step.formats, strategy),
             generators_kept(device),
         ):
@@ -317,7 +317,7 @@ class StepReplay:
                 if strategy.low_precision_layers is not None:
                     step, first = self._step.position
                     strategy.low_precision_layers.begin_microbatch(step, first + index)
-                probe = Probe(strategy.model, strategy.units())
+                probe = Probe(strategy.module, strategy.units())
                 seed_generators(stream, device)
                 with probe:
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))

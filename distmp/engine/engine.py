@@ -125,7 +125,7 @@ class Engine:
         )
         self._state = state = EngineState(setup)
         self.optimizer = setup.updates.optimizer
-        self._calls = EngineCalls(setup.world, setup.strategy.model)
+        self._calls = EngineCalls(setup.world, setup.strategy.module)
         modes = EvaluationMode(self.model)
         self._parts = EngineParts(setup, state, self._calls, modes, [*self.model.parameters()])
         self._replays = Replays(self._parts)
@@ -197,7 +197,7 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The model inside `module`, with the parameter names of the user's model."""
-        return self._strategy.model
+        return self._strategy.module
 
     @property
     def _strategy(self) -> Strategy:

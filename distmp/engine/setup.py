@@ -209,7 +209,7 @@ def set_up(
         reason,
         loss,
         strategy,
-        ModuleBuffers(strategy.model, world.group, reproducible=config.reproducible),
+        ModuleBuffers(strategy.module, world.group, reproducible=config.reproducible),
         Updates(optimizer, schedule, strategy, policy, world.device),
         LowPrecisionMatmuls(layers, world, phases),
         StepClock(world.device),

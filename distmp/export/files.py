@@ -15,7 +15,8 @@ from torch import Tensor
 
 from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.models import huggingface, huggingface_files
-from distmp.models.architecture import CONFIG_FILE, is_hugging_face
+from distmp.models.architecture import is_hugging_face
+from distmp.models.huggingface_files import CONFIG_FILE
 
 # Names of dtypes in the format, see https://github.com/huggingface/safetensors.
 _DTYPES = {

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, listed
 from distmp.export.files import INDEX
 from distmp.models import adapters
-from distmp.models.architecture import CONFIG_FILE, TRANSFORMER, read, rebuild
+from distmp.models.architecture import TRANSFORMER, read, rebuild
+from distmp.models.huggingface_files import CONFIG_FILE
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.flat_shard import global_shape, local_parts
 

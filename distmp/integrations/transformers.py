@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError, TrainingError
-from distmp.integrations.accelerate import Accelerator
+from distmp.integrations.accelerate import Accelerator, fsdp_plugin
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.precision import PolicyLike, PrecisionPolicy
-from distmp.precision.accelerate import fsdp_plugin
 from distmp.scaling import LossScaleConfig
 
 try:

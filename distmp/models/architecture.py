@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.models import huggingface
+from distmp.models.huggingface_files import CONFIG_FILE
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.imports import load_callable
 
-CONFIG_FILE = "config.json"
 # Values of `model_type` for distmp's models; all others belong to Hugging Face transformers.
 TRANSFORMER = "distmp-transformer"
 IMPORT_PATH = "distmp-import-path"

@@ -143,13 +143,8 @@ class TokenEmbedding(nn.Embedding):
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm over the last dimension, computed in FP32 for any input dtype.
 
-    Args:
-        dimension: Size of the last dimension.
-        epsilon: Added to the mean square.
+    Its arguments are those of `torch.nn.RMSNorm`.
     """
-
-    def __init__(self, dimension: int, epsilon: float = 1e-5) -> None:
-        super().__init__(dimension, epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / rms(x) * weight, in the dtype of `x`."""

@@ -77,13 +77,14 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import fsdp_internals
 from distmp.parallel.collective_order import END_OF_FORWARD, CollectiveOrder
-from distmp.parallel.fsdp_accumulation import choose, least_free_bytes
 from distmp.parallel.fsdp_collectives import AllGather, ReduceScatter
 from distmp.parallel.fsdp_setup import (
     HOOK,
     check_shapes,
     check_ties,
+    choose,
     device_mesh,
+    least_free_bytes,
     shard,
     shard_size,
     tied_names,
@@ -159,6 +160,8 @@ class FullySharded(Strategy):
     Attributes:
         accumulation: Where gradients of microbatches are accumulated, and why.
     """
+
+    _order: CollectiveOrder
 
     def __init__(
         self,
@@ -263,8 +266,7 @@ class FullySharded(Strategy):
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._accumulated.clear()
-        if self._order is not None:
-            self._order.end()
+        self._order.end()
         self._unfinished = False
         if self._watched_steps:
             self._watched_steps -= 1
@@ -354,12 +356,10 @@ class FullySharded(Strategy):
 
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
-    ) -> CollectiveOrder | None:
+    ) -> CollectiveOrder:
         """Replace FSDP's collectives by ours, which sum in FP32 and compare their order."""
         units = self.units()
-        order = (
-            CollectiveOrder(world, [name for name, _ in units]) if world.world_size > 1 else None
-        )
+        order = CollectiveOrder(world, [name for name, _ in units])
         in_fp32 = with_submodules(kept)
         for index, (_, part) in enumerate(units):
             unit = cast(FSDPModule, part)
@@ -389,15 +389,14 @@ class FullySharded(Strategy):
         if self._watched_forwards:
             self._watched_forwards -= 1
             fsdp_internals.refuse_replaced_parameters(module)
-        if self._order is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._forwards += 1
             self._order.begin((self._forwards, self._last_microbatch))
-        elif self._order is not None:
+        else:
             self._order.begin("evaluation")
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._order is not None:
-            self._order.note(END_OF_FORWARD)
+        self._order.note(END_OF_FORWARD)
         if not torch.is_grad_enabled():
             # There is no backward to do it, see Note [Order of FSDP2 collectives].
             self._reshard()
@@ -412,6 +411,5 @@ class FullySharded(Strategy):
             self._root.reset_iter_state()
         self._reshard()
         fsdp_internals.discard_gradients(self.module)
-        if self._order is not None:
-            self._order.abandon()
+        self._order.abandon()
         self._unfinished = False

@@ -24,11 +24,11 @@ class AllGather:
     """The all-gather of FSDP, which checks the order first.
 
     Args:
-        order: Compares the order of collectives between ranks; None does not compare.
+        order: Compares the order of collectives between ranks.
         unit: Index of the parameter group.
     """
 
-    def __init__(self, order: CollectiveOrder | None, unit: int) -> None:
+    def __init__(self, order: CollectiveOrder, unit: int) -> None:
         self._order = order
         self._unit = unit
 
@@ -44,8 +44,7 @@ class AllGather:
         async_op: bool = False,
     ) -> Any:
         """Gather the shards of the group into `output_tensor`; return the work with `async_op`."""
-        if self._order is not None:
-            self._order.note(ComparedCollective("gather", self._unit, input_tensor.numel()))
+        self._order.note(ComparedCollective("gather", self._unit, input_tensor.numel()))
         if async_op:
             return all_gather(output_tensor, input_tensor, group)
         all_gather_on_stream(output_tensor, input_tensor, group)
@@ -64,7 +63,7 @@ class ReduceScatter(AllGather):
     All ranks have to construct it at the same time, because it may create process groups.
 
     Args:
-        order: Compares the order of collectives between ranks; None does not compare.
+        order: Compares the order of collectives between ranks.
         unit: Index of the parameter group.
         comm_dtype: Dtype in which gradients are sent.
         group: The ranks that share the shards.
@@ -74,7 +73,7 @@ class ReduceScatter(AllGather):
 
     def __init__(
         self,
-        order: CollectiveOrder | None,
+        order: CollectiveOrder,
         unit: int,
         comm_dtype: torch.dtype,
         group: dist.ProcessGroup,
@@ -96,8 +95,7 @@ class ReduceScatter(AllGather):
         async_op: bool = False,
     ) -> None:
         """Write this rank's part of the sum over the group to `output_tensor`."""
-        if self._order is not None:
-            self._order.note(ComparedCollective("reduce", self._unit, input_tensor.numel()))
+        self._order.note(ComparedCollective("reduce", self._unit, input_tensor.numel()))
         if self._native:
             reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)
         else:

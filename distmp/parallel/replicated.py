@@ -96,7 +96,7 @@ class Replicated(Strategy):
             self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
 
     def check_model(self) -> None:
-        self._known.check(self.model)
+        self._known.check(self.module)
         self._parameters.check_storage()
         self._parameters.check_copies()
         self._buckets.check_storage()

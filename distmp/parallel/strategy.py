@@ -71,11 +71,6 @@ class Strategy(ABC):
     # None if the strategy allows ranks to run different numbers of microbatches.
     _order: CollectiveOrder | None = None
 
-    @property
-    def model(self) -> nn.Module:
-        """The model inside `module`, with the user's parameter names."""
-        return self.module
-
     @abstractmethod
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that the optimizer updates, with their parameter names."""
@@ -189,14 +184,14 @@ class Strategy(ABC):
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the modules, by name, that gather their parameters before forward, root first."""
-        return [("", self.model)]
+        return [("", self.module)]
 
     def frozen_and_buffers(self) -> dict[str, Tensor]:
         """Return frozen parameters and buffers by name, each tensor once."""
         # By identity, not by name: a tied weight has several names.
         seen = {id(value) for value in self.module.parameters() if value.requires_grad}
         found = {}
-        for name, value in self.model.state_dict(keep_vars=True).items():
+        for name, value in self.module.state_dict(keep_vars=True).items():
             if id(value) not in seen:
                 seen.add(id(value))
                 found[parameter_name(name)] = value
@@ -322,13 +317,7 @@ class KnownParameters:
 
 def move_to(module: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers; those on the meta device stay there."""
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(device)
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            if not buffer.is_meta:
-                setattr(part, name, buffer.to(device))
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 @torch.no_grad()

@@ -97,11 +97,6 @@ def _changes(described: PrecisionPolicy) -> list[str]:
     ]
 
 
-def as_mapping(described: PrecisionPolicy) -> dict[str, Any]:
-    """Return all fields by their keys, as values that YAML and JSON can represent."""
-    return {key: _plain(getattr(described, name)) for key, name in FIELDS.items()}
-
-
 def _split(text: str) -> dict[str, Any]:
     """Parse `preset,key=value,...`; values remain text."""
     items: dict[str, Any] = {}
@@ -191,13 +186,9 @@ def _word(value: Any) -> str:
         return "|".join(value)
     if isinstance(value, bool):
         return str(value).lower()
-    return "none" if value is None else str(_plain(value))
-
-
-def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return dtype_word(value)
-    return list(value) if isinstance(value, tuple) else value
+    return "none" if value is None else str(value)
 
 
 # First compute capability with tensor cores for the dtype; below, it is emulated or slow. TF32 has
