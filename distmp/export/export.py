@@ -157,7 +157,7 @@ def export(
         raise ConfigError("--to", str(directory), "exists already; name a new directory")
     checkpoint = recovery.resolve(str(source), Path(), setting="checkpoint")
     assert checkpoint is not None  # only "auto" can return None
-    if ema and not has_average(checkpoint):
+    if ema and not _names_below(AVERAGE_PREFIX, checkpoint):
         raise ConfigError(
             "--ema", str(checkpoint), "contains no average of the weights; train with ema.decay"
         )
@@ -182,11 +182,6 @@ def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
     if known is not None:
         logger.warning("no tokenizer is exported: %s has no files of one any more", known)
     return None
-
-
-def has_average(checkpoint: store.StoredCheckpoint) -> bool:
-    """Return whether a checkpoint contains an average of the weights."""
-    return bool(_names_below(AVERAGE_PREFIX, checkpoint))
 
 
 def _names_below(prefix: str, checkpoint: store.StoredCheckpoint) -> dict[str, str]:

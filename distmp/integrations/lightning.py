@@ -46,18 +46,6 @@ def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
     return resolution
 
 
-def scale_rules(policy: PrecisionPolicy, given: LossScaleConfig | None) -> LossScaleConfig | None:
-    """Return the rules of the loss scale; warn about rules in `given` that have no effect.
-
-    Raises:
-        ConfigError: If policy and rules name two different scales.
-    """
-    unused = unused_rules(policy.loss_scale, given)
-    if unused:
-        logger.warning("precision %s: %s", policy.name, unused)
-    return loss_scale_rules(policy.loss_scale, given)
-
-
 def check_policy(policy: PrecisionPolicy) -> None:
     """Refuse fields of a policy that no strategy of Lightning implements.
 
@@ -258,8 +246,12 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device or default).type
         self.policy, self.policy_reason = resolved(policy, torch.device(self.device))
-        self.precision = _name_in_lightning(self.policy.compute_dtype)
-        rules = scale_rules(self.policy, loss_scale)
+        # Lightning displays it.
+        names = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
+        self.precision = names.get(self.policy.compute_dtype, "32-true")
+        if unused := unused_rules(self.policy.loss_scale, loss_scale):
+            logger.warning("precision %s: %s", self.policy.name, unused)
+        rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
         self.scaler = (
             DeferredGradScaler(self.device, rules, max_consecutive_skips=max_consecutive_skips)
             if rules is not None
@@ -561,8 +553,3 @@ def _follow(scheduler: Any, scaler: DistributedGradScaler) -> None:
 
     names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}
     scheduler.__class__ = type(original.__name__, (original,), names)
-
-
-def _name_in_lightning(computed: torch.dtype) -> str:
-    """Return the precision that Lightning displays."""
-    return {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(computed, "32-true")

@@ -32,9 +32,7 @@ BUILD_WHOLE = (
 SET_IN_CONSTRUCTOR = "set them in the constructor, for example with torch.nn.init"
 
 
-def initial_values(
-    module: nn.Module, seed: int, device: torch.device | None = None
-) -> InitialValues:
+def initial_values(module: nn.Module, seed: int, device: torch.device | None) -> InitialValues:
     """Return the initial values of the tensors of a module that are on the meta device.
 
     Args:

@@ -263,12 +263,11 @@ class PrecisionPolicy:
 
     def _check_loss_scale(self) -> None:
         scale = self.loss_scale
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if not number and scale not in (None, "dynamic"):
+        if isinstance(scale, int | float) and not isinstance(scale, bool):
+            if not SMALLEST_LOSS_SCALE <= scale <= LARGEST_LOSS_SCALE:
+                self._refuse("loss_scale", "use a number from 2^-126 to 2^126")
+        elif scale not in (None, "dynamic"):
             self._refuse("loss_scale", 'use "dynamic", a number, or None')
-        limits = SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE
-        if isinstance(scale, (int, float)) and not limits[0] <= scale <= limits[1]:
-            self._refuse("loss_scale", "use a number from 2^-126 to 2^126")
         has_fp16 = torch.float16 in (self.compute_dtype, self.reduce_dtype)
         if has_fp16 and scale is None:
             self._refuse(

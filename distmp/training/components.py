@@ -289,10 +289,9 @@ def training_batches(
     all_steps = steps(
         parts.datasets.train,
         division,
+        world,
         seed=config.seed,
         workers=config.data.workers,
-        pin_memory=world.device.type == "cuda",
-        group=world.group,
     )
     with closing(all_steps):
         for step in all_steps:

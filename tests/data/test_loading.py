@@ -17,6 +17,7 @@ from distmp.data.evaluation import ForwardOnly, evaluation_batches
 from distmp.data.loading import steps as all_steps
 from distmp.data.order import Division, sample_indices
 from distmp.distributed.stopping import STOP_SIGNALS
+from distmp.distributed.world import World
 from distmp.errors import ConfigError, DataError
 
 
@@ -128,6 +129,10 @@ def test_dataset_errors_pass_through_and_end_workers(workers: int) -> None:
 # --- evaluation ---
 
 
+def world(rank: int, world_size: int) -> World:
+    return World(rank, world_size, torch.device("cpu"), None)
+
+
 @settings(deadline=None)
 @given(
     st.integers(1, 60),
@@ -142,13 +147,7 @@ def test_ranks_evaluate_each_sample_once_in_equal_steps(
     forwards = []
     for rank in range(world_size):
         own = list(
-            evaluation_batches(
-                Numbers(size),
-                samples=samples,
-                microbatch_size=microbatch_size,
-                rank=rank,
-                world_size=world_size,
-            )
+            evaluation_batches(Numbers(size), samples, microbatch_size, world(rank, world_size))
         )
         forwards.append(len(own))
         for batch in own:
@@ -164,11 +163,7 @@ def test_ranks_evaluate_each_sample_once_in_equal_steps(
 
 
 def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
-    return list(
-        evaluation_batches(
-            dataset, samples=None, microbatch_size=2, rank=rank, world_size=world_size
-        )
-    )
+    return list(evaluation_batches(dataset, None, 2, world(rank, world_size)))
 
 
 def test_any_sample_can_serve_as_padding() -> None:
