@@ -307,23 +307,19 @@ def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | N
 
 def _check_handler(handler: utils.KwargsHandler) -> None:
     name = type(handler).__name__
+    hook = getattr(handler, "comm_hook", utils.DDPCommunicationHookType.NO)
     if isinstance(handler, utils.AutocastKwargs):
-        raise ConfigError("kwargs_handlers", name, "the policy defines autocast; remove it")
-    if isinstance(handler, utils.GradScalerKwargs):
-        raise ConfigError(
-            "kwargs_handlers", name, "pass loss_scale=distmp.LossScaleConfig(...) instead"
-        )
-    if "Recipe" in name:
-        raise ConfigError("kwargs_handlers", name, "policies have no 8-bit types; remove it")
-    if (
-        isinstance(handler, utils.DistributedDataParallelKwargs)
-        and handler.comm_hook != utils.DDPCommunicationHookType.NO
-    ):
-        raise ConfigError(
-            "kwargs_handlers",
-            f"{name}(comm_hook={handler.comm_hook})",
-            "the policy reduces gradients in float32, this hook does not; remove it",
-        )
+        problem = "the policy defines autocast; remove it"
+    elif isinstance(handler, utils.GradScalerKwargs):
+        problem = "pass loss_scale=distmp.LossScaleConfig(...) instead"
+    elif "Recipe" in name:
+        problem = "policies have no 8-bit types; remove it"
+    elif hook != utils.DDPCommunicationHookType.NO:
+        name = f"{name}(comm_hook={hook})"
+        problem = "the policy reduces gradients in float32, this hook does not; remove it"
+    else:
+        return
+    raise ConfigError("kwargs_handlers", name, problem)
 
 
 def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:

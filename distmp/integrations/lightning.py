@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,19 +159,16 @@ def _check_fsdp2_policies(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def _check_sharded(name: str, parameter: Tensor) -> None:
+    error = partial(ConfigError, "model", name)
     if not is_dtensor(parameter):
-        raise ConfigError(
-            "model",
-            name,
+        raise error(
             "is not sharded although other parameters are, so its gradients are not averaged over "
-            "ranks; call fully_shard on the module that holds all of them, too",
+            "ranks; call fully_shard on the module that holds all of them, too"
         )
     if parameter.dtype != torch.float32:
-        raise ConfigError(
-            "model",
-            name,
+        raise error(
             f"is sharded in {dtype_name(parameter.dtype)}, but the policy trains FP32 weights; "
-            "call .float() on the model before fully_shard",
+            "call .float() on the model before fully_shard"
         )
 
 

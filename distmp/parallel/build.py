@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -26,20 +28,17 @@ def resolve_strategy(name: str, world: World) -> str:
     Raises:
         ConfigError: If the name is unknown or does not support the number of ranks.
     """
+    error = partial(ConfigError, "strategy", name)
     if name not in STRATEGIES:
-        raise ConfigError("strategy", name, nearest(name, STRATEGIES))
+        raise error(nearest(name, STRATEGIES))
     if name == "auto":
         return "ddp" if world.world_size > 1 else "single"
     if name == "single" and world.world_size > 1:
-        raise ConfigError(
-            "strategy", name, f"is for one rank, but {world.world_size} were started; use 'ddp'"
-        )
+        raise error(f"is for one rank, but {world.world_size} were started; use 'ddp'")
     if name != "single" and world.world_size == 1 and world.group is None:
-        raise ConfigError(
-            "strategy",
-            name,
+        raise error(
             "needs several ranks, but only one process was started; start it with torchrun or "
-            "`distmp launch`, or use 'auto'",
+            "`distmp launch`, or use 'auto'"
         )
     return name
 

@@ -137,7 +137,7 @@ class CollectiveOrder:
         """Discard the current pass, which failed."""
         self._done: list[ComparedCollective] = []
         self._expected = self._known.get(self._pass, [])
-        self._differs = self._pass not in self._known
+        self._differs: bool = self._pass not in self._known
 
     def _compare(self, local: ComparedCollective) -> None:
         """Compare the next collectives of the ranks.

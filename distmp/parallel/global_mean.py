@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -113,20 +114,17 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
 
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:
+    error = partial(ConfigError, "divisor", None)
     unknown = {reduction.unknown for reduction in found if reduction.unknown is not None}
     if unknown:
-        raise ConfigError(
-            "divisor",
-            None,
+        raise error(
             f"{', '.join(sorted(unknown))} reduces gradients in its own way; pass the number by "
             "which it divides the sum over ranks",
         )
     divisors = {reduction.divisor for reduction in found if reduction.divisor is not None}
     if len(divisors) > 1:
         numbers = listed([f"{number:g}" for number in sorted(divisors)])
-        raise ConfigError(
-            "divisor",
-            None,
+        raise error(
             f"parts of the module divide gradients by different numbers, {numbers}; call "
             "set_gradient_divide_factor() with the same number on each of them, and pass it",
         )

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -205,19 +206,16 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
         ConfigError: For an integer parameter under a policy with 16-bit parameters, and for a
             trainable parameter that is not FP32 or 16-bit floating point.
     """
+    error = partial(ConfigError, "precision.policy", policy.name)
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() and policy.casts_parameters:
-            raise ConfigError(
-                "precision.policy",
-                policy.name,
+            raise error(
                 f"converts parameters to {dtype_name(policy.compute_dtype)}, but parameter "
                 f"{name!r} is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
                 f"{dtype_word(policy.compute_dtype)}-autocast",
             )
         if parameter.requires_grad and parameter.dtype not in DTYPES:
-            raise ConfigError(
-                "precision.policy",
-                policy.name,
+            raise error(
                 f"trains FP32 weights, but parameter {name!r} is {dtype_name(parameter.dtype)}; "
                 "convert it with .float() first, or a complex one with torch.view_as_real",
             )
@@ -230,22 +228,19 @@ def check_model(model: object) -> None:
         ConfigError: Naming the object or the parameter.
     """
     kind = type(model).__name__
+    error = partial(ConfigError, "model", kind)
     if not isinstance(model, nn.Module):
         if isinstance(model, type):
             raise ConfigError("model", model.__name__, f"is a class; pass {model.__name__}(...)")
-        raise ConfigError("model", kind, "is not a torch.nn.Module; pass the model itself")
+        raise error("is not a torch.nn.Module; pass the model itself")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ConfigError(
-            "model",
-            kind,
-            "reduces gradients itself; pass the wrapped model (model.module) and choose a strategy",
+        raise error(
+            "reduces gradients itself; pass the wrapped model (model.module) and choose a strategy"
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigError("model", kind, "is scripted and takes no hooks; pass the plain module")
+        raise error("is scripted and takes no hooks; pass the plain module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            "model", kind, "has no parameter to train; requires_grad is False for all"
-        )
+        raise error("has no parameter to train; requires_grad is False for all")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             problem = (
