@@ -155,7 +155,7 @@ class StepWeights:
         for gradient in local_gradients(optimizer):
             gradient.tensor.mul_(factor)
         if is_first:
-            self._unit = _power_of_two(weight / microbatches)
+            self._unit = 2.0 ** math.ceil(math.log2(weight / microbatches)) if weight else 1.0
 
 
 class _WithGradientOf(torch.autograd.Function):
@@ -168,10 +168,3 @@ class _WithGradientOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _power_of_two(weight: float) -> float:
-    """Round up to a power of two; 1 for a weight that is not positive and finite."""
-    if not (math.isfinite(weight) and weight > 0):
-        return 1.0
-    return 2.0 ** math.ceil(math.log2(weight))

@@ -18,7 +18,7 @@ from distmp.data.loading import steps as all_steps
 from distmp.data.order import Division, sample_indices
 from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, DataError
+from distmp.errors import DataError
 
 
 class Numbers:
@@ -75,11 +75,6 @@ def test_resume_is_identical_at_other_world_size() -> None:
     whole = inputs(batches(), 4)
     halves = [inputs(batches(first_sample=48, rank=r, world_size=2), 2) for r in (0, 1)]
     assert [halves[0][step] + halves[1][step] for step in (0, 1)] == whole[2:]
-
-
-def test_indivisible_batch_is_refused_immediately() -> None:
-    with pytest.raises(ConfigError, match=r"batch\.global_batch_size = 24.*nearest: 20 or 30"):
-        batches(world_size=5)
 
 
 def test_loading_does_not_use_model_random_numbers() -> None:
