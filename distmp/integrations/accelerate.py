@@ -25,16 +25,7 @@ from distmp.distributed.world import keep_until_exit
 from distmp.errors import ConfigError, nearest
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
-from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
-from distmp.precision.builders import (
-    autocast_context,
-    cast_inputs_and_outputs,
-    ddp_comm_hook,
-    fsdp1_policy,
-    fsdp2_policy,
-    prepare,
-    refuse_low_precision_matmuls,
-)
+from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, policy, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32, product_switches
 from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT
 from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
@@ -183,10 +174,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if self.shards:
                 self._prepare_to_shard(model)
             else:
-                prepare(model, self.policy, self.device.type)
+                builders.prepare(model, self.policy, self.device.type)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, DistributedDataParallel):
-            hook = ddp_comm_hook(self.policy)
+            hook = builders.ddp_comm_hook(self.policy)
             if hook is not None:
                 prepared.register_comm_hook(None, hook)
         return prepared
@@ -231,7 +222,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._check_model(module)
         self._prepare_to_shard(module)
         if self.policy.autocast:
-            module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
+            module.forward = builders.autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
 
 
 class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -380,7 +371,7 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
             FP32 compute, which accelerate would not unscale, weights are rounded stochastically,
             which only the engine configures, or matrix products have fewer bits.
     """
-    refuse_low_precision_matmuls(policy)
+    builders.refuse_low_precision_matmuls(policy)
     if policy.stochastic_rounding:
         raise ConfigError(
             "precision.policy.stochastic_rounding",
@@ -419,7 +410,7 @@ def check_replicated(policy: PrecisionPolicy) -> None:
             " accelerate supports only with FSDP; use a policy with autocast, an fsdp_plugin, or"
             " distmp.Engine",
         )
-    ddp_comm_hook(policy)
+    builders.ddp_comm_hook(policy)
 
 
 def fsdp_plugin(
@@ -446,7 +437,9 @@ def fsdp_plugin(
             dtype than the policy.
     """
     plugin = utils.FullyShardedDataParallelPlugin() if plugin is None else plugin
-    precision = fsdp2_policy(policy) if plugin.fsdp_version == 2 else fsdp1_policy(policy)
+    precision = (
+        builders.fsdp2_policy(policy) if plugin.fsdp_version == 2 else builders.fsdp1_policy(policy)
+    )
     given = plugin.mixed_precision_policy
     if given is not None and given != precision:
         raise ConfigError(
@@ -488,7 +481,7 @@ def prepare_to_shard(
             parameter.data = parameter.data.to(policy.param_dtype)
     cast_buffers(module, policy)
     keep_in_fp32(module, policy, device_type)
-    cast_inputs_and_outputs(module, policy)
+    builders.cast_inputs_and_outputs(module, policy)
 
 
 def _check_sums(policy: PrecisionPolicy, version: int) -> None:

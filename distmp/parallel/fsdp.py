@@ -75,21 +75,9 @@ from distmp.buckets.used import UsedParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix
-from distmp.parallel import fsdp_internals
+from distmp.parallel import fsdp_internals, fsdp_setup, strategy
 from distmp.parallel.collective_order import END_OF_FORWARD, CollectiveOrder
 from distmp.parallel.fsdp_collectives import AllGather, ReduceScatter
-from distmp.parallel.fsdp_setup import (
-    HOOK,
-    check_shapes,
-    check_ties,
-    choose,
-    device_mesh,
-    least_free_bytes,
-    shard,
-    shard_size,
-    tied_names,
-    with_submodules,
-)
 from distmp.parallel.materialize import (
     InitialValues,
     materialize,
@@ -97,16 +85,6 @@ from distmp.parallel.materialize import (
     nothing_to_compute,
 )
 from distmp.parallel.settings import ParallelConfig
-from distmp.parallel.strategy import (
-    USED_DIRECTLY,
-    KnownParameters,
-    Strategy,
-    broadcast_from_rank_zero,
-    move_to,
-    sixteen_bit_parameters,
-    store_parameters_in_fp32,
-    trainable,
-)
 from distmp.precision.builders import cast_inputs_and_outputs
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
@@ -133,10 +111,10 @@ def _refuse_direct_use(name: str, gradient: Tensor) -> NoReturn:
 
     FSDP reduces gradients of gathered parameters; this gradient would differ between ranks.
     """
-    raise ConfigError("model", name, USED_DIRECTLY)
+    raise ConfigError("model", name, strategy.USED_DIRECTLY)
 
 
-class FullySharded(Strategy):
+class FullySharded(strategy.Strategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
 
     With `hsdp` the `sharding.shard_size` ranks of a shard group share one copy of the model, and
@@ -173,22 +151,24 @@ class FullySharded(Strategy):
         values: InitialValues = nothing_to_compute,
     ) -> None:
         config = config or ParallelConfig()
-        check_shapes(module, name)
-        shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
+        fsdp_setup.check_shapes(module, name)
+        shards = (
+            fsdp_setup.shard_size(config.sharding, world) if name == "hsdp" else world.world_size
+        )
         self._replicas = world.world_size // shards
         materialize(module, values, world.device, parameters=False)
         self.module = module
-        move_to(module, world.device)
-        store_parameters_in_fp32(module.parameters())
-        broadcast_from_rank_zero(module, world)
+        strategy.move_to(module, world.device)
+        strategy.store_parameters_in_fp32(module.parameters())
+        strategy.broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
-        sixteen_bit_parameters(module, policy.param_dtype, except_for=kept)
-        mesh = device_mesh(world, shards, name)
+        strategy.sixteen_bit_parameters(module, policy.param_dtype, except_for=kept)
+        mesh = fsdp_setup.device_mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")
-        ties = tied_names(module)
-        shard(module, policy, kept, mesh, config.sharding)
-        check_ties(module, ties, name)
+        ties = fsdp_setup.tied_names(module)
+        fsdp_setup.shard(module, policy, kept, mesh, config.sharding)
+        fsdp_setup.check_ties(module, ties, name)
         materialize_shards(module, values, world.device)
         self._root = cast(FSDPModule, module)
         self._order = self._watch_collectives(world, policy, kept)
@@ -197,12 +177,12 @@ class FullySharded(Strategy):
         self._sixteen_bit = fsdp_internals.sixteen_bit_groups(self.module)
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
-        self._known = KnownParameters(module)
-        self.accumulation = choose(
+        self._known = strategy.KnownParameters(module)
+        self.accumulation = fsdp_setup.choose(
             config.sharding.accumulate,
             policy,
             elements=sum(parameter.numel() for _, parameter in self._trainable),
-            free_bytes=least_free_bytes(world),
+            free_bytes=fsdp_setup.least_free_bytes(world),
             replicas=self._replicas,
             microbatches=config.microbatches,
         )
@@ -236,7 +216,7 @@ class FullySharded(Strategy):
         self._accumulated.clear()
         for (name, parameter), storage in zip(self._trainable, self._storages, strict=True):
             if len(parameter._backward_hooks or {}) > 1:  # one is `_refuse_direct_use`
-                raise ConfigError("model", name, HOOK)
+                raise ConfigError("model", name, fsdp_setup.HOOK)
             is_replaced = parameter.untyped_storage()._cdata != storage._cdata
             if is_replaced and is_dtensor(parameter):
                 raise ConfigError("model", name, REPLACED)
@@ -308,7 +288,7 @@ class FullySharded(Strategy):
 
     def _track_parameters(self, world: World) -> None:
         """Track the parameters that require gradients now."""
-        self._trainable = named = trainable(self.module)
+        self._trainable = named = strategy.trainable(self.module)
         # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
         self._storages = [parameter.untyped_storage() for _, parameter in named]
         self._names = {id(parameter): name for name, parameter in named}
@@ -360,7 +340,7 @@ class FullySharded(Strategy):
         """Replace FSDP's collectives by ours, which sum in FP32 and compare their order."""
         units = self.units()
         order = CollectiveOrder(world, [name for name, _ in units])
-        in_fp32 = with_submodules(kept)
+        in_fp32 = fsdp_setup.with_submodules(kept)
         for index, (_, part) in enumerate(units):
             unit = cast(FSDPModule, part)
             comm_dtype = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype

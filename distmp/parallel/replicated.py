@@ -15,18 +15,12 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
+from distmp.parallel import strategy
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
 from distmp.parallel.module_buffers import BufferBatches, BufferValues
 from distmp.parallel.settings import AccumulationSettings
-from distmp.parallel.strategy import (
-    KnownParameters,
-    Strategy,
-    broadcast_from_rank_zero,
-    store_parameters_in_fp32,
-    trainable,
-)
 from distmp.precision.builders import prepare
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
@@ -37,7 +31,7 @@ logger = logging.getLogger("distmp")
 REPRODUCIBLE_ADVICE = "with reproducible=True every rank needs the same number of microbatches"
 
 
-class Replicated(Strategy):
+class Replicated(strategy.Strategy):
     """Every rank holds the full model; gradients are summed in FP32 buckets.
 
     Args:
@@ -64,9 +58,9 @@ class Replicated(Strategy):
             logger.warning(COMPILED_WHOLE)
         materialize(module, values, world.device)
         self.module = module.to(world.device)
-        store_parameters_in_fp32(module.parameters())
-        broadcast_from_rank_zero(module, world)
-        named = trainable(module)
+        strategy.store_parameters_in_fp32(module.parameters())
+        strategy.broadcast_from_rank_zero(module, world)
+        named = strategy.trainable(module)
         fp32 = {name: parameter.data for name, parameter in named}
         prepare(module, policy.high_precision, world.device.type)
         self._shapes = {name: parameter.shape for name, parameter in named}
@@ -90,7 +84,7 @@ class Replicated(Strategy):
             self._parameters = PureParameters(self._buckets)
         else:
             self._parameters = FlatParameters(self._buckets, fp32)
-        self._known = KnownParameters(module)
+        self._known = strategy.KnownParameters(module)
         self._buffer_batches = BufferBatches(module)
         if self._settings.reproducible and world.world_size > 1:
             self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
