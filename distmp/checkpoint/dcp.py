@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,25 +56,13 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())  # NaN propagates to both
 
 
-class Written(NamedTuple):
-    """What a rank has written.
-
-    Attributes:
-        sums: Size and checksum of each file, by name.
-        non_finite: Names of the tensors with NaN or infinite values, among those to be checked.
-    """
-
-    sums: dict[str, FileSum]
-    non_finite: set[str]
-
-
 def write(
     goal: str,
     path: Path,
     tensors: dict[str, Tensor],
     ranks: Ranks,
     finite: Collection[str] = (),
-) -> Written:
+) -> tuple[dict[str, FileSum], set[str]]:
     """Write tensors and their index to the directory `path`. Collective over `ranks`.
 
     Args:
@@ -85,7 +73,8 @@ def write(
         finite: Names of the tensors to check for non-finite values.
 
     Returns:
-        What this rank wrote.
+        Size and checksum of each file that this rank wrote, by name; and those of the tensors to
+        be checked that hold NaN or infinite values.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
@@ -99,7 +88,7 @@ def write(
             storage_writer=_Writer(path, files),
             planner=planner,
         )
-    return Written(files.sums, planner.non_finite)
+    return files.sums, planner.non_finite
 
 
 def read(

@@ -90,11 +90,11 @@ def save(
 
     writing = directory / storage.rank_0_or_checkpoint_error(ranks, goal, begin)
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks, finite))
-    files = {name: file for rank in written for name, file in rank.sums.items()}
+    files = {name: file for sums, _ in written for name, file in sums.items()}
     # The last one, after one data file of each rank.
     files[storage.INDEX_FILE] = files.pop(storage.INDEX_FILE)
 
-    non_finite = sorted({name for rank in written for name in rank.non_finite})
+    non_finite = sorted({name for _, names in written for name in names})
     if non_finite:
         health = health._replace(problem=f"NaN or infinite values in {listed(non_finite)}")
 

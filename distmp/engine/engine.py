@@ -638,8 +638,7 @@ class Engine:
             "parameters": list(self.module.parameters()),
             "module buffers": list(self.module.buffers()),
             "optimizer state": [leaf for leaf in state if isinstance(leaf, Tensor)],
-            "partial sums of microbatches": strategy.partial_sums(),
-            "FP32 gradients": strategy.gradient_memory(),
+            **strategy.gradient_memory(),
         }
 
     def __reduce__(self) -> NoReturn:

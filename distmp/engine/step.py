@@ -73,7 +73,7 @@ def take_step(
     current_phase.enter(UPDATE)
     updates.apply(decision)
     setup.buffers.end_step(decision.found_inf, differ)
-    setup.strategy.end_step(decision.found_inf)
+    setup.strategy.used.end_step(decision.found_inf)
     known_scale = 1.0 if state.loss_scale.config is None else scale
     values: dict[str, Tensor | float] = {"learning_rate": rate, "loss_scale": known_scale}
     values |= {name: getattr(spike_check, name) for name in ("spike", "loss_limit", "norm_limit")}
@@ -148,11 +148,11 @@ def forward(
         autocast_of_dtypes(setup.policy, setup.device, sharded=setup.is_sharded),
         explain_graph_errors(),
     ):
-        strategy.computing_loss(computing=True)
+        strategy.used.computing_loss = True
         try:
             loss_sum, weight = check_loss(setup.loss(strategy.module, batch))
         finally:
-            strategy.computing_loss(computing=False)
+            strategy.used.computing_loss = False
     for observer in observers:
         observer.after_forward(batch, loss_sum, weight)
     return loss_sum, _scalar(weight, setup.device)

@@ -66,6 +66,7 @@ def build_strategy(
     Raises:
         ConfigError: If module, policy, strategy and settings are not compatible.
     """
+    accumulation = accumulation or AccumulationSettings()
     config = config or ParallelConfig()
     config.sharding.check(name)
     if policy.accumulate_dtype != torch.float32:
@@ -75,7 +76,7 @@ def build_strategy(
             "all strategies sum microbatches in FP32; use fp32",
         )
     check_parameters(module, policy)
-    if accumulation is not None and name in SHARDED_STRATEGIES:
+    if name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
     if policy.kept_functions and (
         config.activation_checkpointing != "none" or config.compile != "none"
@@ -88,7 +89,7 @@ def build_strategy(
         )
     if name not in SHARDED_STRATEGIES and policy.casts_parameters:
         refuse_shared_memory(module, "policy", policy.name)
-    if accumulation is not None and accumulation.shard_optimizer:
+    if accumulation.shard_optimizer:
         refuse_shared_memory(module, "shard_optimizer", "True")
     blocks = (
         outermost(find_blocks(module, config.sharding.wrap))

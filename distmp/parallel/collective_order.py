@@ -77,6 +77,7 @@ class CollectiveOrder:
         self._comparisons = 0
         self._known: dict[Hashable, list[ComparedCollective]] = {}
         self._pass: Hashable = None
+        self._differs = True
         self._microbatches = 0
         self.abandon()
 
@@ -137,7 +138,7 @@ class CollectiveOrder:
         """Discard the current pass, which failed."""
         self._done: list[ComparedCollective] = []
         self._expected = self._known.get(self._pass, [])
-        self._differs: bool = self._pass not in self._known
+        self._differs = self._pass not in self._known
 
     def _compare(self, local: ComparedCollective) -> None:
         """Compare the next collectives of the ranks.

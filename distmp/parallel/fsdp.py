@@ -78,12 +78,7 @@ from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import fsdp_internals, fsdp_setup, strategy
 from distmp.parallel.collective_order import END_OF_FORWARD, CollectiveOrder
 from distmp.parallel.fsdp_collectives import AllGather, ReduceScatter
-from distmp.parallel.materialize import (
-    InitialValues,
-    materialize,
-    materialize_shards,
-    nothing_to_compute,
-)
+from distmp.parallel.materialize import InitialValues, materialize, materialize_shards
 from distmp.parallel.settings import ParallelConfig
 from distmp.precision.builders import cast_inputs_and_outputs
 from distmp.precision.keep import cast_buffers, keep_in_fp32
@@ -146,11 +141,10 @@ class FullySharded(strategy.Strategy):
         module: nn.Module,
         policy: PrecisionPolicy,
         world: World,
-        config: ParallelConfig | None = None,
-        name: str = "fsdp",
-        values: InitialValues = nothing_to_compute,
+        config: ParallelConfig,
+        name: str,
+        values: InitialValues,
     ) -> None:
-        config = config or ParallelConfig()
         fsdp_setup.check_shapes(module, name)
         shards = (
             fsdp_setup.shard_size(config.sharding, world) if name == "hsdp" else world.world_size
@@ -265,8 +259,10 @@ class FullySharded(strategy.Strategy):
                     by_dtype.setdefault(shard.dtype, []).append(shard)
         return [GradientPart(shards, self._replicas) for shards in by_dtype.values()]
 
-    def gradient_memory(self) -> list[Tensor]:
-        return [*super().gradient_memory(), *fsdp_internals.unreduced_gradients(self.module)]
+    def gradient_memory(self) -> dict[str, list[Tensor]]:
+        reduced = [tensor for part in self.gradients() for tensor in part.tensors]
+        unreduced = fsdp_internals.unreduced_gradients(self.module)
+        return {"partial sums of microbatches": [], "FP32 gradients": [*reduced, *unreduced]}
 
     def publish_weights(self) -> None:
         """Nothing to copy: the next forward gathers and casts the shards."""

@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.buckets.reduction import Exchange
-from distmp.distributed.collectives import (
-    all_gather,
-    all_gather_on_stream,
-    exchange_groups,
-    has_native_reduce_scatter,
-    reduce_scatter_on_stream,
-)
+from distmp.distributed import collectives
 from distmp.parallel.collective_order import CollectiveOrder, ComparedCollective
 
 
@@ -46,8 +40,8 @@ class AllGather:
         """Gather the shards of the group into `output_tensor`; return the work with `async_op`."""
         self._order.note(ComparedCollective("gather", self._unit, input_tensor.numel()))
         if async_op:
-            return all_gather(output_tensor, input_tensor, group)
-        all_gather_on_stream(output_tensor, input_tensor, group)
+            return collectives.all_gather(output_tensor, input_tensor, group)
+        collectives.all_gather_on_stream(output_tensor, input_tensor, group)
         return None
 
 
@@ -83,8 +77,10 @@ class ReduceScatter(AllGather):
     ) -> None:
         super().__init__(order, unit)
         self._comm_dtype = comm_dtype
-        self._native = comm_dtype == torch.float32 and has_native_reduce_scatter(device)
-        self._groups = (group,) if self._native else exchange_groups(group, device, copies=copies)
+        self._native = comm_dtype == torch.float32 and collectives.has_native_reduce_scatter(device)
+        self._groups = (
+            (group,) if self._native else collectives.exchange_groups(group, device, copies=copies)
+        )
 
     def __call__(  # type: ignore[override]
         self,
@@ -97,7 +93,7 @@ class ReduceScatter(AllGather):
         """Write this rank's part of the sum over the group to `output_tensor`."""
         self._order.note(ComparedCollective("reduce", self._unit, input_tensor.numel()))
         if self._native:
-            reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)
+            collectives.reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)
         else:
             exchange = Exchange(input_tensor, self._groups, self._comm_dtype)
             while not exchange.advance(output_tensor):

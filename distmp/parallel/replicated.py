@@ -18,7 +18,7 @@ from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import strategy
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
-from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
+from distmp.parallel.materialize import InitialValues, materialize
 from distmp.parallel.module_buffers import BufferBatches, BufferValues
 from distmp.parallel.settings import AccumulationSettings
 from distmp.precision.builders import prepare
@@ -48,10 +48,10 @@ class Replicated(strategy.Strategy):
         module: nn.Module,
         policy: PrecisionPolicy,
         world: World,
-        settings: AccumulationSettings | None = None,
-        values: InitialValues = nothing_to_compute,
+        settings: AccumulationSettings,
+        values: InitialValues,
     ) -> None:
-        self._settings = settings or AccumulationSettings()
+        self._settings = settings
         check_buckets(policy, self._settings)
         self._world = world
         if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
@@ -140,11 +140,9 @@ class Replicated(strategy.Strategy):
             return [GradientPart(self._buckets.shards, replicas=1)]
         return [GradientPart(self._buckets.buffers, replicas=self._world.world_size)]
 
-    def gradient_memory(self) -> list[Tensor]:
-        return self._buckets.buffers
-
-    def partial_sums(self) -> list[Tensor]:
-        return self._buckets.partial_sums
+    def gradient_memory(self) -> dict[str, list[Tensor]]:
+        partial_sums, buffers = self._buckets.partial_sums, self._buckets.buffers
+        return {"partial sums of microbatches": partial_sums, "FP32 gradients": buffers}
 
     def gradient_shards(self) -> list[Tensor]:
         return self._buckets.shards

@@ -55,7 +55,7 @@ class Strategy(ABC):
     A step calls, in this order: `compare_microbatches`; `begin_step`; for every microbatch
     `begin_microbatch`, forward, backward in `backward_context`, and `end_microbatch`;
     `finish_gradients`; `prepare_optimizer_grads`; the optimizer; `publish_weights`;
-    `end_step`.
+    `used.end_step`.
 
     Attributes:
         module: The prepared module; call it for forward.
@@ -119,10 +119,6 @@ class Strategy(ABC):
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
 
-    def computing_loss(self, *, computing: bool) -> None:
-        """Refuse a backward while the loss is computed, that is, inside the loss function."""
-        self.used.computing_loss = computing
-
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         """Return the context of the backward of a microbatch.
 
@@ -147,13 +143,9 @@ class Strategy(ABC):
     def gradients(self) -> list[GradientPart]:
         """Return the reduced gradients that this rank holds, FP32."""
 
-    def gradient_memory(self) -> list[Tensor]:
-        """Return all tensors that hold gradients of the current step, FP32."""
-        return [tensor for part in self.gradients() for tensor in part.tensors]
-
-    def partial_sums(self) -> list[Tensor]:
-        """Return additional FP32 buffers, if microbatches are summed separately."""
-        return []
+    @abstractmethod
+    def gradient_memory(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that hold gradients of the current step, FP32, by their use."""
 
     def gradient_shards(self) -> list[Tensor]:
         """Return this rank's shard of every bucket, for norms in a fixed order of additions."""
@@ -178,10 +170,6 @@ class Strategy(ABC):
     @abstractmethod
     def publish_weights(self) -> None:
         """Copy the optimizer's weights to the parameters of the module, for the next forward."""
-
-    def end_step(self, skipped: Tensor) -> None:
-        """End a step; `skipped` is 0-dim and nonzero if it was skipped. The host does not wait."""
-        self.used.end_step(skipped)
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the modules, by name, that gather their parameters before forward, root first."""
