@@ -16,14 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -152,7 +147,7 @@ class _SummedFile:
         return getattr(self._file, name)
 
 
-class _Files(FileSystem):
+class _Files(filesystem.FileSystem):
     """Records the checksums of the files that it writes.
 
     Attributes:
@@ -200,7 +195,7 @@ class _SavePlanner(DefaultSavePlanner):
         return data
 
 
-class _Writer(FileSystemWriter):
+class _Writer(filesystem.FileSystemWriter):
     fs: Any
 
     def __init__(self, path: Path, files: _Files) -> None:
@@ -212,7 +207,7 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class _Reader(FileSystemReader):
+class _Reader(filesystem.FileSystemReader):
     """Reads with an index that is already read and checked."""
 
     def __init__(self, path: Path, index: Metadata) -> None:

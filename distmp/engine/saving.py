@@ -22,7 +22,6 @@ from torch import Tensor
 from distmp.checkpoint import recovery, storage, store
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
-from distmp.checkpoint.storage import all_or_checkpoint_error, locate
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
@@ -246,7 +245,7 @@ def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
         ConfigError: If it is named like a file, or checkpoints of both would replace each other.
     """
     check_directory_name("directory", directory)
-    location = locate("directory", str(directory))
+    location = storage.locate("directory", str(directory))
     key = str(location.absolute())
     if _owners.get(key, engine) is not engine:
         gc.collect()  # the other engine may have been deleted
@@ -333,7 +332,7 @@ def load_checkpoint(
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
     """
     goal = f"load {checkpoint}"
-    all_or_checkpoint_error(
+    storage.all_or_checkpoint_error(
         engine.world.ranks, goal, lambda: _check_weights(engine.state_dict(), checkpoint)
     )
     stored = checkpoint.tensors

@@ -43,18 +43,13 @@ def initial_values(module: nn.Module, seed: int, device: torch.device | None) ->
     Raises:
         ConfigError: If the values of a tensor are unknown.
     """
-    if not is_on_meta(module):
+    if not any(held.tensor.is_meta for held in held_tensors(module)):
         return nothing_to_compute
     remedy = SET_IN_CONSTRUCTOR if is_recorded(module) else BUILD_WHOLE
     try:
         return recording_of(module, seed, device).compute
     except NotDeferrableError as error:
         raise ConfigError("model", type(module).__name__, f"{error}; {remedy}") from error
-
-
-def is_on_meta(module: nn.Module) -> bool:
-    """Return whether a parameter or buffer of a module is on the meta device."""
-    return any(held.tensor.is_meta for held in held_tensors(module))
 
 
 def nothing_to_compute(name: str, device: torch.device) -> Tensor:
