@@ -172,7 +172,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not getattr(model, "_is_accelerate_prepared", False):
             self._check_model(model)
             if self.shards:
-                self._prepare_to_shard(model)
+                prepare_to_shard(model, self.policy, self.device.type, mixed_dtypes=self.is_fsdp2)
             else:
                 builders.prepare(model, self.policy, self.device.type)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
@@ -214,13 +214,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 low_precision[0],
             )
 
-    def _prepare_to_shard(self, module: nn.Module) -> None:
-        prepare_to_shard(module, self.policy, self.device.type, mixed_dtypes=self.is_fsdp2)
-
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
         """Prepare the model and apply autocast, which accelerate does only for DDP and FSDP1."""
         self._check_model(module)
-        self._prepare_to_shard(module)
+        prepare_to_shard(module, self.policy, self.device.type, mixed_dtypes=True)
         if self.policy.autocast:
             module.forward = builders.autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
 

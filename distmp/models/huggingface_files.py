@@ -92,5 +92,6 @@ def copy(source: Path | None, directory: Path) -> None:
     if source is None or source.absolute() == directory.absolute():
         return
     for file in source.iterdir():
-        if _DEFINITIONS.fullmatch(file.name) or _REFINEMENTS.fullmatch(file.name):
+        is_known = _DEFINITIONS.fullmatch(file.name) or _REFINEMENTS.fullmatch(file.name)
+        if is_known and file.is_file():
             shutil.copyfile(file, directory / file.name)
