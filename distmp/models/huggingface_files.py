@@ -72,9 +72,11 @@ SUBDIRECTORY = "tokenizer"
 """Directory in a directory of token files with the tokenizer that made them."""
 
 # One of the first files defines a tokenizer; the others refine it.
-_DEFINITIONS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|.*\.model|tekken\.json")
+_DEFINITIONS = re.compile(
+    r"(tokenizer|vocab|tekken)\.json|vocab\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+)
 _REFINEMENTS = re.compile(
-    r"tokenizer_config\.json|merges\.txt|(special_tokens_map|added_tokens)\.json|chat_template\..*"
+    r"(tokenizer_config|special_tokens_map|added_tokens)\.json|merges\.txt|chat_template\.(json|jinja)"
 )
 
 
