@@ -80,7 +80,8 @@ class StepWeights:
         node = loss.grad_fn
         while node is not None and node.name() == "DivBackward0":
             node, divisions = node.next_functions[0][0], divisions - 1
-        if divisions < 0 and node is not None and node.name() == f"{MeanLoss.__name__}Backward":
+        is_weighted = node is not None and node.name() == f"{MeanLoss.__name__}Backward"
+        if self.in_use and divisions < 0 and is_weighted:
             warnings.warn(
                 "the result of weighted_loss is divided before backward, so gradients are too"
                 " small; weighted_loss divides by the weight of all microbatches itself",
