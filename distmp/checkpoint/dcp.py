@@ -12,18 +12,13 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -56,25 +51,13 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())  # NaN propagates to both
 
 
-class Written(NamedTuple):
-    """What a rank has written.
-
-    Attributes:
-        sums: Size and checksum of each file, by name.
-        non_finite: Names of the tensors with NaN or infinite values, among those to be checked.
-    """
-
-    sums: dict[str, FileSum]
-    non_finite: set[str]
-
-
 def write(
     goal: str,
     path: Path,
     tensors: dict[str, Tensor],
     ranks: Ranks,
     finite: Collection[str] = (),
-) -> Written:
+) -> tuple[dict[str, FileSum], set[str]]:
     """Write tensors and their index to the directory `path`. Collective over `ranks`.
 
     Args:
@@ -85,7 +68,8 @@ def write(
         finite: Names of the tensors to check for non-finite values.
 
     Returns:
-        What this rank wrote.
+        Size and checksum of each file that this rank wrote, by name; and those of the tensors to
+        be checked that hold NaN or infinite values.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
@@ -99,7 +83,7 @@ def write(
             storage_writer=_Writer(path, files),
             planner=planner,
         )
-    return Written(files.sums, planner.non_finite)
+    return files.sums, planner.non_finite
 
 
 def read(
@@ -163,7 +147,7 @@ class _SummedFile:
         return getattr(self._file, name)
 
 
-class _Files(FileSystem):
+class _Files(filesystem.FileSystem):
     """Records the checksums of the files that it writes.
 
     Attributes:
@@ -211,7 +195,7 @@ class _SavePlanner(DefaultSavePlanner):
         return data
 
 
-class _Writer(FileSystemWriter):
+class _Writer(filesystem.FileSystemWriter):
     fs: Any
 
     def __init__(self, path: Path, files: _Files) -> None:
@@ -223,7 +207,7 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class _Reader(FileSystemReader):
+class _Reader(filesystem.FileSystemReader):
     """Reads with an index that is already read and checked."""
 
     def __init__(self, path: Path, index: Metadata) -> None:

@@ -133,22 +133,18 @@ def read(path: Path) -> State:
     file = path / STATE_FILE
     try:
         state = json.loads(read_regular(file, _LARGEST_BYTES))
-        found_format = state["format"]
+        if state["format"] == FORMAT:
+            return _decode(state)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         problem = "is empty or truncated, or was changed: it holds no JSON"
         raise CheckpointError(f"{file} {problem} ({error})") from error
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
-    if found_format != FORMAT:
-        raise CheckpointError(
-            f"{file} has format {found_format!r}; this version of distmp reads format {FORMAT}"
-        )
-    try:
-        return _decode(state)
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
+    raise CheckpointError(
+        f"{file} has format {state['format']!r}; this version of distmp reads format {FORMAT}"
+    )
 
 
 def readable_state(path: Path) -> State | None:

@@ -12,15 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from distmp.checkpoint import storage
 from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
-from distmp.checkpoint.storage import (
-    INDEX_FILE,
-    Entry,
-    LocalStorage,
-    locate,
-    named_step,
-    rank_0_or_checkpoint_error,
-)
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, ConfigError
@@ -59,7 +52,7 @@ def usable(directory: Path, *, before: int | None = None) -> Usable:
     Raises:
         CheckpointError: On all ranks, if the directory cannot be listed.
     """
-    entries = rank_0_or_checkpoint_error(
+    entries = storage.rank_0_or_checkpoint_error(
         Ranks(None),
         f"look for checkpoints in {directory}",
         lambda: [
@@ -111,8 +104,8 @@ def resolve(
     """
     ranks = Ranks(None)
     if resume != "auto":
-        directory = locate(setting, resume)
-    exists, is_file, is_checkpoint, of_run = rank_0_or_checkpoint_error(
+        directory = storage.locate(setting, resume)
+    exists, is_file, is_checkpoint, of_run = storage.rank_0_or_checkpoint_error(
         ranks,
         f"look for checkpoints in {directory}",
         lambda: (
@@ -126,7 +119,7 @@ def resolve(
         checkpoint = StoredCheckpoint(directory)
         checkpoint.verify()
         goal = f"look for marks of {checkpoint}"
-        problem = rank_0_or_checkpoint_error(ranks, goal, lambda: _problem_of(directory))
+        problem = storage.rank_0_or_checkpoint_error(ranks, goal, lambda: _problem_of(directory))
         if problem is not None and ranks.rank == 0:
             logger.warning("%s %s; it is used because it was named", checkpoint, problem)
         return checkpoint
@@ -170,7 +163,9 @@ def _problem_of(path: Path) -> str | None:
     return None if state is None else _marked(state)
 
 
-def _examined(directory: Path, before: int | None = None) -> Iterator[tuple[Entry, str | None]]:
+def _examined(
+    directory: Path, before: int | None = None
+) -> Iterator[tuple[storage.Entry, str | None]]:
     """Yield the directories of checkpoints, the latest first, and why one is unhealthy.
 
     Args:
@@ -178,7 +173,7 @@ def _examined(directory: Path, before: int | None = None) -> Iterator[tuple[Entr
         before: Consider only checkpoints of earlier steps than this one.
     """
     newer: tuple[Path, State] | None = None  # the next newer checkpoint that is marked
-    for entry in LocalStorage(directory).entries():
+    for entry in storage.LocalStorage(directory).entries():
         if before is not None and entry.step >= before:
             continue
         state = readable_state(entry.path) if entry.finished else None
@@ -199,6 +194,6 @@ def _names_checkpoint(path: Path) -> bool:
     """Whether a path names a checkpoint, damaged or not, and not a directory of checkpoints."""
     if not path.exists():
         return False
-    if (path / STATE_FILE).exists() or (path / INDEX_FILE).exists():
+    if (path / STATE_FILE).exists() or (path / storage.INDEX_FILE).exists():
         return True
-    return named_step(path) is not None and not LocalStorage(path).entries()
+    return storage.named_step(path) is not None and not storage.LocalStorage(path).entries()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distmp.errors import ConfigError
+from distmp.errors import require
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,14 @@ class CheckpointConfig:
     null: in the run's directory."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError("checkpoint.every", self.every, "give a number of steps, or 0")
-        if self.keep < 1:
-            raise ConfigError("checkpoint.keep", self.keep, "keep at least 1 checkpoint")
-        if self.keep_every < 0:
-            problem = "give a number of steps, or 0"
-            raise ConfigError("checkpoint.keep_every", self.keep_every, problem)
-        if self.keep_every and not self.every:
-            problem = (
-                "has no effect without checkpoint.every, the steps between checkpoints; set it"
-            )
-            raise ConfigError("checkpoint.keep_every", self.keep_every, problem)
-        if self.path == "":
-            raise ConfigError("checkpoint.path", self.path, "give a path, or null")
+        problem = "give a number of steps, or 0"
+        require(self.every >= 0, "checkpoint.every", self.every, problem)
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "keep at least 1 checkpoint")
+        require(self.keep_every >= 0, "checkpoint.keep_every", self.keep_every, problem)
+        problem = "has no effect without checkpoint.every, the steps between checkpoints; set it"
+        valid = self.every > 0 or self.keep_every == 0
+        require(valid, "checkpoint.keep_every", self.keep_every, problem)
+        require(self.path != "", "checkpoint.path", self.path, "give a path, or null")
 
     @property
     def retention(self) -> Retention:

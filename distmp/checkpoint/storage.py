@@ -112,10 +112,6 @@ class LocalStorage:
         writing.mkdir()
         return writing
 
-    def discard(self, path: Path) -> None:
-        """Remove a checkpoint that was not finished."""
-        _delete(path)
-
     def publish(self, written: Path) -> Path:
         """Make the checkpoint in a directory current; return the directory under its final name.
 

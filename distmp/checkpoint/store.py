@@ -12,39 +12,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.checkpoint import dcp, manifest
-from distmp.checkpoint.manifest import (
-    HEALTHY,
-    STATE_FILE,
-    FileSum,
-    Health,
-    State,
-    readable_state,
-)
-from distmp.checkpoint.recovery import Usable, newest_healthy, resolve, usable
+from distmp.checkpoint import dcp, manifest, storage
 from distmp.checkpoint.settings import Retention
-from distmp.checkpoint.storage import (
-    INDEX_FILE,
-    LocalStorage,
-    final_path,
-    rank_0_or_checkpoint_error,
-    synchronize,
-)
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, listed
 from distmp.utils.files import PRIVATE
 
-__all__ = [
-    "Retention",
-    "StoredCheckpoint",
-    "Usable",
-    "final_path",
-    "newest_healthy",
-    "resolve",
-    "save",
-    "usable",
-]
+__all__ = ["StoredCheckpoint", "save"]
 
 
 logger = logging.getLogger("distmp")
@@ -60,7 +35,7 @@ def save(
     group: dist.ProcessGroup | None = None,
     permit: Callable[[], None] = lambda: None,
     finite: Collection[str] = (),
-    health: Health = HEALTHY,
+    health: manifest.Health = manifest.HEALTHY,
 ) -> Path:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
@@ -106,18 +81,20 @@ def save(
     """
     retention = Retention(keep) if isinstance(keep, int) else keep
     ranks = Ranks(group)
-    goal = f"save {final_path(directory, step)}"
+    goal = f"save {storage.final_path(directory, step)}"
 
     def begin() -> str:
         permit()
-        return _begin(directory, step, numbers)
+        manifest.encode(step, numbers, {})  # raises before anything is written
+        return storage.LocalStorage(directory).prepare(step).name
 
-    writing = directory / rank_0_or_checkpoint_error(ranks, goal, begin)
+    writing = directory / storage.rank_0_or_checkpoint_error(ranks, goal, begin)
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks, finite))
-    files = {name: file for rank in written for name, file in rank.sums.items()}
-    files[INDEX_FILE] = files.pop(INDEX_FILE)  # last, after one data file of each rank
+    files = {name: file for sums, _ in written for name, file in sums.items()}
+    # The last one, after one data file of each rank.
+    files[storage.INDEX_FILE] = files.pop(storage.INDEX_FILE)
 
-    non_finite = sorted({name for rank in written for name in rank.non_finite})
+    non_finite = sorted({name for _, names in written for name in names})
     if non_finite:
         health = health._replace(problem=f"NaN or infinite values in {listed(non_finite)}")
 
@@ -129,7 +106,7 @@ def save(
         _report_mark(final, health.problem)
         return final.name
 
-    return directory / rank_0_or_checkpoint_error(ranks, goal, finish)
+    return directory / storage.rank_0_or_checkpoint_error(ranks, goal, finish)
 
 
 def _report_mark(path: Path, problem: str | None) -> None:
@@ -142,12 +119,9 @@ def _report_mark(path: Path, problem: str | None) -> None:
         )
 
 
-def _begin(directory: Path, step: int, numbers: dict[str, Any]) -> str:
-    manifest.encode(step, numbers, {})  # raises before anything is written
-    return LocalStorage(directory).prepare(step).name
-
-
-def _finish(directory: Path, writing: Path, state: bytes, files: dict[str, FileSum]) -> Path:
+def _finish(
+    directory: Path, writing: Path, state: bytes, files: dict[str, manifest.FileSum]
+) -> Path:
     for name, written in files.items():
         try:
             manifest.check_size(writing / name, written)
@@ -155,21 +129,21 @@ def _finish(directory: Path, writing: Path, state: bytes, files: dict[str, FileS
             raise CheckpointError(
                 f"{error} (all hosts must write to the same, shared storage)"
             ) from error
-    file = writing / STATE_FILE
+    file = writing / manifest.STATE_FILE
     # It contains the configuration of the run.
     with open(file, "wb", opener=partial(os.open, mode=PRIVATE)) as stream:
         stream.write(state)
-    synchronize(file)
-    return LocalStorage(directory).publish(writing)
+    storage.synchronize(file)
+    return storage.LocalStorage(directory).publish(writing)
 
 
 def discard(directory: Path, step: int) -> None:
     """Remove the files of a failed save of `step`; log it if that fails."""
-    place = LocalStorage(directory)
+    place = storage.LocalStorage(directory)
     try:
         for entry in place.entries():
             if entry.step == step and not entry.finished:
-                place.discard(entry.path)
+                place.remove(entry.path)
     except OSError as error:
         logger.warning(
             "cannot remove the unfinished checkpoint of step %d in %s: %s", step, directory, error
@@ -183,7 +157,7 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
 
     A failure is logged and not raised: the new checkpoint is complete anyway.
     """
-    place = LocalStorage(directory)
+    place = storage.LocalStorage(directory)
     try:
         # Before `clean`, and the latest one last: it stays the newest if this process is killed.
         later = [e.path for e in reversed(place.entries()) if e.finished and e.step > step]
@@ -197,8 +171,8 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
                 aside,
             )
         place.clean()
-        by_step = _by_step(place)
-        found = {s: readable_state(path) for s, path in by_step.items()}
+        by_step = {e.step: e.path for e in reversed(place.entries()) if e.finished}
+        found = {s: manifest.readable_state(path) for s, path in by_step.items()}
         states = {s: state for s, state in found.items() if state is not None}
         best = {s: state.best for s, state in states.items() if state.best is not None}
         for old in retention.surplus(by_step, _possibly_unhealthy(states), best):
@@ -209,12 +183,7 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
 
 
-def _by_step(place: LocalStorage) -> dict[int, Path]:
-    """Return the finished checkpoints by step, in ascending order."""
-    return {e.step: e.path for e in reversed(place.entries()) if e.finished}
-
-
-def _possibly_unhealthy(states: Mapping[int, State]) -> set[int]:
+def _possibly_unhealthy(states: Mapping[int, manifest.State]) -> set[int]:
     """Return the steps of the unhealthy checkpoints and of those that may turn out to be.
 
     The latter were saved after a skipped step, and no later one shows an update of their weights:

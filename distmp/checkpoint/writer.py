@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import storage, store
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, allocate, written_here
-from distmp.checkpoint.storage import all_or_checkpoint_error
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
@@ -280,14 +279,14 @@ class CheckpointWriter:
         group: dist.ProcessGroup | None,
     ) -> None:
         """Write a snapshot, in the writing thread."""
-        path = store.final_path(self._directory, pending.step)
+        path = storage.final_path(self._directory, pending.step)
         started = time.perf_counter()
         try:
             lower_priority()
             if self._world.device.type == "cuda":  # a new thread uses the first device
                 torch.cuda.set_device(self._world.device)
             goal = f"save {path}"
-            tensors = all_or_checkpoint_error(Ranks(group), goal, pending.snapshot.complete)
+            tensors = storage.all_or_checkpoint_error(Ranks(group), goal, pending.snapshot.complete)
             write(tensors, group=group)
             pending.problem = None
         except CheckpointError as error:

@@ -222,11 +222,10 @@ def identity(datasets: Datasets) -> dict[str, Any]:
 # --- checks ---
 
 
-def check_dataset(setting: str, dataset: Any, workers: int) -> None:
+def check_dataset(dataset: Any, workers: int) -> None:
     """Refuse an object that is no dataset, or one that is already divided over ranks or workers.
 
     Args:
-        setting: Name of the argument that holds the dataset, for messages.
         dataset: The object that the user passed.
         workers: Processes that read it.
 
@@ -234,7 +233,7 @@ def check_dataset(setting: str, dataset: Any, workers: int) -> None:
         ConfigError: With the type of the object, and what to pass instead.
     """
     if problem := problem_of(dataset):
-        raise ConfigError(setting, type(dataset).__name__, problem)
+        raise ConfigError("dataset", type(dataset).__name__, problem)
     check_workers("workers", workers, dataset)
 
 

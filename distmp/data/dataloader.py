@@ -76,12 +76,11 @@ class DataLoader:
         shuffle: bool | None = None,
         first_sample: int = 0,
     ) -> None:
-        check_dataset("dataset", dataset, workers)
+        check_dataset(dataset, workers)
         self._world = world_of_process()
-        if microbatch_size is None:
-            _check_count("batch_size", batch_size)
-            microbatch_size = max(batch_size // self._world.world_size, 1)
         _check_count("batch_size", batch_size)
+        if microbatch_size is None:
+            microbatch_size = max(batch_size // self._world.world_size, 1)
         _check_count("microbatch_size", microbatch_size)
         _check_count("workers", workers)
         _check_count("first_sample", first_sample)
@@ -195,16 +194,14 @@ class DataLoader:
             raise
 
     def _open(self) -> Generator[Step, None, None]:
-        world = self._world
         return steps(
             self.dataset,
             self._division(self.samples),
+            self._world,
             seed=self.seed,
             shuffle=self.shuffle,
             workers=self.workers,
-            pin_memory=world.device.type == "cuda",
             collate_fn=self.collate_fn,
-            group=world.group,
             setting="dataset",
         )
 
@@ -225,27 +222,12 @@ class DataLoader:
         """
         if self._world.group is not None and not is_stream(self.dataset):
             RollCall(self._world).wait_for_all("DataLoader.once()")
-            self._compare_dataset()
+            if not self._is_compared:
+                check_same_data(self.dataset, self._division(0), self.seed, self._world.group)
+            self._is_compared = True
         return evaluation_batches(
-            self.dataset,
-            samples=None,
-            microbatch_size=self.microbatch_size,
-            rank=self._world.rank,
-            world_size=self._world.world_size,
-            collate_fn=self.collate_fn,
+            self.dataset, None, self.microbatch_size, self._world, self.collate_fn
         )
-
-    def _compare_dataset(self) -> None:
-        """Compare the length and a sample of the dataset between ranks, once."""
-        if not self._is_compared:
-            check_same_data(
-                self.dataset,
-                self._division(0),
-                seed=self.seed,
-                group=self._world.group,
-                setting="dataset",
-            )
-        self._is_compared = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position to continue from, and what the order of samples depends on."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from distmp.data.loading import Batch, Collate, collate_of, is_stream
+from distmp.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,9 @@ class ForwardOnly:
 
 def evaluation_batches(
     dataset: Any,
-    *,
     samples: int | None,
     microbatch_size: int,
-    rank: int,
-    world_size: int,
+    world: World,
     collate_fn: Collate | None = None,
 ) -> Iterator[Batch | ForwardOnly]:
     """Yield the microbatches of this rank in an evaluation.
@@ -45,47 +43,39 @@ def evaluation_batches(
         samples: Number of samples, spread evenly over the dataset; an iterable dataset gives its
             first samples. None for all.
         microbatch_size: Samples of one forward; the last microbatch may have fewer.
-        rank: This rank.
-        world_size: Number of ranks that share the evaluation.
+        world: The ranks that share the evaluation.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
     """
     combine = collate_fn or collate_of(dataset)
-    if is_stream(dataset):
-        yield from _evaluate_stream(dataset, samples, microbatch_size, rank, world_size, combine)
+    if is_stream(dataset):  # every rank reads the whole stream
+        groups = _grouped(islice(dataset, samples), microbatch_size)
+        yield from _own(groups, world, combine)
         return
     size = len(dataset)
     chosen = size if samples is None else min(samples, size)
     indices = (np.arange(chosen, dtype=np.int64) * size // max(chosen, 1)).tolist()
-    groups = [indices[i : i + microbatch_size] for i in range(0, chosen, microbatch_size)]
-    for group in groups[rank::world_size]:
-        yield combine([dataset[index] for index in group])
-    missing = -len(groups) % world_size
-    if rank >= world_size - missing:
-        # One sample is enough: only the forward has to happen.
-        yield ForwardOnly(combine([dataset[groups[0][0]]]))
+    groups = _grouped(iter(indices), microbatch_size)
+    yield from _own(groups, world, lambda g: combine([dataset[i] for i in g]))
 
 
-def _evaluate_stream(
-    dataset: Any,
-    samples: int | None,
-    microbatch_size: int,
-    rank: int,
-    world_size: int,
-    combine: Collate,
-) -> Iterator[Batch | ForwardOnly]:
-    """Yield every `world_size`-th microbatch; every rank reads the whole stream."""
-    stream = islice(dataset, samples)
+def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Yield lists of `size` items; the last one may be shorter."""
+    while group := list(islice(items, size)):
+        yield group
+
+
+def _own(groups: Iterator[list[Any]], world: World, read: Collate) -> Iterator[Batch | ForwardOnly]:
+    """Yield the microbatches of this rank, each read from its group of samples or indices."""
+    number = 0
+    first: list[Any] = []
     own: list[Any] = []
-    for number in itertools.count():
-        group = list(islice(stream, microbatch_size))
-        if not number:
-            first = group[:1]
-        if not group:
-            break
-        if number % world_size == rank:
+    for number, group in enumerate(groups, 1):
+        first = first or group[:1]
+        if (number - 1) % world.world_size == world.rank:
             own = group
-        if number % world_size == world_size - 1:
-            yield combine(own)
+        if number % world.world_size == 0:
+            yield read(own)
             own = []
-    if number % world_size:  # the other ranks have one more microbatch
-        yield combine(own) if own else ForwardOnly(combine(first))
+    if number % world.world_size:  # the other ranks have one more microbatch
+        # One sample is enough where only the forward has to happen.
+        yield read(own) if own else ForwardOnly(read(first))

@@ -22,6 +22,7 @@ from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.ranks import describe, explain_lost_peers
 from distmp.distributed.stopping import STOP_SIGNALS
+from distmp.distributed.world import World
 from distmp.errors import DataError, DistmpError
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.processes import signal_when_parent_ends
@@ -82,6 +83,7 @@ def _as_tensor(value: Any) -> Any:
 Batch = dict[str, Tensor]
 # Compares a description of the data between ranks.
 _Check = Callable[[str], None]
+_Steps = Generator[Step, None, None]
 Collate = Callable[[list[Any]], Any]
 """Combines the samples of a microbatch."""
 
@@ -89,15 +91,14 @@ Collate = Callable[[list[Any]], Any]
 def steps(
     dataset: Any,
     division: Division,
+    world: World | None = None,
     *,
     seed: int,
     shuffle: bool = True,
     workers: int = 0,
-    pin_memory: bool = False,
     collate_fn: Collate | None = None,
-    group: dist.ProcessGroup | None = None,
     setting: str = "data.source",
-) -> Generator[Step, None, None]:
+) -> _Steps:
     """Yield the steps of this rank, without end.
 
     Args:
@@ -105,13 +106,12 @@ def steps(
             describes. It may draw random numbers (see `SeededMicrobatches`); an attribute
             `draws_nothing = True` disables the seeding, which takes time.
         division: How samples are divided over steps, ranks and microbatches.
+        world: Ranks that compare their datasets: map-style ones once, streams in every step. None
+            disables the comparison. With a GPU, tensors are in page-locked memory.
         seed: Seed of the order, and of what the dataset and `collate_fn` draw.
         shuffle: False reads a map-style dataset in the order of its indices.
         workers: Processes that prepare microbatches; 0 prepares them in this process.
-        pin_memory: Whether tensors are in page-locked memory.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-        group: Ranks that compare their datasets: map-style ones once, streams in every step. None
-            disables the comparison.
         setting: Name of the setting that holds the dataset, for error messages.
 
     Raises:
@@ -120,12 +120,13 @@ def steps(
     loads: Callable[..., TorchDataLoader[Any]] = functools.partial(
         TorchDataLoader,
         num_workers=workers,
-        pin_memory=pin_memory,
+        pin_memory=world is not None and world.device.type == "cuda",
         worker_init_fn=_ignore_stop_signals,
         # Without a separate generator, the loader would draw from the one that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     combine = collate_fn or collate_of(dataset)
+    group = None if world is None else world.group
     check = functools.partial(_check_same, group, setting) if _has_peers(group) else None
     if is_stream(dataset):
         read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
@@ -138,7 +139,7 @@ def steps(
 
 
 def check_same_data(
-    dataset: Any, division: Division, *, seed: int, group: dist.ProcessGroup | None, setting: str
+    dataset: Any, division: Division, seed: int, group: dist.ProcessGroup | None
 ) -> None:
     """Compare the length and a sample of a map-style dataset between ranks. Collective.
 
@@ -148,7 +149,7 @@ def check_same_data(
     if _has_peers(group):
         sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=False)
         seeded = SeededMicrobatches(dataset, seed, _unchanged)
-        _check_same(group, setting, _description(sampler, seeded))
+        _check_same(group, "dataset", _description(sampler, seeded))
 
 
 def is_stream(dataset: Any) -> bool:
@@ -189,7 +190,7 @@ def _grouped(
     sampler: MicrobatchSampler,
     seeded: SeededMicrobatches,
     check: _Check | None,
-) -> Generator[Step, None, None]:
+) -> _Steps:
     """Yield the microbatches of a map-style dataset, step by step."""
     division, size = sampler.division, sampler.size
     if check is not None:
@@ -211,9 +212,7 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
     return f"{sampler.size:,} samples, {content}, in steps of {batch:,}"
 
 
-def _compared(
-    loader: TorchDataLoader[Any], division: Division, check: _Check | None
-) -> Generator[Step, None, None]:
+def _compared(loader: TorchDataLoader[Any], division: Division, check: _Check | None) -> _Steps:
     """Yield the steps of a stream."""
     with _iterator_of(loader) as all_steps:
         for first, step in zip(division.steps(), all_steps, strict=False):

@@ -23,6 +23,7 @@ from distmp.errors import ConfigError
 # Four rounds suffice for a large dataset. With few samples more are needed to make all orders
 # equally likely.
 _ROUNDS = 10
+_Numbers = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -50,9 +51,7 @@ def sample_indices(seed: int, first: int, count: int, size: int) -> NDArray[np.i
     return _permute(offsets, keys, size).astype(np.int64)
 
 
-def _permute(
-    offsets: NDArray[np.uint64], keys: NDArray[np.uint64], size: int
-) -> NDArray[np.uint64]:
+def _permute(offsets: _Numbers, keys: _Numbers, size: int) -> _Numbers:
     """Permute range(size), by cycle walking; one key for each offset."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     permuted = _feistel(offsets, keys, half_bits)
@@ -63,9 +62,7 @@ def _permute(
     return permuted
 
 
-def _feistel(
-    values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int
-) -> NDArray[np.uint64]:
+def _feistel(values: _Numbers, keys: _Numbers, half_bits: int) -> _Numbers:
     """Permute range(4**half_bits)."""
     shift = np.uint64(half_bits)
     mask = np.uint64(2**half_bits - 1)
@@ -76,7 +73,7 @@ def _feistel(
     return (left << shift) | right
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(values: _Numbers) -> _Numbers:
     """Spread every input bit over all 64 output bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -137,10 +134,8 @@ class Division:
         global_batch_size: Samples of one step, over all ranks.
         microbatch_size: Samples of one forward and backward.
         rank: This rank.
-        world_size: Number of ranks that share the batch.
-
-    Raises:
-        ConfigError: If the global batch cannot be divided (see `microbatches_per_rank`).
+        world_size: Number of ranks that share the batch. It divides the global batch into full
+            microbatches, see `microbatches_per_rank`.
     """
 
     first_sample: int
@@ -148,9 +143,6 @@ class Division:
     microbatch_size: int
     rank: int
     world_size: int
-
-    def __post_init__(self) -> None:
-        microbatches_per_rank(self.global_batch_size, self.microbatch_size, self.world_size)
 
     @property
     def microbatches(self) -> int:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,39 +74,33 @@ def list_text_files(
         ConfigError: If the directory does not exist or is a file, a file in it cannot be read, or
             no file matches or has content.
     """
+    error = partial(ConfigError, setting, str(directory))
+    tokenize = _TOKENIZE.format(setting)
     if not directory.exists():
-        problem = "does not exist; name a directory of text files"
-        raise ConfigError(setting, str(directory), problem)
+        raise error("does not exist; name a directory of text files")
     if not directory.is_dir():
-        problem = (
+        raise error(
             "is not a directory; name a directory of text files, or make token ids of the file: "
-            f"{_TOKENIZE.format(setting)}"
+            f"{tokenize}"
         )
-        raise ConfigError(setting, str(directory), problem)
     matches = re.compile(_regular_expression(pattern)).fullmatch
     names = sorted(
         name for name in visible_files(directory, setting, skipped_directories) if matches(name)
     )
     if not names:
-        raise ConfigError(
-            setting,
-            str(directory),
+        raise error(
             f"no file below it matches data.pattern = {pattern!r}; change data.pattern, or make "
-            f"token ids of JSON Lines and parquet: {_TOKENIZE.format(setting)}",
+            f"token ids of JSON Lines and parquet: {tokenize}"
         )
     for name in names:
         if name.endswith(_RECORDS):
-            raise ConfigError(
-                setting,
-                str(directory),
+            raise error(
                 f"{name} holds records, which would be trained as they are stored; exclude it by "
-                f"data.pattern, or make token ids of it: {_TOKENIZE.format(setting)}",
+                f"data.pattern, or make token ids of it: {tokenize}"
             )
     files = [TextFile(name, _readable_size(directory, name, setting)) for name in names]
     if not any(file.size for file in files):
-        raise ConfigError(
-            setting, str(directory), f"all {len(files)} files that match {pattern!r} are empty"
-        )
+        raise error(f"all {len(files)} files that match {pattern!r} are empty")
     return [file for file in files if file.size]
 
 

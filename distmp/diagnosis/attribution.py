@@ -113,6 +113,10 @@ class RankOverflowStats:
     largest_at_lowest: float | None = None
 
 
+Evidence = Sequence[RankOverflowStats]
+"""Statistics of each rank, in rank order."""
+
+
 @dataclass(frozen=True)
 class OverflowContext:
     """Properties of the step that are the same on all ranks.
@@ -216,7 +220,7 @@ class OverflowReport:
         return f"{self.diagnosis}; {self.advice}"
 
 
-def diagnose(evidence: Sequence[RankOverflowStats], context: OverflowContext) -> OverflowReport:
+def diagnose(evidence: Evidence, context: OverflowContext) -> OverflowReport:
     """Determine the cause of an overflow.
 
     Args:
@@ -263,7 +267,7 @@ def _where(found: OverflowReport, world_size: int) -> str:
 
 
 def _first(
-    evidence: Sequence[RankOverflowStats], marks: Callable[[RankOverflowStats], Iterable[bool]]
+    evidence: Evidence, marks: Callable[[RankOverflowStats], Iterable[bool]]
 ) -> dict[int, int]:
     """Return the first microbatch of each rank that is marked.
 
@@ -275,7 +279,7 @@ def _first(
     return {rank: found.index(True) for rank, found in marked.items() if True in found}
 
 
-def _bad_input(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
+def _bad_input(evidence: Evidence) -> OverflowReport | None:
     bad = _first(evidence, lambda stats: map(bool, stats.bad_inputs))
     if not bad:
         return None
@@ -292,9 +296,7 @@ def _bad_input(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
     )
 
 
-def _bad_weight(
-    evidence: Sequence[RankOverflowStats], context: OverflowContext
-) -> OverflowReport | None:
+def _bad_weight(evidence: Evidence, context: OverflowContext) -> OverflowReport | None:
     if 0 <= context.weight < math.inf:
         return None
     bad = _first(evidence, lambda stats: (not 0 <= each < math.inf for each in stats.loss_weights))
@@ -308,7 +310,7 @@ def _bad_weight(
     )
 
 
-def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
+def _bad_parameter(evidence: Evidence) -> OverflowReport | None:
     bad = {
         rank: stats.bad_parameters for rank, stats in enumerate(evidence) if stats.bad_parameters
     }
@@ -336,9 +338,7 @@ def _ranks_with(name: str, names: Sequence[Sequence[str]]) -> tuple[int, ...]:
     return tuple(rank for rank, held in enumerate(names) if name in held)
 
 
-def _forward(
-    evidence: Sequence[RankOverflowStats], context: OverflowContext
-) -> OverflowReport | None:
+def _forward(evidence: Evidence, context: OverflowContext) -> OverflowReport | None:
     bad = _first_losses(evidence, lambda finite, finite_again: not (finite or finite_again))
     if not bad:
         return None
@@ -355,9 +355,7 @@ def _forward(
     )
 
 
-def _first_losses(
-    evidence: Sequence[RankOverflowStats], matches: Callable[[bool, bool], bool]
-) -> dict[int, int]:
+def _first_losses(evidence: Evidence, matches: Callable[[bool, bool], bool]) -> dict[int, int]:
     """Return the first microbatch of each rank whose loss matches a condition.
 
     Args:
@@ -388,9 +386,7 @@ def _origin(origin: ForwardOverflow | None) -> str:
     return f", first at the {origin.side} of {module}"
 
 
-def _other_loss(
-    evidence: Sequence[RankOverflowStats], context: OverflowContext
-) -> OverflowReport | None:
+def _other_loss(evidence: Evidence, context: OverflowContext) -> OverflowReport | None:
     """Return the diagnosis if a loss is finite only in the step, or only in its repetition."""
     first = _first_losses(evidence, operator.ne)
     if not first:
@@ -405,7 +401,7 @@ def _other_loss(
 
 
 def _backward(
-    evidence: Sequence[RankOverflowStats],
+    evidence: Evidence,
     context: OverflowContext,
     fitting: float | None,
     lost: float | None,
@@ -460,7 +456,7 @@ def _scale(value: float) -> str:
     return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
 
 
-def _reduction(evidence: Sequence[RankOverflowStats]) -> OverflowReport | None:
+def _reduction(evidence: Evidence) -> OverflowReport | None:
     largest = max(stats.largest for stats in evidence)
     if sum(stats.largest for stats in evidence) < torch.finfo(torch.float32).max:
         return None
@@ -501,7 +497,7 @@ def _suspects(context: OverflowContext) -> str:
     )
 
 
-def _fitting_scale(evidence: Sequence[RankOverflowStats], context: OverflowContext) -> float | None:
+def _fitting_scale(evidence: Evidence, context: OverflowContext) -> float | None:
     """Return the highest power of two at which the gradients of all ranks fit; None if unknown."""
     largest = [stats.largest_at_lowest for stats in evidence]
     measured = [value for value in largest if value is not None and math.isfinite(value)]
@@ -514,7 +510,7 @@ def _fitting_scale(evidence: Sequence[RankOverflowStats], context: OverflowConte
     return max(2.0 ** math.floor(limit), context.lowest)
 
 
-def _lost_share(evidence: Sequence[RankOverflowStats], scale: float, fitting: float) -> float:
+def _lost_share(evidence: Evidence, scale: float, fitting: float) -> float:
     """Return the share of the finite nonzero values that become zero at the scale `fitting`."""
     total = reduce(operator.add, (stats.histogram for stats in evidence))
     return total.shares(round(math.log2(fitting / scale))).zero

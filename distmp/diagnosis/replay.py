@@ -29,15 +29,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.diagnosis.attribution import (
-    ForwardOverflow,
-    ParameterOverflow,
-    RankOverflowStats,
-)
+from distmp.diagnosis import attribution
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
-from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
-from distmp.quantization import ProductFormats
+from distmp.parallel.strategy import Strategy
+from distmp.quantization.linear import ProductFormats
 from distmp.utils.dtypes import local_values
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.tensor_trees import parameter_name
@@ -85,7 +81,7 @@ class Probe:
     activations: bool = False
 
     def __post_init__(self) -> None:
-        self.forward: ForwardOverflow | None = None
+        self.forward: attribution.ForwardOverflow | None = None
         self.bad_parameters: list[str] = []
         self.exponents = count_exponents(torch.zeros(0))
         self._summaries: dict[str, Tensor] = {}
@@ -166,7 +162,7 @@ class Probe:
                 self._watch_outputs(output)
             if self.forward is None and count_non_finite(output):
                 bad_input = count_non_finite((args, kwargs), but_negative_inf=True)
-                self.forward = ForwardOverflow(name, "input" if bad_input else "output")
+                self.forward = attribution.ForwardOverflow(name, "input" if bad_input else "output")
                 for local_name, parameter in module.named_parameters(recurse=False):
                     # The parameter may have been written to since the beginning of forward.
                     if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter):
@@ -261,7 +257,7 @@ class StepReplay:
 
     def evidence(
         self, scale: float, lowest: float, compute_dtype: torch.dtype
-    ) -> RankOverflowStats:
+    ) -> attribution.RankOverflowStats:
         """Return statistics of this rank at the step's scale and, if it is lower, at `lowest`."""
         probes, repeated_losses = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
@@ -273,7 +269,7 @@ class StepReplay:
             (batch, loss - loss == 0)
             for batch, loss in zip(self._step.microbatches, losses, strict=True)
         ]
-        return RankOverflowStats(
+        return attribution.RankOverflowStats(
             losses=losses,
             repeated_losses=[float(loss) for loss in repeated_losses],
             loss_weights=[float(weight) for weight in self._step.weights],
@@ -308,7 +304,7 @@ class StepReplay:
         strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.streams, strict=True)
         with (
-            buffers_restored(strategy.model),
+            buffers_restored(strategy.module),
             _formats_as(self._step.formats, strategy),
             generators_kept(device),
         ):
@@ -317,7 +313,7 @@ class StepReplay:
                 if strategy.low_precision_layers is not None:
                     step, first = self._step.position
                     strategy.low_precision_layers.begin_microbatch(step, first + index)
-                probe = Probe(strategy.model, strategy.units())
+                probe = Probe(strategy.module, strategy.units())
                 seed_generators(stream, device)
                 with probe:
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))
@@ -328,19 +324,21 @@ class StepReplay:
 
 def first_overflows(
     gradients: Sequence[dict[str, GradientSummary]], rank: int
-) -> list[ParameterOverflow]:
+) -> list[attribution.ParameterOverflow]:
     """Return each parameter's first microbatch with a non-finite gradient.
 
     Args:
         gradients: For each microbatch, the gradient of each parameter in the order of backward.
         rank: The rank of the gradients.
     """
-    overflows: dict[str, ParameterOverflow] = {}
+    overflows: dict[str, attribution.ParameterOverflow] = {}
     for microbatch, summaries in enumerate(gradients):
         for name, summary in summaries.items():
             if name not in overflows and (summary.inf or summary.nan):
                 module = name.rpartition(".")[0]
-                overflows[name] = ParameterOverflow(name, module, rank, microbatch, *summary)
+                overflows[name] = attribution.ParameterOverflow(
+                    name, module, rank, microbatch, *summary
+                )
     return list(overflows.values())
 
 

@@ -10,7 +10,7 @@ from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.parts import EngineParts
 from distmp.errors import listed
-from distmp.quantization import LowPrecisionLayers
+from distmp.quantization.layers import LowPrecisionLayers
 
 logger = logging.getLogger("distmp")
 

@@ -41,8 +41,8 @@ from distmp.engine.wrong_index import LatestBatches
 from distmp.errors import ConfigError, SetupError, TrainingError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
-from distmp.parallel import Strategy
 from distmp.parallel.reproducible import check_power_of_two
+from distmp.parallel.strategy import Strategy
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
@@ -125,7 +125,7 @@ class Engine:
         )
         self._state = state = EngineState(setup)
         self.optimizer = setup.updates.optimizer
-        self._calls = EngineCalls(setup.world, setup.strategy.model)
+        self._calls = EngineCalls(setup.world, setup.strategy.module)
         modes = EvaluationMode(self.model)
         self._parts = EngineParts(setup, state, self._calls, modes, [*self.model.parameters()])
         self._replays = Replays(self._parts)
@@ -197,7 +197,7 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The model inside `module`, with the parameter names of the user's model."""
-        return self._strategy.model
+        return self._strategy.module
 
     @property
     def _strategy(self) -> Strategy:
@@ -638,8 +638,7 @@ class Engine:
             "parameters": list(self.module.parameters()),
             "module buffers": list(self.module.buffers()),
             "optimizer state": [leaf for leaf in state if isinstance(leaf, Tensor)],
-            "partial sums of microbatches": strategy.partial_sums(),
-            "FP32 gradients": strategy.gradient_memory(),
+            **strategy.gradient_memory(),
         }
 
     def __reduce__(self) -> NoReturn:

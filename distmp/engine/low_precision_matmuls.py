@@ -10,7 +10,8 @@ from torch import Tensor
 from distmp.distributed.world import World
 from distmp.engine.precision_phases import PhaseSchedule
 from distmp.errors import ConfigError
-from distmp.quantization import LowPrecisionLayers, ProductFormats
+from distmp.quantization.layers import LowPrecisionLayers
+from distmp.quantization.linear import ProductFormats
 from distmp.scaling.step_decision import StepDecision
 from distmp.utils.host_copy import HostCopy
 

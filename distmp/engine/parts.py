@@ -172,6 +172,6 @@ class EngineParts:
             **describe_param_groups(updates.optimizer),
             "schedule": repr(updates.learning_rates.planned(updates.max_applied)),
             "modules in evaluation mode": ", ".join(self.modes.evaluating()),
-            **describe_model(self.setup.strategy.model),
+            **describe_model(self.setup.strategy.module),
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
         }

@@ -22,8 +22,8 @@ from distmp.engine.settings import PHASES, PrecisionPhase
 from distmp.errors import ConfigError
 from distmp.precision.notation import policy as policy_of
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import LowPrecisionLayers, ProductFormats
-from distmp.quantization.layers import product_formats
+from distmp.quantization.layers import LowPrecisionLayers, product_formats
+from distmp.quantization.linear import ProductFormats
 from distmp.scaling.step_decision import StepDecision
 from distmp.utils.host_copy import HostCopy
 

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, storage, store
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
-from distmp.checkpoint.storage import all_or_checkpoint_error, locate
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
@@ -196,7 +195,7 @@ class Saves:
             self._check()
         else:
             _writing.add(self.writer)
-        return store.final_path(location, step)
+        return storage.final_path(location, step)
 
     def finish(self) -> None:
         """Wait for a save in the background.
@@ -246,7 +245,7 @@ def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
         ConfigError: If it is named like a file, or checkpoints of both would replace each other.
     """
     check_directory_name("directory", directory)
-    location = locate("directory", str(directory))
+    location = storage.locate("directory", str(directory))
     key = str(location.absolute())
     if _owners.get(key, engine) is not engine:
         gc.collect()  # the other engine may have been deleted
@@ -306,7 +305,9 @@ def load(
     """Load a checkpoint, see `Engine.load`; None if there is none. Collective over all ranks."""
     described = {"directory": str(directory), "optimizer": repr(bool(optimizer))}
     check_same(engine.world.group, engine.world.device, described)
-    checkpoint = store.resolve(str(directory), Path(), setting="directory", missing_ok=missing_ok)
+    checkpoint = recovery.resolve(
+        str(directory), Path(), setting="directory", missing_ok=missing_ok
+    )
     if checkpoint is None:
         return None
     if optimizer:
@@ -331,7 +332,7 @@ def load_checkpoint(
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
     """
     goal = f"load {checkpoint}"
-    all_or_checkpoint_error(
+    storage.all_or_checkpoint_error(
         engine.world.ranks, goal, lambda: _check_weights(engine.state_dict(), checkpoint)
     )
     stored = checkpoint.tensors

@@ -23,12 +23,13 @@ from distmp.engine.precision_phases import PhaseSchedule, phase_formats
 from distmp.engine.updates import Updates
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory, ScheduleFactory
-from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
+from distmp.parallel import ParallelConfig
+from distmp.parallel.build import build_strategy, resolve_strategy
 from distmp.parallel.materialize import InitialValues, initial_values, not_a_number
 from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import make_deterministic, prepare_cublas
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.parallel.strategy import check_model
+from distmp.parallel.strategy import Strategy, check_model
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.precision.policy import SIXTEEN_BIT, costs
 from distmp.quantization.layers import log_formats
@@ -208,7 +209,7 @@ def set_up(
         reason,
         loss,
         strategy,
-        ModuleBuffers(strategy.model, world.group, reproducible=config.reproducible),
+        ModuleBuffers(strategy.module, world.group, reproducible=config.reproducible),
         Updates(optimizer, schedule, strategy, policy, world.device),
         LowPrecisionMatmuls(layers, world, phases),
         StepClock(world.device),

@@ -17,7 +17,7 @@ from distmp.engine.parts import EngineParts
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState, agree_on_nominal_weight
 from distmp.engine.step_checks import check_loss, explain_graph_errors
-from distmp.parallel import Strategy
+from distmp.parallel.strategy import Strategy
 from distmp.precision.builders import autocast_of_dtypes
 from distmp.precision.keep import product_switches
 from distmp.scaling.step_decision import (
@@ -73,7 +73,7 @@ def take_step(
     current_phase.enter(UPDATE)
     updates.apply(decision)
     setup.buffers.end_step(decision.found_inf, differ)
-    setup.strategy.end_step(decision.found_inf)
+    setup.strategy.used.end_step(decision.found_inf)
     known_scale = 1.0 if state.loss_scale.config is None else scale
     values: dict[str, Tensor | float] = {"learning_rate": rate, "loss_scale": known_scale}
     values |= {name: getattr(spike_check, name) for name in ("spike", "loss_limit", "norm_limit")}
@@ -148,11 +148,11 @@ def forward(
         autocast_of_dtypes(setup.policy, setup.device, sharded=setup.is_sharded),
         explain_graph_errors(),
     ):
-        strategy.computing_loss(computing=True)
+        strategy.used.computing_loss = True
         try:
             loss_sum, weight = check_loss(setup.loss(strategy.module, batch))
         finally:
-            strategy.computing_loss(computing=False)
+            strategy.used.computing_loss = False
     for observer in observers:
         observer.after_forward(batch, loss_sum, weight)
     return loss_sum, _scalar(weight, setup.device)

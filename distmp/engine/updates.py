@@ -9,8 +9,8 @@ import torch
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
 from distmp.optim.state import prepare_for_device_skip
-from distmp.parallel import Strategy
 from distmp.parallel.matrices import place_matrices, place_shards
+from distmp.parallel.strategy import Strategy
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.step_decision import PRESCALE, StepDecision, divisor_fits
 from distmp.utils.host_copy import cpu_number

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, store
 from distmp.errors import CheckpointError, ConfigError, nearest
 from distmp.export.files import write, write_directory
 from distmp.export.weights import PREFIX
@@ -155,9 +155,9 @@ def export(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--to", str(directory), "exists already; name a new directory")
-    checkpoint = store.resolve(str(source), Path(), setting="checkpoint")
+    checkpoint = recovery.resolve(str(source), Path(), setting="checkpoint")
     assert checkpoint is not None  # only "auto" can return None
-    if ema and not has_average(checkpoint):
+    if ema and not _names_below(AVERAGE_PREFIX, checkpoint):
         raise ConfigError(
             "--ema", str(checkpoint), "contains no average of the weights; train with ema.decay"
         )
@@ -182,11 +182,6 @@ def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
     if known is not None:
         logger.warning("no tokenizer is exported: %s has no files of one any more", known)
     return None
-
-
-def has_average(checkpoint: store.StoredCheckpoint) -> bool:
-    """Return whether a checkpoint contains an average of the weights."""
-    return bool(_names_below(AVERAGE_PREFIX, checkpoint))
 
 
 def _names_below(prefix: str, checkpoint: store.StoredCheckpoint) -> dict[str, str]:

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from distmp.errors import CheckpointError, ConfigError, listed
+from distmp.errors import CheckpointError, listed
 from distmp.models import huggingface, huggingface_files
-from distmp.models.architecture import CONFIG_FILE, is_hugging_face
+from distmp.models.architecture import is_hugging_face
 
 # Names of dtypes in the format, see https://github.com/huggingface/safetensors.
 _DTYPES = {
@@ -93,16 +93,6 @@ class Weights(Protocol):
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors on the CPU by name; nothing on ranks that do not write."""
-
-
-def check_shard_size(setting: str, size: object) -> None:
-    """Refuse a maximum size of a file that is no positive number of bytes.
-
-    Raises:
-        ConfigError: With the name of the setting.
-    """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(setting, size, "use a positive number of bytes, such as 500 * 10**6")
 
 
 def write(
@@ -220,7 +210,9 @@ def _write_architecture(
     if is_hugging_face(architecture):
         huggingface.write_configuration(directory, architecture, dtype)
     else:
-        (directory / CONFIG_FILE).write_text(json.dumps(architecture, indent=2) + "\n")
+        (directory / huggingface_files.CONFIG_FILE).write_text(
+            json.dumps(architecture, indent=2) + "\n"
+        )
 
 
 def _check_replaceable(directory: Path) -> None:

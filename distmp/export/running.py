@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.world import World
-from distmp.errors import CheckpointError, ConfigError, listed
-from distmp.export.files import MAX_SHARD_SIZE, check_shard_size, write
+from distmp.errors import CheckpointError, ConfigError, listed, require
+from distmp.export.files import MAX_SHARD_SIZE, write
 from distmp.export.weights import PREFIX
 from distmp.models.architecture import described
 from distmp.utils.files import check_directory_name
@@ -77,16 +77,16 @@ def save_weights(
 ) -> None:
     """Write the FP32 weights of an engine as safetensors; see `Engine.export`."""
     check_directory_name("directory", directory)
-    max_shard_size = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
-    check_shard_size("max_shard_size", max_shard_size)
+    size = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
+    valid = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    problem = "use a positive number of bytes, such as 500 * 10**6"
+    require(valid, "max_shard_size", size, problem)
     writes = engine.world.rank == 0
     weights = EngineWeights(_checked(state, engine.state_dict()), keep=writes)
     architecture = described(engine.model)
     # Collective, and a rank that fails still takes part in all reads.
     engine.world.ranks.all_or_none(
-        lambda: write(
-            Path(directory), weights, architecture, torch.float32, max_shard_size, writes=writes
-        ),
+        lambda: write(Path(directory), weights, architecture, torch.float32, size, writes=writes),
         error=lambda failures, _: CheckpointError(min(failures.items())[1].message),
     )
 

@@ -15,13 +15,17 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, listed
 from distmp.export.files import INDEX
 from distmp.models import adapters
-from distmp.models.architecture import CONFIG_FILE, TRANSFORMER, read, rebuild
+from distmp.models.architecture import TRANSFORMER, read, rebuild
+from distmp.models.huggingface_files import CONFIG_FILE
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.flat_shard import global_shape, local_parts
 
 SETTING = "model.weights"
 PREFIX = "model/"
 _SINGLE_FILE = "model.safetensors"
+
+State = Mapping[str, Tensor]
+"""Tensors by name."""
 
 
 def load_weights(model: nn.Module, directory: str | Path) -> None:
@@ -52,7 +56,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     _load(model.state_dict(keep_vars=True), StoredWeights(Path(directory)), _dimensions(model))
 
 
-def read_shards(state: Mapping[str, Tensor], built: BuiltModel, weights: StoredWeights) -> None:
+def read_shards(state: State, built: BuiltModel, weights: StoredWeights) -> None:
     """Read stored weights into the state of an engine, without collectives.
 
     Each rank reads its shards.
@@ -254,9 +258,7 @@ def load_model(directory: str | Path) -> nn.Module:
 
 
 @torch.no_grad()
-def _load(
-    state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
-) -> None:
+def _load(state: State, weights: StoredWeights, config: TransformerConfig | None) -> None:
     if problems := _compare(state, weights, config):
         raise weights.error(f"does not fit the model: {'; '.join(problems)}")
     for opened, names in weights.files():
@@ -265,9 +267,7 @@ def _load(
                 part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
 
 
-def _compare(
-    state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
-) -> list[str]:
+def _compare(state: State, weights: StoredWeights, config: TransformerConfig | None) -> list[str]:
     """Return why stored weights do not fit the state of a model, a phrase for each reason."""
     path = weights.path
     described = read(path) if (path / CONFIG_FILE).is_file() else {}
@@ -278,7 +278,7 @@ def _dimensions(model: nn.Module) -> TransformerConfig | None:
     return model.config if isinstance(model, Transformer) else None
 
 
-def _misfits(state: Mapping[str, Tensor], weights: StoredWeights) -> Iterator[str]:
+def _misfits(state: State, weights: StoredWeights) -> Iterator[str]:
     """Yield a phrase for each kind of misfit."""
     stored = weights.shapes()
     # A tied weight has several names and needs one of them.

@@ -1,4 +1,9 @@
-"""Hugging Face accelerate with distmp's policies and loss scaling."""
+"""Hugging Face accelerate with distmp's policies and loss scaling.
+
+accelerate has one setting for precision, `mixed_precision`. It means autocast with DDP; autocast,
+16-bit parameters and 16-bit reduction with FSDP1; and the latter two with FSDP2. This module sets
+every field as the policy requires, or refuses the policy.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed.rank_environment import is_true, wants_cpu
 from distmp.distributed.world import keep_until_exit
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
-from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
-from distmp.precision.accelerate import (
-    autocast_kwargs,
-    check_replicated,
-    fsdp_plugin,
-    mixed_precision,
-    policy_of,
-    prepare_to_shard,
-)
-from distmp.precision.builders import autocast_context, ddp_comm_hook, prepare
-from distmp.precision.keep import product_switches
-from distmp.precision.policy import SIXTEEN_BIT
+from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, policy, resolve
+from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32, product_switches
+from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT
 from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name
 
@@ -51,6 +47,9 @@ logger = logging.getLogger("distmp")
 
 # Engines that change gradients and loss without the policy and the scaler.
 _OTHER_ENGINES = ("deepspeed", "megatron_lm")
+# accelerate's `mixed_precision` by the dtype of compute, and the policy for each of its values.
+_WORDS = {dtype: word for word, dtype in DTYPE_WORDS.items()} | {torch.float32: "no"}
+POLICIES = {"no": "fp32", "bf16": "bf16-autocast", "fp16": "fp16-autocast"}
 # The variable in which `accelerate launch` passes its `--mixed_precision` to the ranks.
 _LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 
@@ -119,7 +118,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         arguments["mixed_precision"] = mixed_precision(self.policy)
         arguments["kwargs_handlers"] = [
             *(arguments.get("kwargs_handlers") or ()),
-            autocast_kwargs(self.policy),
+            utils.AutocastKwargs(enabled=self.policy.autocast),
         ]
         if shards:
             arguments["fsdp_plugin"] = fsdp_plugin(
@@ -127,8 +126,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 arguments.get("fsdp_plugin"),
                 reduces_every_microbatch=_reduces_every_microbatch(arguments),
             )
-        else:
-            check_replicated(self.policy)
         _check_first(arguments["mixed_precision"], self.policy)
         if policy is not None:
             _warn_of_launched(arguments["mixed_precision"], self.policy)
@@ -175,12 +172,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not getattr(model, "_is_accelerate_prepared", False):
             self._check_model(model)
             if self.shards:
-                self._prepare_to_shard(model)
+                prepare_to_shard(model, self.policy, self.device.type, mixed_dtypes=self.is_fsdp2)
             else:
-                prepare(model, self.policy, self.device.type)
+                builders.prepare(model, self.policy, self.device.type)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, DistributedDataParallel):
-            hook = ddp_comm_hook(self.policy)
+            hook = builders.ddp_comm_hook(self.policy)
             if hook is not None:
                 prepared.register_comm_hook(None, hook)
         return prepared
@@ -217,15 +214,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 low_precision[0],
             )
 
-    def _prepare_to_shard(self, module: nn.Module) -> None:
-        prepare_to_shard(module, self.policy, self.device.type, mixed_dtypes=self.is_fsdp2)
-
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
         """Prepare the model and apply autocast, which accelerate does only for DDP and FSDP1."""
         self._check_model(module)
-        self._prepare_to_shard(module)
+        prepare_to_shard(module, self.policy, self.device.type, mixed_dtypes=True)
         if self.policy.autocast:
-            module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
+            module.forward = builders.autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
 
 
 class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -301,23 +295,19 @@ def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | N
 
 def _check_handler(handler: utils.KwargsHandler) -> None:
     name = type(handler).__name__
+    hook = getattr(handler, "comm_hook", utils.DDPCommunicationHookType.NO)
     if isinstance(handler, utils.AutocastKwargs):
-        raise ConfigError("kwargs_handlers", name, "the policy defines autocast; remove it")
-    if isinstance(handler, utils.GradScalerKwargs):
-        raise ConfigError(
-            "kwargs_handlers", name, "pass loss_scale=distmp.LossScaleConfig(...) instead"
-        )
-    if "Recipe" in name:
-        raise ConfigError("kwargs_handlers", name, "policies have no 8-bit types; remove it")
-    if (
-        isinstance(handler, utils.DistributedDataParallelKwargs)
-        and handler.comm_hook != utils.DDPCommunicationHookType.NO
-    ):
-        raise ConfigError(
-            "kwargs_handlers",
-            f"{name}(comm_hook={handler.comm_hook})",
-            "the policy reduces gradients in float32, this hook does not; remove it",
-        )
+        problem = "the policy defines autocast; remove it"
+    elif isinstance(handler, utils.GradScalerKwargs):
+        problem = "pass loss_scale=distmp.LossScaleConfig(...) instead"
+    elif "Recipe" in name:
+        problem = "policies have no 8-bit types; remove it"
+    elif hook != utils.DDPCommunicationHookType.NO:
+        name = f"{name}(comm_hook={hook})"
+        problem = "the policy reduces gradients in float32, this hook does not; remove it"
+    else:
+        return
+    raise ConfigError("kwargs_handlers", name, problem)
 
 
 def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
@@ -351,3 +341,162 @@ def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:
             launched,
             policy.name,
         )
+
+
+def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
+    """Return the policy for a value of accelerate's `mixed_precision`; it has FP32 weights.
+
+    Args:
+        word: "no", "bf16" or "fp16".
+        setting: Name of the setting, for the message.
+
+    Raises:
+        ConfigError: For other values, such as "fp8", which only distmp.Engine computes.
+    """
+    if word not in POLICIES:
+        raise ConfigError(setting, word, nearest(word, POLICIES))
+    return PRESETS[POLICIES[word]]
+
+
+def mixed_precision(policy: PrecisionPolicy) -> str:
+    """Return accelerate's `mixed_precision` for a policy: "no", "bf16" or "fp16".
+
+    With "bf16" or "fp16" accelerate updates FP32 weights, which a pure policy does not have.
+
+    Raises:
+        ConfigError: If outputs have 16 bits, which accelerate casts to FP32, the loss is scaled for
+            FP32 compute, which accelerate would not unscale, weights are rounded stochastically,
+            which only the engine configures, or matrix products have fewer bits.
+    """
+    builders.refuse_low_precision_matmuls(policy)
+    if policy.stochastic_rounding:
+        raise ConfigError(
+            "precision.policy.stochastic_rounding",
+            True,
+            "applies to distmp.Engine; remove it here, and pass stochastic_rounding=True to "
+            "distmp.optim.AdamW",
+        )
+    if not (policy.autocast or policy.has_masters):
+        if policy.loss_scale is not None:
+            raise ConfigError(
+                "precision.policy.loss_scale",
+                policy.loss_scale,
+                "accelerate unscales gradients only for float16 compute; use reduce=fp32",
+            )
+        return "no"
+    if policy.output_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.output",
+            policy.output_dtype,
+            "accelerate returns outputs in float32; use output=fp32, and cast in your loss",
+        )
+    return _WORDS[policy.compute_dtype]
+
+
+def check_replicated(policy: PrecisionPolicy) -> None:
+    """Refuse a policy with FP32 master weights or FP32 sums for 16-bit parameters.
+
+    Raises:
+        ConfigError: For such a policy; the message suggests another one.
+    """
+    if policy.has_masters:
+        raise ConfigError(
+            "precision.policy",
+            policy.name,
+            f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which"
+            " accelerate supports only with FSDP; use a policy with autocast, an fsdp_plugin, or"
+            " distmp.Engine",
+        )
+    builders.ddp_comm_hook(policy)
+
+
+def fsdp_plugin(
+    policy: PrecisionPolicy,
+    plugin: utils.FullyShardedDataParallelPlugin | None = None,
+    *,
+    reduces_every_microbatch: bool = True,
+) -> utils.FullyShardedDataParallelPlugin:
+    """Set the precision of a policy in a plugin, for FSDP1 and FSDP2.
+
+    `prepare_to_shard` applies the parts that FSDP does not implement.
+
+    Args:
+        policy: The precision policy.
+        plugin: Plugin with all other settings of FSDP; None uses accelerate's defaults and
+            environment variables.
+        reduces_every_microbatch: Whether gradients are reduced after each backward.
+
+    Returns:
+        The plugin, with the reduction dtype of the policy in place of accelerate's 16-bit default.
+
+    Raises:
+        ConfigError: If the plugin has another precision, or FSDP would sum microbatches in another
+            dtype than the policy.
+    """
+    plugin = utils.FullyShardedDataParallelPlugin() if plugin is None else plugin
+    precision = (
+        builders.fsdp2_policy(policy) if plugin.fsdp_version == 2 else builders.fsdp1_policy(policy)
+    )
+    given = plugin.mixed_precision_policy
+    if given is not None and given != precision:
+        raise ConfigError(
+            "fsdp_plugin.mixed_precision_policy",
+            given,
+            f"the policy {policy.name} sets it to {precision}; remove it",
+        )
+    if not reduces_every_microbatch:
+        _check_sums(policy, plugin.fsdp_version)
+    if policy.casts_parameters and policy.keep_fp32:
+        raise _cannot_keep(policy, ", ".join(policy.keep_fp32))
+    plugin.mixed_precision_policy = precision
+    return plugin
+
+
+def prepare_to_shard(
+    module: nn.Module, policy: PrecisionPolicy, device_type: str, *, mixed_dtypes: bool
+) -> None:
+    """Apply the parts of a policy that FSDP does not implement, before it shards a module.
+
+    Args:
+        module: The root module; changed in place.
+        policy: The precision policy.
+        device_type: Device type of the module: "cuda", "cpu".
+        mixed_dtypes: Whether the parameters of a shard may have several dtypes, as in FSDP2.
+            Frozen 16-bit parameters then keep their dtype if the policy computes in 16 bits. FSDP1
+            needs one dtype.
+
+    Raises:
+        ConfigError: If the policy keeps modules in FP32 among 16-bit parameters: accelerate shards
+            all modules in the same way.
+    """
+    if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
+        raise _cannot_keep(policy, next(iter(kept)))
+    keeps_frozen = mixed_dtypes and policy.compute_dtype in SIXTEEN_BIT
+    for parameter in module.parameters():
+        unchanged = keeps_frozen and parameter.dtype in SIXTEEN_BIT and not parameter.requires_grad
+        if parameter.is_floating_point() and not unchanged:
+            parameter.data = parameter.data.to(policy.param_dtype)
+    cast_buffers(module, policy)
+    keep_in_fp32(module, policy, device_type)
+    builders.cast_inputs_and_outputs(module, policy)
+
+
+def _check_sums(policy: PrecisionPolicy, version: int) -> None:
+    """Refuse to sum microbatches, before their reduction, in another dtype than the policy's."""
+    unreduced = policy.reduce_dtype if version == 2 else policy.module_dtype
+    if unreduced != policy.accumulate_dtype:
+        raise ConfigError(
+            "gradient_accumulation_plugin.sync_each_batch",
+            False,
+            f"FSDP{version} would sum microbatches in {dtype_name(unreduced)}, the policy "
+            f"{policy.name} in {dtype_name(policy.accumulate_dtype)}; set it to True",
+        )
+
+
+def _cannot_keep(policy: PrecisionPolicy, what: str) -> ConfigError:
+    return ConfigError(
+        "precision.policy",
+        policy.name,
+        f"keeps {what} in FP32 among {dtype_name(policy.compute_dtype)} parameters, but accelerate "
+        "shards all modules in the same way; use a policy with autocast, or distmp.Engine",
+    )

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,18 +45,6 @@ def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
     refuse_low_precision_matmuls(resolution.policy)
     check_policy(resolution.policy)
     return resolution
-
-
-def scale_rules(policy: PrecisionPolicy, given: LossScaleConfig | None) -> LossScaleConfig | None:
-    """Return the rules of the loss scale; warn about rules in `given` that have no effect.
-
-    Raises:
-        ConfigError: If policy and rules name two different scales.
-    """
-    unused = unused_rules(policy.loss_scale, given)
-    if unused:
-        logger.warning("precision %s: %s", policy.name, unused)
-    return loss_scale_rules(policy.loss_scale, given)
 
 
 def check_policy(policy: PrecisionPolicy) -> None:
@@ -170,19 +159,16 @@ def _check_fsdp2_policies(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def _check_sharded(name: str, parameter: Tensor) -> None:
+    error = partial(ConfigError, "model", name)
     if not is_dtensor(parameter):
-        raise ConfigError(
-            "model",
-            name,
+        raise error(
             "is not sharded although other parameters are, so its gradients are not averaged over "
-            "ranks; call fully_shard on the module that holds all of them, too",
+            "ranks; call fully_shard on the module that holds all of them, too"
         )
     if parameter.dtype != torch.float32:
-        raise ConfigError(
-            "model",
-            name,
+        raise error(
             f"is sharded in {dtype_name(parameter.dtype)}, but the policy trains FP32 weights; "
-            "call .float() on the model before fully_shard",
+            "call .float() on the model before fully_shard"
         )
 
 
@@ -258,8 +244,12 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device or default).type
         self.policy, self.policy_reason = resolved(policy, torch.device(self.device))
-        self.precision = _name_in_lightning(self.policy.compute_dtype)
-        rules = scale_rules(self.policy, loss_scale)
+        # Lightning displays it.
+        names = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
+        self.precision = names.get(self.policy.compute_dtype, "32-true")
+        if unused := unused_rules(self.policy.loss_scale, loss_scale):
+            logger.warning("precision %s: %s", self.policy.name, unused)
+        rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
         self.scaler = (
             DeferredGradScaler(self.device, rules, max_consecutive_skips=max_consecutive_skips)
             if rules is not None
@@ -561,8 +551,3 @@ def _follow(scheduler: Any, scaler: DistributedGradScaler) -> None:
 
     names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}
     scheduler.__class__ = type(original.__name__, (original,), names)
-
-
-def _name_in_lightning(computed: torch.dtype) -> str:
-    """Return the precision that Lightning displays."""
-    return {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(computed, "32-true")

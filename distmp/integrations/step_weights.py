@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError, TrainingError
+from distmp.parallel.global_mean import MeanLoss
 from distmp.scaling.local_gradients import local_gradients
 from distmp.scaling.rank_group import RankGroup
 
@@ -64,7 +65,9 @@ class StepWeights:
         self.in_use = True
         self._weight = self._weight + amount
         self._losses += 1
-        return _WithGradientOf.apply(loss_sum / self._unit, mean)
+        factor = torch.full((), 1 / self._unit, dtype=torch.float64, device=loss_sum.device)
+        loss: Tensor = MeanLoss.apply(loss_sum, mean, factor)
+        return loss
 
     def count_backward(self, loss: Tensor, divisions: int) -> None:
         """Count the backward of a microbatch; warn if its loss is divided once more.
@@ -77,11 +80,8 @@ class StepWeights:
         node = loss.grad_fn
         while node is not None and node.name() == "DivBackward0":
             node, divisions = node.next_functions[0][0], divisions - 1
-        if (
-            divisions < 0
-            and node is not None
-            and node.name() == f"{_WithGradientOf.__name__}Backward"
-        ):
+        is_weighted = node is not None and node.name() == f"{MeanLoss.__name__}Backward"
+        if self.in_use and divisions < 0 and is_weighted:
             warnings.warn(
                 "the result of weighted_loss is divided before backward, so gradients are too"
                 " small; weighted_loss divides by the weight of all microbatches itself",
@@ -155,23 +155,4 @@ class StepWeights:
         for gradient in local_gradients(optimizer):
             gradient.tensor.mul_(factor)
         if is_first:
-            self._unit = _power_of_two(weight / microbatches)
-
-
-class _WithGradientOf(torch.autograd.Function):
-    """Returns `value` in forward, and passes the gradient on to `loss`."""
-
-    @staticmethod
-    def forward(ctx: object, loss: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _power_of_two(weight: float) -> float:
-    """Round up to a power of two; 1 for a weight that is not positive and finite."""
-    if not (math.isfinite(weight) and weight > 0):
-        return 1.0
-    return 2.0 ** math.ceil(math.log2(weight))
+            self._unit = 2.0 ** math.ceil(math.log2(weight / microbatches)) if weight else 1.0

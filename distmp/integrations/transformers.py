@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError, TrainingError
-from distmp.integrations.accelerate import Accelerator
+from distmp.integrations.accelerate import Accelerator, fsdp_plugin
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.precision import PolicyLike, PrecisionPolicy
-from distmp.precision.accelerate import fsdp_plugin
 from distmp.scaling import LossScaleConfig
 
 try:
@@ -109,7 +108,8 @@ class TrainerMixin(_TrainerBase):
             "loss_scale": loss_scale,
             "max_consecutive_skips": max_consecutive_skips,
         }
-        self._microbatches: deque[_Microbatch] = deque()
+        # The weight of each mean loss, 0-dim FP32, and the number of its labels, if any.
+        self._microbatches: deque[tuple[Tensor, Tensor | None]] = deque()
         self._ended_iterator: Iterator[Any] | None = None
         super().__init__(*positional, **arguments)
         _check_trainer(self)
@@ -165,7 +165,7 @@ class TrainerMixin(_TrainerBase):
         weights = self._weights(counts, total)
         items = counts.clamp(min=1)
         self._microbatches = deque(
-            _Microbatch(weights[index], items[index] if is_labels else None)
+            (weights[index], items[index] if is_labels else None)
             for index, (_, is_labels) in enumerate(counted)
         )
         return batches, None
@@ -268,13 +268,6 @@ class Trainer(TrainerMixin, transformers.Trainer):
         >>> trainer.policy.loss_scale
         'dynamic'
     """
-
-
-class _Microbatch(NamedTuple):
-    """The weight of a microbatch's mean loss, 0-dim FP32, and the number of its labels, if any."""
-
-    weight: Tensor
-    items: Tensor | None
 
 
 class _TrainerAccelerator(Accelerator):

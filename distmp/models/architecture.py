@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.models import huggingface
+from distmp.models.huggingface_files import CONFIG_FILE
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.imports import load_callable
 
-CONFIG_FILE = "config.json"
 # Values of `model_type` for distmp's models; all others belong to Hugging Face transformers.
 TRANSFORMER = "distmp-transformer"
 IMPORT_PATH = "distmp-import-path"
@@ -131,20 +131,15 @@ def _transformer_config(
             None,
             "set it: the data does not define the number of token ids",
         )
-    if vocabulary_size is not None and vocabulary < vocabulary_size:
-        raise ConfigError(
-            "model.options.vocabulary_size",
-            vocabulary,
-            f"the data has {vocabulary_size} token ids; set at least that, or leave it out",
-        )
     transformer = config.transformer(vocabulary, sequence_length)
-    if transformer.sequence_length < sequence_length:
-        raise ConfigError(
-            "model.options.sequence_length",
-            transformer.sequence_length,
-            f"samples have data.sequence_length = {sequence_length} tokens; set at least that, or"
-            " leave it out",
-        )
+    samples = f"samples have data.sequence_length = {sequence_length} tokens"
+    for name, needed, what in (
+        ("vocabulary_size", vocabulary_size or 0, f"the data has {vocabulary_size} token ids"),
+        ("sequence_length", sequence_length, samples),
+    ):
+        value = getattr(transformer, name)
+        problem = f"{what}; set at least that, or leave it out"
+        require(value >= needed, f"model.options.{name}", value, problem)
     return transformer
 
 

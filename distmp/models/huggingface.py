@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,12 +243,11 @@ def _check_size(name: str, config: Any, vocabulary_size: int | None, sequence_le
 
 
 def _has_weights(name: str, path: Path) -> bool:
+    error = partial(ConfigError, "model.name", name)
     if path.suffix == ".json":
         return False
     if (path / ADAPTER_CONFIG).exists():
-        raise ConfigError(
-            "model.name",
-            name,
+        raise error(
             "has adapters of peft, which are not loaded; merge them into the model (peft's "
             "merge_and_unload) and name the directory of the result",
         )
@@ -255,9 +255,7 @@ def _has_weights(name: str, path: Path) -> bool:
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return True
     if pickles := sorted(file.name for file in path.glob("*.bin")):
-        raise ConfigError(
-            "model.name",
-            name,
+        raise error(
             f"has its weights in {pickles[0]}, which can run code when it is read; convert them to "
             f"safetensors, or name {path / CONFIG_FILE} for random weights",
         )

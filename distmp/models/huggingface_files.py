@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,31 +71,18 @@ def sha256(tokenizer: Any) -> str:
 SUBDIRECTORY = "tokenizer"
 """Directory in a directory of token files with the tokenizer that made them."""
 
-_CONFIG = "tokenizer_config.json"
-# One of them defines a tokenizer; the others refine it.
-_DEFINITIONS = (
-    "tokenizer.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
+# One of the first files defines a tokenizer; the others refine it.
+_DEFINITIONS = re.compile(
+    r"(tokenizer|vocab|tekken)\.json|vocab\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
 )
-_FILES = (
-    *_DEFINITIONS,
-    _CONFIG,
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
+_REFINEMENTS = re.compile(
+    r"(tokenizer_config|special_tokens_map|added_tokens)\.json|merges\.txt|chat_template\.(json|jinja)"
 )
 
 
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a directory defines a tokenizer."""
-    return any((directory / name).is_file() for name in _DEFINITIONS)
+    return directory.is_dir() and any(_DEFINITIONS.fullmatch(p.name) for p in directory.iterdir())
 
 
 def copy(source: Path | None, directory: Path) -> None:
@@ -105,6 +93,7 @@ def copy(source: Path | None, directory: Path) -> None:
     """
     if source is None or source.absolute() == directory.absolute():
         return
-    for name in _FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
+    for file in source.iterdir():
+        is_known = _DEFINITIONS.fullmatch(file.name) or _REFINEMENTS.fullmatch(file.name)
+        if is_known and file.is_file():
+            shutil.copyfile(file, directory / file.name)

@@ -157,15 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         now = any(ctx.needed) and not recompute
         product = _Product(hidden, weight, dtype, ctx.needed if now else [False, False])
         one = torch.ones((), dtype=torch.float32, device=hidden.device) if now else None
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for rows in product.chunks():
-            loss, gradient = compute(
-                product.part(rows), product.weight, len(weight), targets[rows], one
-            )
-            loss_sum += loss
-            if gradient is not None:
-                product.add(rows, gradient)
-            del gradient  # before the next logits
+        loss_sum = product.loss_sum(compute, targets, one)
         ctx.gradients = product.gradients if now else None
         if recompute:
             ctx.save_for_backward(hidden, weight, targets)
@@ -188,11 +180,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _recomputed(ctx: Any, scale: Tensor) -> list[Tensor | None]:
     hidden, weight, targets = ctx.saved_tensors
     product = _Product(hidden, weight, ctx.dtype, ctx.needed)
-    for rows in product.chunks():
-        part = product.part(rows)
-        _, gradient = ctx.compute(part, product.weight, len(weight), targets[rows], scale)
-        product.add(rows, gradient)
-        del gradient  # before the next logits
+    product.loss_sum(ctx.compute, targets, scale)
     return product.gradients
 
 
@@ -218,6 +206,19 @@ class _Product:
             self.weight = F.pad(self.weight, (0, 0, 0, padding))
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._of_weight = torch.zeros_like(self.weight, dtype=torch.float32) if needed[1] else None
+
+    def loss_sum(self, compute: _Compute, targets: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the loss sum of all rows, and add their gradients unless `scale` is None."""
+        loss_sum = torch.zeros((), dtype=torch.float32, device=self._hidden.device)
+        for rows in self.chunks():
+            loss, gradient = compute(
+                self.part(rows), self.weight, len(self._weight), targets[rows], scale
+            )
+            loss_sum += loss
+            if gradient is not None:
+                self.add(rows, gradient)
+            del gradient  # before the next logits
+        return loss_sum
 
     def chunks(self) -> Iterator[slice]:
         """Yield ranges of rows whose logits are about as large as `hidden` or the weight.

@@ -38,13 +38,6 @@ SIZES: dict[str, dict[str, Any]] = {
 count parameters with a vocabulary of bytes; the next three are the usual sizes of that name, which
 include the embeddings of about 50,000 tokens; the last three have the shapes of Llama 3."""
 
-# No machine can hold a model with more.
-_MOST_LAYERS, _MOST = 10_000, 2**31
-_COUNTS = (
-    *("layers", "dimension", "heads", "key_value_heads", "hidden"),
-    *("vocabulary_size", "sequence_length"),
-)
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -110,7 +103,6 @@ class ModelConfig:
             problem = f"is a size of the transformer, not of {self.name!r}; set model.options"
             raise ConfigError("model.size", self.size, problem)
         if self.name == "transformer" and self.options:
-            self._check_counts()
             self.transformer(vocabulary_size=1, sequence_length=1)
         if self.peft is not None:
             from distmp.models import adapters  # imports torch
@@ -159,10 +151,3 @@ class ModelConfig:
             size.pop("key_value_heads", None)
         lengths = {"vocabulary_size": vocabulary_size, "sequence_length": sequence_length}
         return from_mapping(TransformerConfig, {**lengths, **size, **self.options}, "model.options")
-
-    def _check_counts(self) -> None:
-        for name in _COUNTS:
-            value = self.options.get(name, 1)
-            most = _MOST_LAYERS if name == "layers" else _MOST
-            if isinstance(value, int) and not 1 <= value <= most:
-                raise ConfigError(f"model.options.{name}", value, f"must be from 1 to {most:,}")

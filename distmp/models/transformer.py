@@ -20,6 +20,10 @@ from distmp.errors import ConfigError
 from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
 
 _STD = 0.02
+# No machine can hold a model with more.
+_MOST_LAYERS, _MOST = 10_000, 2**31
+# Queries, keys and values.
+_Heads = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         """Check the dimensions."""
+        for name, value in vars(self).items():
+            most = _MOST_LAYERS if name == "layers" else _MOST
+            counts = name not in ("rotary_base", "norm_epsilon")
+            if counts and type(value) is int and not 1 <= value <= most:
+                raise ConfigError(f"model.options.{name}", value, f"must be from 1 to {most:,}")
         if self.dimension % (2 * self.heads):
             raise ConfigError(
                 "model.options.heads",
@@ -143,13 +152,8 @@ class TokenEmbedding(nn.Embedding):
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm over the last dimension, computed in FP32 for any input dtype.
 
-    Args:
-        dimension: Size of the last dimension.
-        epsilon: Added to the mean square.
+    Its arguments are those of `torch.nn.RMSNorm`.
     """
-
-    def __init__(self, dimension: int, epsilon: float = 1e-5) -> None:
-        super().__init__(dimension, epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / rms(x) * weight, in the dtype of `x`."""
@@ -314,9 +318,7 @@ def rotary_tables(positions: Tensor, width: int, base: float) -> tuple[Tensor, T
     return angles.cos(), angles.sin()
 
 
-def rotate(
-    parts: Tensor, groups: int, cosine: Tensor, sine: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotate(parts: Tensor, groups: int, cosine: Tensor, sine: Tensor) -> _Heads:
     """Split heads, and rotate those of queries and keys by the angles of their positions.
 
     A rotation is one of each pair (x[i], x[i + width / 2]).
@@ -332,7 +334,7 @@ def rotate(
     """
     cosine, sine = cosine.to(parts.dtype), sine.to(parts.dtype)
     if not torch.compiler.is_compiling():
-        heads: tuple[Tensor, Tensor, Tensor] = _Rotation.apply(parts, groups, cosine, sine)
+        heads: _Heads = _Rotation.apply(parts, groups, cosine, sine)
         return heads
     # The compiler makes one kernel of these.
     first, second = parts[:, :, :-groups].chunk(2, dim=-1)
@@ -345,9 +347,7 @@ class _Rotation(torch.autograd.Function):
     """Computes `rotate` without the copies of `torch.cat`, in forward and in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, parts: Tensor, groups: int, cosine: Tensor, sine: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, parts: Tensor, groups: int, cosine: Tensor, sine: Tensor) -> _Heads:
         ctx.save_for_backward(cosine, sine)
         rotated = parts.new_empty(parts[:, :, :-groups].shape)
         _rotate_into(rotated, parts[:, :, :-groups], cosine, sine, 1)

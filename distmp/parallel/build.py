@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, nearest
+from distmp.parallel import settings
 from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
 from distmp.parallel.materialize import InitialValues, nothing_to_compute
-from distmp.parallel.settings import (
-    SHARDED_STRATEGIES,
-    STRATEGIES,
-    AccumulationSettings,
-    ParallelConfig,
-)
 from distmp.parallel.strategy import Strategy, check_parameters, refuse_shared_memory
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import low_precision_layers
+from distmp.quantization.layers import low_precision_layers
 
 
 def resolve_strategy(name: str, world: World) -> str:
@@ -26,20 +23,17 @@ def resolve_strategy(name: str, world: World) -> str:
     Raises:
         ConfigError: If the name is unknown or does not support the number of ranks.
     """
-    if name not in STRATEGIES:
-        raise ConfigError("strategy", name, nearest(name, STRATEGIES))
+    error = partial(ConfigError, "strategy", name)
+    if name not in settings.STRATEGIES:
+        raise error(nearest(name, settings.STRATEGIES))
     if name == "auto":
         return "ddp" if world.world_size > 1 else "single"
     if name == "single" and world.world_size > 1:
-        raise ConfigError(
-            "strategy", name, f"is for one rank, but {world.world_size} were started; use 'ddp'"
-        )
+        raise error(f"is for one rank, but {world.world_size} were started; use 'ddp'")
     if name != "single" and world.world_size == 1 and world.group is None:
-        raise ConfigError(
-            "strategy",
-            name,
+        raise error(
             "needs several ranks, but only one process was started; start it with torchrun or "
-            "`distmp launch`, or use 'auto'",
+            "`distmp launch`, or use 'auto'"
         )
     return name
 
@@ -49,8 +43,8 @@ def build_strategy(
     module: nn.Module,
     policy: PrecisionPolicy,
     world: World,
-    accumulation: AccumulationSettings | None = None,
-    config: ParallelConfig | None = None,
+    accumulation: settings.AccumulationSettings | None = None,
+    config: settings.ParallelConfig | None = None,
     values: InitialValues = nothing_to_compute,
 ) -> Strategy:
     """Prepare a module for a strategy.
@@ -67,7 +61,8 @@ def build_strategy(
     Raises:
         ConfigError: If module, policy, strategy and settings are not compatible.
     """
-    config = config or ParallelConfig()
+    accumulation = accumulation or settings.AccumulationSettings()
+    config = config or settings.ParallelConfig()
     config.sharding.check(name)
     if policy.accumulate_dtype != torch.float32:
         raise ConfigError(
@@ -76,7 +71,7 @@ def build_strategy(
             "all strategies sum microbatches in FP32; use fp32",
         )
     check_parameters(module, policy)
-    if accumulation is not None and name in SHARDED_STRATEGIES:
+    if name in settings.SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
     if policy.kept_functions and (
         config.activation_checkpointing != "none" or config.compile != "none"
@@ -87,9 +82,9 @@ def build_strategy(
             "functions cannot be kept where blocks are compiled or recomputed; put the call into a "
             "module and keep that, or set compile and activation_checkpointing to none",
         )
-    if name not in SHARDED_STRATEGIES and policy.casts_parameters:
+    if name not in settings.SHARDED_STRATEGIES and policy.casts_parameters:
         refuse_shared_memory(module, "policy", policy.name)
-    if accumulation is not None and accumulation.shard_optimizer:
+    if accumulation.shard_optimizer:
         refuse_shared_memory(module, "shard_optimizer", "True")
     blocks = (
         outermost(find_blocks(module, config.sharding.wrap))
@@ -100,7 +95,7 @@ def build_strategy(
     prepare_blocks(module, config, quiet=world.rank > 0)
     strategy: Strategy
     # Import lazily: importing FSDP takes half a second, and the other strategies do not need it.
-    if name in SHARDED_STRATEGIES:
+    if name in settings.SHARDED_STRATEGIES:
         from distmp.parallel.fsdp import FullySharded
 
         strategy = FullySharded(module, policy, world, config, name, values)

@@ -55,7 +55,7 @@ class CollectiveOrder:
     All ranks have to construct it in the same order.
 
     Args:
-        world: The ranks to compare, at least two.
+        world: The ranks to compare.
         units: Names of the parameter groups, by index.
         answer_seconds: Time after which a comparison fails, in seconds without progress of any
             rank that has not reached it.
@@ -72,15 +72,14 @@ class CollectiveOrder:
         self._advice = advice or ADVICE
         self._units = units
         self._seconds = answer_seconds
-        self._monitor = None if world.group is None else rank_monitor.current()
+        self._monitor = rank_monitor.current() if world.world_size > 1 else None
         self._number = next(_numbers)
         self._comparisons = 0
         self._known: dict[Hashable, list[ComparedCollective]] = {}
         self._pass: Hashable = None
-        self._expected: list[ComparedCollective] = []
-        self._done: list[ComparedCollective] = []
         self._differs = True
         self._microbatches = 0
+        self.abandon()
 
     def compare_microbatches(self, microbatches: int) -> None:
         """Compare the number of microbatches of the next step between ranks, if it has changed.
@@ -108,8 +107,7 @@ class CollectiveOrder:
         """
         self.end()
         self._pass = kind_of_pass
-        self._expected = self._known.get(kind_of_pass, [])
-        self._differs = kind_of_pass not in self._known
+        self.abandon()
 
     def note(self, collective: ComparedCollective) -> None:
         """Record a collective; call this right before it starts.
@@ -138,7 +136,7 @@ class CollectiveOrder:
 
     def abandon(self) -> None:
         """Discard the current pass, which failed."""
-        self._done = []
+        self._done: list[ComparedCollective] = []
         self._expected = self._known.get(self._pass, [])
         self._differs = self._pass not in self._known
 

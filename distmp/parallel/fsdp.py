@@ -75,37 +75,11 @@ from distmp.buckets.used import UsedParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix
-from distmp.parallel import fsdp_internals
+from distmp.parallel import fsdp_internals, fsdp_setup, strategy
 from distmp.parallel.collective_order import END_OF_FORWARD, CollectiveOrder
-from distmp.parallel.fsdp_accumulation import choose, least_free_bytes
 from distmp.parallel.fsdp_collectives import AllGather, ReduceScatter
-from distmp.parallel.fsdp_setup import (
-    HOOK,
-    check_shapes,
-    check_ties,
-    device_mesh,
-    shard,
-    shard_size,
-    tied_names,
-    with_submodules,
-)
-from distmp.parallel.materialize import (
-    InitialValues,
-    materialize,
-    materialize_shards,
-    nothing_to_compute,
-)
+from distmp.parallel.materialize import InitialValues, materialize, materialize_shards
 from distmp.parallel.settings import ParallelConfig
-from distmp.parallel.strategy import (
-    USED_DIRECTLY,
-    KnownParameters,
-    Strategy,
-    broadcast_from_rank_zero,
-    move_to,
-    sixteen_bit_parameters,
-    store_parameters_in_fp32,
-    trainable,
-)
 from distmp.precision.builders import cast_inputs_and_outputs
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
@@ -132,10 +106,10 @@ def _refuse_direct_use(name: str, gradient: Tensor) -> NoReturn:
 
     FSDP reduces gradients of gathered parameters; this gradient would differ between ranks.
     """
-    raise ConfigError("model", name, USED_DIRECTLY)
+    raise ConfigError("model", name, strategy.USED_DIRECTLY)
 
 
-class FullySharded(Strategy):
+class FullySharded(strategy.Strategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
 
     With `hsdp` the `sharding.shard_size` ranks of a shard group share one copy of the model, and
@@ -160,32 +134,35 @@ class FullySharded(Strategy):
         accumulation: Where gradients of microbatches are accumulated, and why.
     """
 
+    _order: CollectiveOrder
+
     def __init__(
         self,
         module: nn.Module,
         policy: PrecisionPolicy,
         world: World,
-        config: ParallelConfig | None = None,
-        name: str = "fsdp",
-        values: InitialValues = nothing_to_compute,
+        config: ParallelConfig,
+        name: str,
+        values: InitialValues,
     ) -> None:
-        config = config or ParallelConfig()
-        check_shapes(module, name)
-        shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
+        fsdp_setup.check_shapes(module, name)
+        shards = (
+            fsdp_setup.shard_size(config.sharding, world) if name == "hsdp" else world.world_size
+        )
         self._replicas = world.world_size // shards
         materialize(module, values, world.device, parameters=False)
         self.module = module
-        move_to(module, world.device)
-        store_parameters_in_fp32(module.parameters())
-        broadcast_from_rank_zero(module, world)
+        strategy.move_to(module, world.device)
+        strategy.store_parameters_in_fp32(module.parameters())
+        strategy.broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
-        sixteen_bit_parameters(module, policy.param_dtype, except_for=kept)
-        mesh = device_mesh(world, shards, name)
+        strategy.sixteen_bit_parameters(module, policy.param_dtype, except_for=kept)
+        mesh = fsdp_setup.device_mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")
-        ties = tied_names(module)
-        shard(module, policy, kept, mesh, config.sharding)
-        check_ties(module, ties, name)
+        ties = fsdp_setup.tied_names(module)
+        fsdp_setup.shard(module, policy, kept, mesh, config.sharding)
+        fsdp_setup.check_ties(module, ties, name)
         materialize_shards(module, values, world.device)
         self._root = cast(FSDPModule, module)
         self._order = self._watch_collectives(world, policy, kept)
@@ -194,12 +171,12 @@ class FullySharded(Strategy):
         self._sixteen_bit = fsdp_internals.sixteen_bit_groups(self.module)
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
-        self._known = KnownParameters(module)
-        self.accumulation = choose(
+        self._known = strategy.KnownParameters(module)
+        self.accumulation = fsdp_setup.choose(
             config.sharding.accumulate,
             policy,
             elements=sum(parameter.numel() for _, parameter in self._trainable),
-            free_bytes=least_free_bytes(world),
+            free_bytes=fsdp_setup.least_free_bytes(world),
             replicas=self._replicas,
             microbatches=config.microbatches,
         )
@@ -233,7 +210,7 @@ class FullySharded(Strategy):
         self._accumulated.clear()
         for (name, parameter), storage in zip(self._trainable, self._storages, strict=True):
             if len(parameter._backward_hooks or {}) > 1:  # one is `_refuse_direct_use`
-                raise ConfigError("model", name, HOOK)
+                raise ConfigError("model", name, fsdp_setup.HOOK)
             is_replaced = parameter.untyped_storage()._cdata != storage._cdata
             if is_replaced and is_dtensor(parameter):
                 raise ConfigError("model", name, REPLACED)
@@ -263,8 +240,7 @@ class FullySharded(Strategy):
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._accumulated.clear()
-        if self._order is not None:
-            self._order.end()
+        self._order.end()
         self._unfinished = False
         if self._watched_steps:
             self._watched_steps -= 1
@@ -283,8 +259,10 @@ class FullySharded(Strategy):
                     by_dtype.setdefault(shard.dtype, []).append(shard)
         return [GradientPart(shards, self._replicas) for shards in by_dtype.values()]
 
-    def gradient_memory(self) -> list[Tensor]:
-        return [*super().gradient_memory(), *fsdp_internals.unreduced_gradients(self.module)]
+    def gradient_memory(self) -> dict[str, list[Tensor]]:
+        reduced = [tensor for part in self.gradients() for tensor in part.tensors]
+        unreduced = fsdp_internals.unreduced_gradients(self.module)
+        return {"partial sums of microbatches": [], "FP32 gradients": [*reduced, *unreduced]}
 
     def publish_weights(self) -> None:
         """Nothing to copy: the next forward gathers and casts the shards."""
@@ -306,7 +284,7 @@ class FullySharded(Strategy):
 
     def _track_parameters(self, world: World) -> None:
         """Track the parameters that require gradients now."""
-        self._trainable = named = trainable(self.module)
+        self._trainable = named = strategy.trainable(self.module)
         # Of the DTensor, not of its shard. Kept, so that no other storage gets the same address.
         self._storages = [parameter.untyped_storage() for _, parameter in named]
         self._names = {id(parameter): name for name, parameter in named}
@@ -354,13 +332,11 @@ class FullySharded(Strategy):
 
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
-    ) -> CollectiveOrder | None:
+    ) -> CollectiveOrder:
         """Replace FSDP's collectives by ours, which sum in FP32 and compare their order."""
         units = self.units()
-        order = (
-            CollectiveOrder(world, [name for name, _ in units]) if world.world_size > 1 else None
-        )
-        in_fp32 = with_submodules(kept)
+        order = CollectiveOrder(world, [name for name, _ in units])
+        in_fp32 = fsdp_setup.with_submodules(kept)
         for index, (_, part) in enumerate(units):
             unit = cast(FSDPModule, part)
             comm_dtype = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
@@ -389,15 +365,14 @@ class FullySharded(Strategy):
         if self._watched_forwards:
             self._watched_forwards -= 1
             fsdp_internals.refuse_replaced_parameters(module)
-        if self._order is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._forwards += 1
             self._order.begin((self._forwards, self._last_microbatch))
-        elif self._order is not None:
+        else:
             self._order.begin("evaluation")
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._order is not None:
-            self._order.note(END_OF_FORWARD)
+        self._order.note(END_OF_FORWARD)
         if not torch.is_grad_enabled():
             # There is no backward to do it, see Note [Order of FSDP2 collectives].
             self._reshard()
@@ -412,6 +387,5 @@ class FullySharded(Strategy):
             self._root.reset_iter_state()
         self._reshard()
         fsdp_internals.discard_gradients(self.module)
-        if self._order is not None:
-            self._order.abandon()
+        self._order.abandon()
         self._unfinished = False

@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.buckets.reduction import Exchange
-from distmp.distributed.collectives import (
-    all_gather,
-    all_gather_on_stream,
-    exchange_groups,
-    has_native_reduce_scatter,
-    reduce_scatter_on_stream,
-)
+from distmp.distributed import collectives
 from distmp.parallel.collective_order import CollectiveOrder, ComparedCollective
 
 
@@ -24,11 +18,11 @@ class AllGather:
     """The all-gather of FSDP, which checks the order first.
 
     Args:
-        order: Compares the order of collectives between ranks; None does not compare.
+        order: Compares the order of collectives between ranks.
         unit: Index of the parameter group.
     """
 
-    def __init__(self, order: CollectiveOrder | None, unit: int) -> None:
+    def __init__(self, order: CollectiveOrder, unit: int) -> None:
         self._order = order
         self._unit = unit
 
@@ -44,11 +38,10 @@ class AllGather:
         async_op: bool = False,
     ) -> Any:
         """Gather the shards of the group into `output_tensor`; return the work with `async_op`."""
-        if self._order is not None:
-            self._order.note(ComparedCollective("gather", self._unit, input_tensor.numel()))
+        self._order.note(ComparedCollective("gather", self._unit, input_tensor.numel()))
         if async_op:
-            return all_gather(output_tensor, input_tensor, group)
-        all_gather_on_stream(output_tensor, input_tensor, group)
+            return collectives.all_gather(output_tensor, input_tensor, group)
+        collectives.all_gather_on_stream(output_tensor, input_tensor, group)
         return None
 
 
@@ -64,7 +57,7 @@ class ReduceScatter(AllGather):
     All ranks have to construct it at the same time, because it may create process groups.
 
     Args:
-        order: Compares the order of collectives between ranks; None does not compare.
+        order: Compares the order of collectives between ranks.
         unit: Index of the parameter group.
         comm_dtype: Dtype in which gradients are sent.
         group: The ranks that share the shards.
@@ -74,7 +67,7 @@ class ReduceScatter(AllGather):
 
     def __init__(
         self,
-        order: CollectiveOrder | None,
+        order: CollectiveOrder,
         unit: int,
         comm_dtype: torch.dtype,
         group: dist.ProcessGroup,
@@ -84,8 +77,10 @@ class ReduceScatter(AllGather):
     ) -> None:
         super().__init__(order, unit)
         self._comm_dtype = comm_dtype
-        self._native = comm_dtype == torch.float32 and has_native_reduce_scatter(device)
-        self._groups = (group,) if self._native else exchange_groups(group, device, copies=copies)
+        self._native = comm_dtype == torch.float32 and collectives.has_native_reduce_scatter(device)
+        self._groups = (
+            (group,) if self._native else collectives.exchange_groups(group, device, copies=copies)
+        )
 
     def __call__(  # type: ignore[override]
         self,
@@ -96,10 +91,9 @@ class ReduceScatter(AllGather):
         async_op: bool = False,
     ) -> None:
         """Write this rank's part of the sum over the group to `output_tensor`."""
-        if self._order is not None:
-            self._order.note(ComparedCollective("reduce", self._unit, input_tensor.numel()))
+        self._order.note(ComparedCollective("reduce", self._unit, input_tensor.numel()))
         if self._native:
-            reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)
+            collectives.reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)
         else:
             exchange = Exchange(input_tensor, self._groups, self._comm_dtype)
             while not exchange.advance(output_tensor):

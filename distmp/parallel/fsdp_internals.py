@@ -39,6 +39,8 @@ _SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
 # Function by which FSDP2 divides a parameter into one part for each rank.
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
 
+_Watch = Callable[[nn.Parameter], None]
+
 
 class GradientReduction(NamedTuple):
     """How a wrapper reduces the gradients of its parameters over ranks.
@@ -178,12 +180,7 @@ def refuse_replaced_parameters(model: nn.Module) -> None:
             )
 
 
-def watch_reductions(
-    model: nn.Module,
-    used: Callable[[nn.Parameter], None],
-    before: Callable[[nn.Parameter], None],
-    reduced: Callable[[nn.Parameter], None],
-) -> None:
+def watch_reductions(model: nn.Module, used: _Watch, before: _Watch, reduced: _Watch) -> None:
     """Make FSDP2 reduce zeros for parameters without a gradient on this rank, and watch it.
 
     By default FSDP2 reduces only the gradients that a rank has. If ranks differ, the reduction
@@ -202,13 +199,7 @@ def watch_reductions(
         group.post_backward = functools.partial(_post_backward, group, used, before, reduced)
 
 
-def _post_backward(
-    group: Any,
-    used: Callable[[nn.Parameter], None],
-    before: Callable[[nn.Parameter], None],
-    reduced: Callable[[nn.Parameter], None],
-    *unused: Any,
-) -> None:
+def _post_backward(group: Any, used: _Watch, before: _Watch, reduced: _Watch, *unused: Any) -> None:
     """Set zeros for parameters without a gradient, then run the post-backward of FSDP2."""
     if not any(map(_was_gathered, group.fsdp_params)):
         return  # no rank has used it, and FSDP2 of torch 2.13 would fail without synchronization

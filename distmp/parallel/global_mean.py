@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -113,20 +114,17 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
 
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:
+    error = partial(ConfigError, "divisor", None)
     unknown = {reduction.unknown for reduction in found if reduction.unknown is not None}
     if unknown:
-        raise ConfigError(
-            "divisor",
-            None,
+        raise error(
             f"{', '.join(sorted(unknown))} reduces gradients in its own way; pass the number by "
             "which it divides the sum over ranks",
         )
     divisors = {reduction.divisor for reduction in found if reduction.divisor is not None}
     if len(divisors) > 1:
         numbers = listed([f"{number:g}" for number in sorted(divisors)])
-        raise ConfigError(
-            "divisor",
-            None,
+        raise error(
             f"parts of the module divide gradients by different numbers, {numbers}; call "
             "set_gradient_divide_factor() with the same number on each of them, and pass it",
         )
@@ -240,21 +238,23 @@ def global_mean(
         dist.all_reduce(sums, group=each)
     inverse = torch.where(sums[0] == 0, 0.0, 1.0 / sums[0])
     value = torch.where(sums[0] == 0, 0.0, sums[1] * inverse)
-    loss: Tensor = _MeanLoss.apply(loss_sum, value, inverse * divided_by)
+    loss: Tensor = MeanLoss.apply(loss_sum, value, inverse * divided_by)
     return loss
 
 
-class _MeanLoss(torch.autograd.Function):
-    """Has the value of the global mean, and `factor` times the gradient of this rank's sum."""
+class MeanLoss(torch.autograd.Function):
+    """Has the value of a mean, and `factor` times the gradient of this rank's sum."""
 
     @staticmethod
     def forward(ctx: Any, loss_sum: Tensor, value: Tensor, factor: Tensor) -> Tensor:
+        """Return the value in the dtype of the loss sum."""
         ctx.dtype, ctx.shape = loss_sum.dtype, loss_sum.shape
         ctx.save_for_backward(factor)
         return value.to(loss_sum.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the loss sum."""
         (factor,) = ctx.saved_tensors
         return (gradient * factor).to(ctx.dtype).reshape(ctx.shape), None, None
 

@@ -32,9 +32,7 @@ BUILD_WHOLE = (
 SET_IN_CONSTRUCTOR = "set them in the constructor, for example with torch.nn.init"
 
 
-def initial_values(
-    module: nn.Module, seed: int, device: torch.device | None = None
-) -> InitialValues:
+def initial_values(module: nn.Module, seed: int, device: torch.device | None) -> InitialValues:
     """Return the initial values of the tensors of a module that are on the meta device.
 
     Args:
@@ -45,18 +43,13 @@ def initial_values(
     Raises:
         ConfigError: If the values of a tensor are unknown.
     """
-    if not is_on_meta(module):
+    if not any(held.tensor.is_meta for held in held_tensors(module)):
         return nothing_to_compute
     remedy = SET_IN_CONSTRUCTOR if is_recorded(module) else BUILD_WHOLE
     try:
         return recording_of(module, seed, device).compute
     except NotDeferrableError as error:
         raise ConfigError("model", type(module).__name__, f"{error}; {remedy}") from error
-
-
-def is_on_meta(module: nn.Module) -> bool:
-    """Return whether a parameter or buffer of a module is on the meta device."""
-    return any(held.tensor.is_meta for held in held_tensors(module))
 
 
 def nothing_to_compute(name: str, device: torch.device) -> Tensor:

@@ -57,7 +57,7 @@ def place_matrices(
     if not isinstance(optimizer, Muon):
         return
     matrices = {id(tensor): names[id(tensor)] for tensor in optimizer.matrices}
-    _check_hidden([*matrices.values()], strategy.model)
+    _check_hidden([*matrices.values()], strategy.module)
     group = strategy.shard_group
     sharded = {key: strategy.sharded_matrix(name) for key, name in matrices.items()}
     found = {key: matrix for key, matrix in sharded.items() if matrix is not None}

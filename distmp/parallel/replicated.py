@@ -15,18 +15,12 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
+from distmp.parallel import strategy
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
-from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
+from distmp.parallel.materialize import InitialValues, materialize
 from distmp.parallel.module_buffers import BufferBatches, BufferValues
 from distmp.parallel.settings import AccumulationSettings
-from distmp.parallel.strategy import (
-    KnownParameters,
-    Strategy,
-    broadcast_from_rank_zero,
-    store_parameters_in_fp32,
-    trainable,
-)
 from distmp.precision.builders import prepare
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
@@ -37,7 +31,7 @@ logger = logging.getLogger("distmp")
 REPRODUCIBLE_ADVICE = "with reproducible=True every rank needs the same number of microbatches"
 
 
-class Replicated(Strategy):
+class Replicated(strategy.Strategy):
     """Every rank holds the full model; gradients are summed in FP32 buckets.
 
     Args:
@@ -54,19 +48,19 @@ class Replicated(Strategy):
         module: nn.Module,
         policy: PrecisionPolicy,
         world: World,
-        settings: AccumulationSettings | None = None,
-        values: InitialValues = nothing_to_compute,
+        settings: AccumulationSettings,
+        values: InitialValues,
     ) -> None:
-        self._settings = settings or AccumulationSettings()
+        self._settings = settings
         check_buckets(policy, self._settings)
         self._world = world
         if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
             logger.warning(COMPILED_WHOLE)
         materialize(module, values, world.device)
         self.module = module.to(world.device)
-        store_parameters_in_fp32(module.parameters())
-        broadcast_from_rank_zero(module, world)
-        named = trainable(module)
+        strategy.store_parameters_in_fp32(module.parameters())
+        strategy.broadcast_from_rank_zero(module, world)
+        named = strategy.trainable(module)
         fp32 = {name: parameter.data for name, parameter in named}
         prepare(module, policy.high_precision, world.device.type)
         self._shapes = {name: parameter.shape for name, parameter in named}
@@ -90,13 +84,13 @@ class Replicated(Strategy):
             self._parameters = PureParameters(self._buckets)
         else:
             self._parameters = FlatParameters(self._buckets, fp32)
-        self._known = KnownParameters(module)
+        self._known = strategy.KnownParameters(module)
         self._buffer_batches = BufferBatches(module)
         if self._settings.reproducible and world.world_size > 1:
             self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
 
     def check_model(self) -> None:
-        self._known.check(self.model)
+        self._known.check(self.module)
         self._parameters.check_storage()
         self._parameters.check_copies()
         self._buckets.check_storage()
@@ -146,11 +140,9 @@ class Replicated(Strategy):
             return [GradientPart(self._buckets.shards, replicas=1)]
         return [GradientPart(self._buckets.buffers, replicas=self._world.world_size)]
 
-    def gradient_memory(self) -> list[Tensor]:
-        return self._buckets.buffers
-
-    def partial_sums(self) -> list[Tensor]:
-        return self._buckets.partial_sums
+    def gradient_memory(self) -> dict[str, list[Tensor]]:
+        partial_sums, buffers = self._buckets.partial_sums, self._buckets.buffers
+        return {"partial sums of microbatches": partial_sums, "FP32 gradients": buffers}
 
     def gradient_shards(self) -> list[Tensor]:
         return self._buckets.shards

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -22,7 +23,7 @@ from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.module_buffers import ModuleTree, repeats_elements
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
-from distmp.quantization import LowPrecisionLayers
+from distmp.quantization.layers import LowPrecisionLayers
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.tensor_trees import parameter_name
@@ -54,7 +55,7 @@ class Strategy(ABC):
     A step calls, in this order: `compare_microbatches`; `begin_step`; for every microbatch
     `begin_microbatch`, forward, backward in `backward_context`, and `end_microbatch`;
     `finish_gradients`; `prepare_optimizer_grads`; the optimizer; `publish_weights`;
-    `end_step`.
+    `used.end_step`.
 
     Attributes:
         module: The prepared module; call it for forward.
@@ -70,11 +71,6 @@ class Strategy(ABC):
     low_precision_layers: LowPrecisionLayers | None = None
     # None if the strategy allows ranks to run different numbers of microbatches.
     _order: CollectiveOrder | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        """The model inside `module`, with the user's parameter names."""
-        return self.module
 
     @abstractmethod
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
@@ -123,10 +119,6 @@ class Strategy(ABC):
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
 
-    def computing_loss(self, *, computing: bool) -> None:
-        """Refuse a backward while the loss is computed, that is, inside the loss function."""
-        self.used.computing_loss = computing
-
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         """Return the context of the backward of a microbatch.
 
@@ -151,13 +143,9 @@ class Strategy(ABC):
     def gradients(self) -> list[GradientPart]:
         """Return the reduced gradients that this rank holds, FP32."""
 
-    def gradient_memory(self) -> list[Tensor]:
-        """Return all tensors that hold gradients of the current step, FP32."""
-        return [tensor for part in self.gradients() for tensor in part.tensors]
-
-    def partial_sums(self) -> list[Tensor]:
-        """Return additional FP32 buffers, if microbatches are summed separately."""
-        return []
+    @abstractmethod
+    def gradient_memory(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that hold gradients of the current step, FP32, by their use."""
 
     def gradient_shards(self) -> list[Tensor]:
         """Return this rank's shard of every bucket, for norms in a fixed order of additions."""
@@ -183,20 +171,16 @@ class Strategy(ABC):
     def publish_weights(self) -> None:
         """Copy the optimizer's weights to the parameters of the module, for the next forward."""
 
-    def end_step(self, skipped: Tensor) -> None:
-        """End a step; `skipped` is 0-dim and nonzero if it was skipped. The host does not wait."""
-        self.used.end_step(skipped)
-
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the modules, by name, that gather their parameters before forward, root first."""
-        return [("", self.model)]
+        return [("", self.module)]
 
     def frozen_and_buffers(self) -> dict[str, Tensor]:
         """Return frozen parameters and buffers by name, each tensor once."""
         # By identity, not by name: a tied weight has several names.
         seen = {id(value) for value in self.module.parameters() if value.requires_grad}
         found = {}
-        for name, value in self.model.state_dict(keep_vars=True).items():
+        for name, value in self.module.state_dict(keep_vars=True).items():
             if id(value) not in seen:
                 seen.add(id(value))
                 found[parameter_name(name)] = value
@@ -210,19 +194,16 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
         ConfigError: For an integer parameter under a policy with 16-bit parameters, and for a
             trainable parameter that is not FP32 or 16-bit floating point.
     """
+    error = partial(ConfigError, "precision.policy", policy.name)
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() and policy.casts_parameters:
-            raise ConfigError(
-                "precision.policy",
-                policy.name,
+            raise error(
                 f"converts parameters to {dtype_name(policy.compute_dtype)}, but parameter "
                 f"{name!r} is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
                 f"{dtype_word(policy.compute_dtype)}-autocast",
             )
         if parameter.requires_grad and parameter.dtype not in DTYPES:
-            raise ConfigError(
-                "precision.policy",
-                policy.name,
+            raise error(
                 f"trains FP32 weights, but parameter {name!r} is {dtype_name(parameter.dtype)}; "
                 "convert it with .float() first, or a complex one with torch.view_as_real",
             )
@@ -235,22 +216,19 @@ def check_model(model: object) -> None:
         ConfigError: Naming the object or the parameter.
     """
     kind = type(model).__name__
+    error = partial(ConfigError, "model", kind)
     if not isinstance(model, nn.Module):
         if isinstance(model, type):
             raise ConfigError("model", model.__name__, f"is a class; pass {model.__name__}(...)")
-        raise ConfigError("model", kind, "is not a torch.nn.Module; pass the model itself")
+        raise error("is not a torch.nn.Module; pass the model itself")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ConfigError(
-            "model",
-            kind,
-            "reduces gradients itself; pass the wrapped model (model.module) and choose a strategy",
+        raise error(
+            "reduces gradients itself; pass the wrapped model (model.module) and choose a strategy"
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigError("model", kind, "is scripted and takes no hooks; pass the plain module")
+        raise error("is scripted and takes no hooks; pass the plain module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            "model", kind, "has no parameter to train; requires_grad is False for all"
-        )
+        raise error("has no parameter to train; requires_grad is False for all")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             problem = (
@@ -322,13 +300,7 @@ class KnownParameters:
 
 def move_to(module: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers; those on the meta device stay there."""
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(device)
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            if not buffer.is_meta:
-                setattr(part, name, buffer.to(device))
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 @torch.no_grad()

@@ -1,15 +1,6 @@
 """Precision policies: the dtypes of parameters, compute, reduction and buffers; loss scaling."""
 
-from distmp.precision.notation import PolicyLike, Resolution, as_mapping, as_text, policy, resolve
+from distmp.precision.notation import PolicyLike, Resolution, policy, resolve
 from distmp.precision.policy import PRESETS, PrecisionPolicy
 
-__all__ = [
-    "PRESETS",
-    "PolicyLike",
-    "PrecisionPolicy",
-    "Resolution",
-    "as_mapping",
-    "as_text",
-    "policy",
-    "resolve",
-]
+__all__ = ["PRESETS", "PolicyLike", "PrecisionPolicy", "Resolution", "policy", "resolve"]

@@ -97,11 +97,6 @@ def _changes(described: PrecisionPolicy) -> list[str]:
     ]
 
 
-def as_mapping(described: PrecisionPolicy) -> dict[str, Any]:
-    """Return all fields by their keys, as values that YAML and JSON can represent."""
-    return {key: _plain(getattr(described, name)) for key, name in FIELDS.items()}
-
-
 def _split(text: str) -> dict[str, Any]:
     """Parse `preset,key=value,...`; values remain text."""
     items: dict[str, Any] = {}
@@ -163,17 +158,16 @@ def _preset(name: Any) -> PrecisionPolicy:
 
 def _value(key: str, value: Any) -> Any:
     """Convert the value of a key to the type of its field; the policy checks it."""
-    if key in ("param", "compute", "reduce", "accumulate", "buffer", "output"):
-        if key == "buffer" and value in (None, "none"):
-            return None
+    if value == "none" and key in ("buffer", "forward", "grad", "wgrad", "loss_scale"):
+        return None
+    dtypes = ("param", "compute", "reduce", "accumulate", "buffer", "output")
+    if key in dtypes and (key, value) != ("buffer", None):
         if not isinstance(value, str) or value not in _DTYPES:
             problem = nearest(str(value), DTYPE_WORDS)
             raise ConfigError(f"{SETTING}.{key}", value, problem)
         return _DTYPES[value]
     if key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
         return _SWITCHES.get(value, value) if isinstance(value, str) else value
-    if key in ("forward", "grad", "wgrad"):
-        return None if value == "none" else value
     if key in ("keep_fp32", "hp"):
         if isinstance(value, str):
             return () if value in ("", "none") else tuple(value.split("|"))
@@ -181,8 +175,7 @@ def _value(key: str, value: Any) -> Any:
     if key == "loss_scale" and isinstance(value, str):
         with contextlib.suppress(ValueError):
             return float(value)
-        return None if value == "none" else value  # the policy refuses other words
-    return value
+    return value  # the policy refuses other words
 
 
 def _word(value: Any) -> str:
@@ -191,13 +184,9 @@ def _word(value: Any) -> str:
         return "|".join(value)
     if isinstance(value, bool):
         return str(value).lower()
-    return "none" if value is None else str(_plain(value))
-
-
-def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return dtype_word(value)
-    return list(value) if isinstance(value, tuple) else value
+    return "none" if value is None else str(value)
 
 
 # First compute capability with tensor cores for the dtype; below, it is emulated or slow. TF32 has

@@ -151,19 +151,15 @@ class PrecisionPolicy:
     def _check_values(self) -> None:
         if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
             self._refuse("name", "use a word or two on one line")
-        for key in ("param", "compute", "reduce", "accumulate", "output"):
-            self._check_dtype(key, getattr(self, f"{key}_dtype"))
-        if self.buffer_dtype is not None:
-            self._check_dtype("buffer", self.buffer_dtype)
+        for key in ("param", "compute", "reduce", "accumulate", "output", "buffer"):
+            allowed = (*DTYPES, None) if key == "buffer" else DTYPES
+            if getattr(self, f"{key}_dtype") not in allowed:
+                self._refuse(key, f"choose one of {', '.join(map(dtype_name, DTYPES))}")
         for key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
             if not isinstance(getattr(self, key), bool):
                 self._refuse(key, "use True or False")
         for key in ("keep_fp32", "hp"):
             self._check_patterns(key, getattr(self, key))
-
-    def _check_dtype(self, key: str, value: Any) -> None:
-        if value not in DTYPES:
-            self._refuse(key, f"choose one of {', '.join(map(dtype_name, DTYPES))}")
 
     def _check_patterns(self, key: str, patterns: Any) -> None:
         if not isinstance(patterns, tuple):
@@ -263,12 +259,11 @@ class PrecisionPolicy:
 
     def _check_loss_scale(self) -> None:
         scale = self.loss_scale
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if not number and scale not in (None, "dynamic"):
+        if isinstance(scale, int | float) and not isinstance(scale, bool):
+            if not SMALLEST_LOSS_SCALE <= scale <= LARGEST_LOSS_SCALE:
+                self._refuse("loss_scale", "use a number from 2^-126 to 2^126")
+        elif scale not in (None, "dynamic"):
             self._refuse("loss_scale", 'use "dynamic", a number, or None')
-        limits = SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE
-        if isinstance(scale, (int, float)) and not limits[0] <= scale <= limits[1]:
-            self._refuse("loss_scale", "use a number from 2^-126 to 2^126")
         has_fp16 = torch.float16 in (self.compute_dtype, self.reduce_dtype)
         if has_fp16 and scale is None:
             self._refuse(

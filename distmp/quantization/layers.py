@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from distmp.precision.policy import PrecisionPolicy
 from distmp.precision.stochastic import parameter_id
-from distmp.quantization.linear import (
-    OPERANDS,
-    LowPrecisionState,
-    ProductFormats,
-    low_precision_linear,
-)
+from distmp.quantization import linear
 from distmp.quantization.operands import STATISTICS
 from distmp.quantization.products import choose_product, emulated_product
 from distmp.quantization.selection import Selection, select
@@ -47,14 +42,14 @@ class LowPrecisionLayers:
         self.backend = "emulated" if self.is_emulated else "computed by torch._scaled_mm"
         self.high_precision = selection.high_precision
         self.modules = selection.low_precision
-        shape = (len(selection.low_precision), len(OPERANDS), len(STATISTICS))
+        shape = (len(selection.low_precision), len(linear.OPERANDS), len(STATISTICS))
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
         salts = [parameter_id(f"{name}.weight") for name in self.modules]
         self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
         self._keys = self._salts.clone()
         self.policy_formats = product_formats(policy)
         self.states = {
-            name: LowPrecisionState(self.policy_formats, counts, key)
+            name: linear.LowPrecisionState(self.policy_formats, counts, key)
             for name, counts, key in zip(self.modules, self.counts, self._keys, strict=True)
         }
         for name, module in self.modules.items():
@@ -75,11 +70,11 @@ class LowPrecisionLayers:
         torch.bitwise_xor(self._salts, mixed, out=self._keys)
 
     @property
-    def formats(self) -> dict[str, ProductFormats]:
+    def formats(self) -> dict[str, linear.ProductFormats]:
         """The formats of each layer, by name."""
         return {name: state.formats for name, state in self.states.items()}
 
-    def set_formats(self, formats: Mapping[str, ProductFormats]) -> None:
+    def set_formats(self, formats: Mapping[str, linear.ProductFormats]) -> None:
         """Change the formats of some layers, between steps."""
         for name, value in formats.items():
             self.states[name].formats = value
@@ -121,20 +116,20 @@ def low_precision_layers(
     return LowPrecisionLayers(select(model, policy, blocks), policy, device)
 
 
-def product_formats(policy: PrecisionPolicy) -> ProductFormats:
+def product_formats(policy: PrecisionPolicy) -> linear.ProductFormats:
     """Return the formats of the low-precision layers of a policy."""
-    return ProductFormats(
+    return linear.ProductFormats(
         policy.forward_format, policy.grad_format, policy.wgrad_format, policy.scaling
     )
 
 
 def _replace_forward(
-    module: nn.Linear, state: LowPrecisionState, compute_dtype: torch.dtype
+    module: nn.Linear, state: linear.LowPrecisionState, compute_dtype: torch.dtype
 ) -> None:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - the name of torch
         # Under autocast the parameters are FP32.
         weight = self.weight.to(compute_dtype)
-        return low_precision_linear(input.to(compute_dtype), weight, self.bias, state)
+        return linear.low_precision_linear(input.to(compute_dtype), weight, self.bias, state)
 
     forward.has_low_precision_matmuls = True  # type: ignore[attr-defined]
     # A bound method, so that a deep copy calls its own module.
@@ -148,9 +143,9 @@ def _restore_forward(model: nn.Module) -> None:
             del module.forward
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 logger = logging.getLogger("distmp")
@@ -205,7 +200,7 @@ def log_formats(
         )
 
 
-def _formats(formats: ProductFormats) -> str:
+def _formats(formats: linear.ProductFormats) -> str:
     products = ", ".join(
         f"{product} {getattr(formats, product) or 'bf16'}"
         for product in ("forward", "grad", "wgrad")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from distmp.errors import ConfigError
 from distmp.precision.stochastic import uniform
-from distmp.quantization.operands import BLOCK_SIZES, Counts, LayerCounts, quantize
+from distmp.quantization.operands import BLOCK_SIZES, Counts, LayerCounts, Operand, quantize
 from distmp.quantization.products import choose_product
 
 SIZE = 16
@@ -186,10 +186,7 @@ def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
     if formats.scaling == "row":  # see Note [One rounded weight]
         dy = dy * weights.outer.t()
         weights = weights._replace(outer=torch.ones_like(weights.outer[:1]))
-    noise = _noise(formats.grad, dy, ctx.state.key, GRAD)
-    gradients = quantize(
-        dy, formats.grad, formats.scaling, uniform=noise, counts=_row(counts, GRAD)
-    )
+    gradients = _rounded(ctx, dy, formats.grad, GRAD)
     return ctx.state.product(gradients, weights.transposed(), dtype)
 
 
@@ -207,22 +204,20 @@ def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
         transform = ctx.state.transform
         dy, x = hadamard(dy, transform), hadamard(x, transform)
     dy, x = dy.t(), x.t()
-    noise = _noise(formats.wgrad, dy, ctx.state.key, WGRAD_GRAD)
-    gradients = quantize(
-        dy, formats.wgrad, formats.scaling, uniform=noise, counts=_row(counts, WGRAD_GRAD)
-    )
+    gradients = _rounded(ctx, dy, formats.wgrad, WGRAD_GRAD)
     inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, WGRAD_INPUT))
     return ctx.state.product(gradients, inputs, dtype)
 
 
-def _noise(number_format: str, matrix: Tensor, key: Tensor, operand: int) -> Tensor | None:
-    """Return random numbers for a format whose gradients need stochastic rounding.
+def _rounded(ctx: Any, dy: Tensor, number_format: str, operand: int) -> Operand:
+    """Return a gradient in a low-precision format.
 
-    With 4 bits, rounding to nearest is biased: most values of a gradient would become zero.
+    With 4 bits it is rounded stochastically: rounding to nearest is biased, most values of a
+    gradient would become zero.
     """
-    if number_format != "e2m1":
-        return None
-    return uniform(matrix.shape, key + operand)
+    noise = uniform(dy.shape, ctx.state.key + operand) if number_format == "e2m1" else None
+    counts = _row(ctx.counts, operand)
+    return quantize(dy, number_format, ctx.formats.scaling, uniform=noise, counts=counts)
 
 
 def _row(counts: LayerCounts | None, operand: int) -> Counts | None:

@@ -39,7 +39,6 @@ class NumberFormat(NamedTuple):
     """A floating-point format.
 
     Attributes:
-        name: Name of the format, such as "e4m3".
         mantissa_bits: Number of stored bits of the mantissa.
         smallest_exponent: Exponent of the smallest normal number.
         largest: Largest number.
@@ -47,7 +46,6 @@ class NumberFormat(NamedTuple):
             an 8-bit dtype that represents them exactly.
     """
 
-    name: str
     mantissa_bits: int
     smallest_exponent: int
     largest: float
@@ -60,12 +58,9 @@ class NumberFormat(NamedTuple):
 
 
 FORMATS = {
-    each.name: each
-    for each in (
-        NumberFormat("e4m3", 3, -6, 448.0, torch.float8_e4m3fn),
-        NumberFormat("e5m2", 2, -14, 57344.0, torch.float8_e5m2),
-        NumberFormat("e2m1", 1, 0, 6.0, torch.float8_e4m3fn),
-    )
+    "e4m3": NumberFormat(3, -6, 448.0, torch.float8_e4m3fn),
+    "e5m2": NumberFormat(2, -14, 57344.0, torch.float8_e5m2),
+    "e2m1": NumberFormat(1, 0, 6.0, torch.float8_e4m3fn),
 }
 
 

@@ -51,7 +51,7 @@ def emulated_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32)
         # as fast.
         product = first.to(dtype) @ second.to(dtype)
     else:
-        product = _exact_product(first, second)
+        product = first @ second
     return (product * a.outer * b.outer.t()).to(dtype)  # by powers of two
 
 
@@ -82,35 +82,3 @@ def scaled_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32) -
         out_dtype=torch.bfloat16 if by_row else dtype,
     )
     return product.to(dtype)
-
-
-def _exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the FP32 product of two FP32 matrices whose values bfloat16 represents exactly."""
-    if a.device.type != "cpu":
-        return a @ b
-    # An operator, because the compiler does not see that the product depends on the switch.
-    return _product_on_cpu(a, b) if torch.compiler.is_compiling() else _with_bf16_inputs(a, b)
-
-
-def _with_bf16_inputs(a: Tensor, b: Tensor) -> Tensor:
-    """Let the processor convert the inputs to bfloat16, which is exact here and twice as fast.
-
-    It sums in FP32.
-    """
-    switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16"
-    try:
-        return a @ b
-    finally:
-        switch.fp32_precision = before
-
-
-@torch.library.custom_op("distmp::product_on_cpu", mutates_args=())
-def _product_on_cpu(a: Tensor, b: Tensor) -> Tensor:
-    return _with_bf16_inputs(a, b)
-
-
-@_product_on_cpu.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, store
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -289,10 +289,9 @@ def training_batches(
     all_steps = steps(
         parts.datasets.train,
         division,
+        world,
         seed=config.seed,
         workers=config.data.workers,
-        pin_memory=world.device.type == "cuda",
-        group=world.group,
     )
     with closing(all_steps):
         for step in all_steps:
@@ -319,7 +318,7 @@ def find_checkpoint(
     if directory is None:
         first = RunDirectory(Path(config.run_dir), place)
         directory = latest_run(config.run_dir, place) or first
-    return store.resolve(config.resume, directory.checkpoints)
+    return recovery.resolve(config.resume, directory.checkpoints)
 
 
 def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distmp.checkpoint import store as checkpoints
+from distmp.checkpoint import recovery
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.distributed import rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS, ROSTER, running_launchers
@@ -86,10 +86,10 @@ class Restarts:
         # Until this job has saved, the directory may contain later checkpoints than the one that
         # the job started from; the directory of a new run contains only its own.
         if first is None or self._stored_value("saved"):
-            own = checkpoints.resolve("auto", self.directory.checkpoints)
+            own = recovery.resolve("auto", self.directory.checkpoints)
         if own is not None or not first:
             return own
-        return checkpoints.resolve(first, self.directory.checkpoints)
+        return recovery.resolve(first, self.directory.checkpoints)
 
     def begin(self, directory: RunDirectory, checkpoint: StoredCheckpoint | None) -> None:
         """Store the directory and the checkpoint of this attempt. Rank 0 calls it.

@@ -8,8 +8,7 @@ from typing import TypeVar
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.fsdp_accumulation import least_free_bytes
-from distmp.parallel.fsdp_setup import check_shapes, shard_size
+from distmp.parallel.fsdp_setup import check_shapes, least_free_bytes, shard_size
 from distmp.parallel.replicated import check_buckets
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.components import RunComponents

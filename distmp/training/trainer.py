@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, store
 from distmp.config import RunConfig, parse_callbacks
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
@@ -41,7 +41,7 @@ def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
     Raises:
         TrainingError: On every rank, if there is none.
     """
-    latest = store.usable(directory, before=step).checkpoint
+    latest = recovery.usable(directory, before=step).checkpoint
     if latest is None:
         raise TrainingError(
             f"{directory} has no healthy checkpoint before step {step} to roll back to"
@@ -49,7 +49,7 @@ def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
     numbers = latest.numbers
     if numbers.get("rolled_back_to") != numbers["step"]:
         return latest
-    return store.usable(directory, before=numbers["step"]).checkpoint or latest
+    return recovery.usable(directory, before=numbers["step"]).checkpoint or latest
 
 
 class Trainer:

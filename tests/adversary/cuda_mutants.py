@@ -221,14 +221,14 @@ MUTANTS = [
     Mutant(
         "the reduce-scatter of FSDP is not waited for",
         "distmp/parallel/fsdp_collectives.py",
-        "reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)",
+        "collectives.reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)",
         "dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, async_op=True)",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
         "the all-gather of FSDP is not waited for",
         "distmp/parallel/fsdp_collectives.py",
-        "all_gather_on_stream(output_tensor, input_tensor, group)\n        return None",
+        "collectives.all_gather_on_stream(output_tensor, input_tensor, group)\n        return None",
         "all_gather(output_tensor, input_tensor, group)\n        return None",
         f"{TWO_RANKS}[fsdp]",
     ),
@@ -662,16 +662,16 @@ MUTANTS = [
     Mutant(
         "an all-gather of FSDP waits for all kernels, and so is exposed",
         "distmp/parallel/fsdp_collectives.py",
-        "        all_gather_on_stream(output_tensor, input_tensor, group)\n",
+        "        collectives.all_gather_on_stream(output_tensor, input_tensor, group)\n",
         "        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())\n"
-        "        all_gather_on_stream(output_tensor, input_tensor, group)\n",
+        "        collectives.all_gather_on_stream(output_tensor, input_tensor, group)\n",
         f"{PREDICTED}test_step_is_faster_than_fsdp2_by_hand_and_exposes_less_communication",
     ),
     Mutant(
         "a reduce-scatter of FSDP blocks the stream of backward",
         "distmp/parallel/fsdp_collectives.py",
-        "            reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)\n",
-        "            reduce_scatter_on_stream(output_tensor, input_tensor, *self._groups)\n"
+        "output_tensor, input_tensor, *self._groups)\n",
+        "output_tensor, input_tensor, *self._groups)\n"
         "            torch.cuda.default_stream().wait_stream(torch.cuda.current_stream())\n",
         f"{PREDICTED}test_step_is_faster_than_fsdp2_by_hand_and_exposes_less_communication",
     ),
@@ -694,8 +694,8 @@ MUTANTS = [
     ),
     Mutant(
         "batches of a run are not pinned",
-        "distmp/training/components.py",
-        'pin_memory=world.device.type == "cuda",',
+        "distmp/data/loading.py",
+        'pin_memory=world is not None and world.device.type == "cuda",',
         "pin_memory=False,",
         EACH_STEP,
     ),

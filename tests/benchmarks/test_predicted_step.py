@@ -26,8 +26,8 @@ from benchmarks.report import RESULTS
 from benchmarks.step_tail import Work as Tail
 from benchmarks.timeline import Rates, Timeline, simulate
 from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.distributed import collectives
 from distmp.models.settings import ModelConfig
-from distmp.parallel import fsdp_collectives
 from distmp.parallel.fsdp import FullySharded
 from distmp.parallel.strategy import Strategy
 
@@ -115,13 +115,13 @@ def test_host_waits_only_for_the_step_before() -> None:
 
 
 def test_a_gather_that_waits_for_all_kernels_is_seen() -> None:
-    gather = fsdp_collectives.all_gather_on_stream
+    gather = collectives.all_gather_on_stream
 
     def late(*arguments: Any) -> None:
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         gather(*arguments)
 
-    with mock.patch.object(fsdp_collectives, "all_gather_on_stream", late):
+    with mock.patch.object(collectives, "all_gather_on_stream", late):
         found = predicted(record(DISTMP), RATES)
     assert found.exposed > 1.3 * timeline(DISTMP).exposed
 

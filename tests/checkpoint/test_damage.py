@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distmp.checkpoint import manifest, store
+from distmp.checkpoint import manifest, recovery, store
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError
@@ -226,7 +226,7 @@ def _load(
 
 
 def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tuple[str, list[str]]:
-    checkpoint, damaged, unfinished, _ = store.usable(directory)
+    checkpoint, damaged, unfinished, _ = recovery.usable(directory)
     reports = damaged + unfinished
     if checkpoint is None or checkpoint.path.name not in (OLD, NEW):
         return f"leads to {checkpoint}", reports
@@ -253,7 +253,7 @@ def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tupl
         return "is found out too late, after values were read", reports
     if save_again:  # over the damaged checkpoint
         store.save(directory, 2, {"mark": torch.tensor(1.0)}, {}, keep=2)
-        if store.usable(directory).checkpoint.path != directory / NEW:
+        if recovery.usable(directory).checkpoint.path != directory / NEW:
             return "prevents another checkpoint", reports
     return "found out", reports
 
@@ -288,7 +288,7 @@ def test_irregular_or_large_file_is_reported_damaged(kind: str, name: str, tmp_p
     first, second = (save_weight(tmp_path, step) for step in (1, 2))
     (second / name).unlink()
     ODD[kind](second / name)
-    checkpoint, [problem], *_ = store.usable(tmp_path)
+    checkpoint, [problem], *_ = recovery.usable(tmp_path)
     assert str(second / name) in problem
     assert checkpoint is not None
     assert checkpoint.path == first
@@ -326,7 +326,7 @@ def test_contradicting_numbers_are_refused(
 ) -> None:
     first, second = (save_weight(tmp_path, step) for step in (1, 2))
     rewrite(second, **values)
-    found = store.usable(tmp_path)
+    found = recovery.usable(tmp_path)
     assert problem in found.damaged[0]
     assert found.checkpoint is not None
     assert found.checkpoint.path == first

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from distmp.checkpoint import manifest, store
+from distmp.checkpoint import manifest, recovery, store
 from distmp.checkpoint.dcp import is_finite
 from distmp.checkpoint.manifest import STATE_FILE, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
@@ -123,7 +123,7 @@ def test_values_of_one_rank_mark_checkpoint_on_all(tmp_path: Path) -> None:
     dist.barrier()
     assert marks(tmp_path) == {1: MARK}
     with pytest.raises(CheckpointError, match=MARK):
-        store.resolve("auto", tmp_path)
+        recovery.resolve("auto", tmp_path)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -161,13 +161,13 @@ def test_run_continues_from_last_healthy_checkpoint(
     save(tmp_path, 1)
     save(tmp_path, 2, weight=math.nan)
     caplog.clear()
-    found = store.resolve("auto" if resume == "auto" else str(tmp_path), tmp_path)
+    found = recovery.resolve("auto" if resume == "auto" else str(tmp_path), tmp_path)
     assert found is not None
     assert found.path == tmp_path / "step-000001"
     assert messages_in(caplog) == [
         f"{tmp_path / 'step-000002'} is marked as unhealthy: {MARK}; continuing from {found}"
     ]
-    assert store.newest_healthy(tmp_path) == found.path
+    assert recovery.newest_healthy(tmp_path) == found.path
 
 
 def test_named_unhealthy_checkpoint_is_used_with_warning(
@@ -177,7 +177,7 @@ def test_named_unhealthy_checkpoint_is_used_with_warning(
     save(tmp_path, 2, weight=math.nan)
     caplog.clear()
     path = tmp_path / "step-000002"
-    found = store.resolve(str(path), tmp_path)
+    found = recovery.resolve(str(path), tmp_path)
     assert found is not None
     assert found.path == path
     assert messages_in(caplog) == [
@@ -188,13 +188,13 @@ def test_named_unhealthy_checkpoint_is_used_with_warning(
 def test_missing_healthy_checkpoint_is_one_message(tmp_path: Path) -> None:
     save(tmp_path, 1, weight=math.nan)
     with pytest.raises(CheckpointError) as caught:
-        store.resolve("auto", tmp_path)
+        recovery.resolve("auto", tmp_path)
     assert str(caught.value) == (
         f"no checkpoint in {tmp_path} can be used: {tmp_path / 'step-000001'} is marked as "
         f"unhealthy: {MARK}; start again, for example with a lower learning rate, or name an "
         "unhealthy one by its path to use it anyway"
     )
-    assert store.newest_healthy(tmp_path) is None
+    assert recovery.newest_healthy(tmp_path) is None
 
 
 def test_rollback_skips_unhealthy_checkpoints(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_checkpoints_kept_if_all_follow_skipped_steps(tmp_path: Path) -> None:
     for step, skipped in [(100, 1), (200, 1), (300, 1), (310, 11), (320, 21)]:
         manifest_only(tmp_path, step, skipped, Retention(last=2))
     assert left(tmp_path) == [100, 200, 320]
-    assert store.newest_healthy(tmp_path) == tmp_path / "step-000200"
+    assert recovery.newest_healthy(tmp_path) == tmp_path / "step-000200"
 
 
 @settings(max_examples=20)
@@ -260,7 +260,7 @@ def test_checkpoints_kept_after_streaks_of_skipped_steps(
             windows = {s // keep_every: s for s in reversed(counted)} if keep_every else {}
             permanent = {s for window, s in windows.items() if window > 0}
             assert remaining == sorted({*counted[-keep:], *permanent, step})
-            found = store.newest_healthy(directory)
+            found = recovery.newest_healthy(directory)
             if skipped < 10:
                 assert found == directory / f"step-{step:06d}", "it may turn out to be healthy"
                 continue
@@ -282,12 +282,12 @@ def test_checkpoints_with_weights_of_marked_one_are_ignored(
 
     for step, skipped in [(1, 0), (2, 1), (3, 0), (8, 5)]:
         save_after(step, skipped)
-        found = store.resolve("auto", tmp_path)
+        found = recovery.resolve("auto", tmp_path)
         assert found is not None
         assert found.path == tmp_path / f"step-{step:06d}", "a skipped step alone is no reason"
     save_after(13, 10, "the last 10 steps were all skipped")
     caplog.clear()
-    found = store.resolve("auto", tmp_path)
+    found = recovery.resolve("auto", tmp_path)
     assert found is not None
     assert found.path == tmp_path / "step-000002"
     marked = tmp_path / "step-000013"
@@ -298,13 +298,13 @@ def test_checkpoints_with_weights_of_marked_one_are_ignored(
         f"unhealthy: the last 10 steps were all skipped; continuing from {found}",
     ]
     caplog.clear()
-    assert store.resolve(str(tmp_path / "step-000003"), tmp_path) is not None
+    assert recovery.resolve(str(tmp_path / "step-000003"), tmp_path) is not None
     assert messages_in(caplog) == [
         f"{tmp_path / 'step-000003'} holds the same weights as {marked}, which is marked as "
         "unhealthy: the last 10 steps were all skipped; it is used because it was named"
     ]
     assert left(tmp_path) == [1, 2, 3, 13], "8 has displaced no other; after 2 came an update"
-    assert store.newest_healthy(tmp_path) == found.path
+    assert recovery.newest_healthy(tmp_path) == found.path
 
 
 def test_checksum_covers_number_of_skipped_steps(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp.checkpoint import manifest, store
+from distmp.checkpoint import manifest, recovery, store
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError, ConfigError
 from distmp.telemetry.records import read_records
@@ -36,7 +36,7 @@ def damage(path: Path) -> str:
 
 
 def resolved(resume: str, directory: Path) -> Path | None:
-    checkpoint = store.resolve(resume, directory)
+    checkpoint = recovery.resolve(resume, directory)
     return None if checkpoint is None else checkpoint.path
 
 
@@ -89,18 +89,18 @@ def test_run_with_only_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
     reports = [damage(path) for path in reversed(save(tmp_path, 1, 2))]
     for resume in ("auto", str(tmp_path)):
         with pytest.raises(CheckpointError) as error:
-            store.resolve(resume, tmp_path)
+            recovery.resolve(resume, tmp_path)
         assert str(error.value).startswith(f"no checkpoint in {tmp_path} can be used: {reports[0]}")
         assert reports[1] in str(error.value)
 
 
 def test_usable_checkpoint_before_step(tmp_path: Path) -> None:
     first, second, third = save(tmp_path, 1, 2, 3)
-    assert store.usable(tmp_path, before=3).checkpoint.path == second
+    assert recovery.usable(tmp_path, before=3).checkpoint.path == second
     damage(second)
-    assert store.usable(tmp_path, before=3).checkpoint.path == first
-    assert store.usable(tmp_path, before=1).checkpoint is None
-    assert store.usable(tmp_path).checkpoint.path == third
+    assert recovery.usable(tmp_path, before=3).checkpoint.path == first
+    assert recovery.usable(tmp_path, before=1).checkpoint is None
+    assert recovery.usable(tmp_path).checkpoint.path == third
 
 
 # A path
@@ -122,7 +122,7 @@ def test_resume_from_path(tmp_path: Path) -> None:
 )
 def test_path_without_checkpoint_is_refused(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
-        store.resolve(str(tmp_path / name), tmp_path)
+        recovery.resolve(str(tmp_path / name), tmp_path)
     assert error.value.setting == "resume"
 
 
@@ -130,7 +130,7 @@ def test_named_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
     _, second = save(tmp_path, 1, 2)
     report = damage(second)
     with pytest.raises(CheckpointError) as error:
-        store.resolve(str(second), tmp_path)
+        recovery.resolve(str(second), tmp_path)
     assert str(error.value).startswith(report)
 
 
@@ -141,7 +141,7 @@ def test_named_empty_checkpoint_is_damaged(tmp_path: Path) -> None:
     (first / "state.json").unlink()
     for path in (first, second):
         with pytest.raises(CheckpointError, match=r"state\.json is missing"):
-            store.resolve(str(path), tmp_path)
+            recovery.resolve(str(path), tmp_path)
 
 
 # The ranks
@@ -161,7 +161,7 @@ def test_damage_seen_by_one_rank_counts_for_all(
             return verify_file(path, *args)
 
         monkeypatch.setattr(manifest, "verify_file", failing)
-    found = store.usable(tmp_path)
+    found = recovery.usable(tmp_path)
     assert found.checkpoint.path == first
     assert found.damaged == [f"{second} cannot be used: OSError: [Errno 5] Input/output error"]
     tensors = {"step": torch.tensor(0)}
@@ -233,4 +233,4 @@ def test_run_continues_from_checkpoint_before_damaged(
     assert main([*arguments, "--resume=auto"]) == 0
     assert report in "".join(messages_in(caplog))
     assert [record.loss for record in read_records(records)] == losses
-    assert store.usable(checkpoints).checkpoint.path == last
+    assert recovery.usable(checkpoints).checkpoint.path == last

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from distmp.checkpoint import dcp, store
+from distmp.checkpoint import dcp, storage, store
 from distmp.checkpoint.storage import LocalStorage
 from distmp.errors import CheckpointError
 from tests.checkpoint import listing
@@ -255,7 +255,7 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
     store.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == failing_rank:
-            owners: list[Any] = [store, LocalStorage, dcp.FileSystemWriter]
+            owners: list[Any] = [store, storage, LocalStorage, dcp.filesystem.FileSystemWriter]
             patch.setattr(next(owner for owner in owners if hasattr(owner, point)), point, _fail)
         with pytest.raises(CheckpointError) as error:
             store.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)

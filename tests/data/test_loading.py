@@ -17,7 +17,8 @@ from distmp.data.evaluation import ForwardOnly, evaluation_batches
 from distmp.data.loading import steps as all_steps
 from distmp.data.order import Division, sample_indices
 from distmp.distributed.stopping import STOP_SIGNALS
-from distmp.errors import ConfigError, DataError
+from distmp.distributed.world import World
+from distmp.errors import DataError
 
 
 class Numbers:
@@ -76,11 +77,6 @@ def test_resume_is_identical_at_other_world_size() -> None:
     assert [halves[0][step] + halves[1][step] for step in (0, 1)] == whole[2:]
 
 
-def test_indivisible_batch_is_refused_immediately() -> None:
-    with pytest.raises(ConfigError, match=r"batch\.global_batch_size = 24.*nearest: 20 or 30"):
-        batches(world_size=5)
-
-
 def test_loading_does_not_use_model_random_numbers() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
@@ -128,6 +124,10 @@ def test_dataset_errors_pass_through_and_end_workers(workers: int) -> None:
 # --- evaluation ---
 
 
+def world(rank: int, world_size: int) -> World:
+    return World(rank, world_size, torch.device("cpu"), None)
+
+
 @settings(deadline=None)
 @given(
     st.integers(1, 60),
@@ -142,13 +142,7 @@ def test_ranks_evaluate_each_sample_once_in_equal_steps(
     forwards = []
     for rank in range(world_size):
         own = list(
-            evaluation_batches(
-                Numbers(size),
-                samples=samples,
-                microbatch_size=microbatch_size,
-                rank=rank,
-                world_size=world_size,
-            )
+            evaluation_batches(Numbers(size), samples, microbatch_size, world(rank, world_size))
         )
         forwards.append(len(own))
         for batch in own:
@@ -164,11 +158,7 @@ def test_ranks_evaluate_each_sample_once_in_equal_steps(
 
 
 def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
-    return list(
-        evaluation_batches(
-            dataset, samples=None, microbatch_size=2, rank=rank, world_size=world_size
-        )
-    )
+    return list(evaluation_batches(dataset, None, 2, world(rank, world_size)))
 
 
 def test_any_sample_can_serve_as_padding() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.figures import ROOT
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, settings, store
 from distmp.config import RunConfig, load
 from distmp.export.files import MAX_SHARD_SIZE
 from distmp.train import main
@@ -57,7 +57,7 @@ def test_retention_example_agrees_with_page() -> None:
         RunConfig,
         {"checkpoint": {"every": 100} | {k: yaml.safe_load(v) for k, v in values.items()}},
     )
-    assert config.checkpoint.retention == store.Retention(2, 1000)
+    assert config.checkpoint.retention == settings.Retention(2, 1000)
 
 
 def test_damage_message_agrees_with_page(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_damage_message_agrees_with_page(tmp_path: Path) -> None:
     assert "has 81920 bytes, not the 94208 that were written" in shown
     path = store.save(tmp_path, 1, {}, {}, keep=1)
     (path / "__0_0.distcp").write_bytes(b"12")
-    [found] = store.usable(tmp_path).damaged
+    [found] = recovery.usable(tmp_path).damaged
     assert found.endswith("/step-000001/__0_0.distcp has 2 bytes, not the 0 that were written")
 
 

@@ -11,7 +11,7 @@ import yaml
 from benchmarks.figures import ROOT
 from distmp.config import RunConfig
 from distmp.parallel.collective_order import ANSWER_SECONDS
-from distmp.parallel.fsdp_accumulation import SHARE_OF_FREE_MEMORY
+from distmp.parallel.fsdp_setup import SHARE_OF_FREE_MEMORY
 from distmp.parallel.settings import SHARDED_STRATEGIES, Accumulation, ShardingConfig
 from distmp.training.strategy_choice import OPTIONS, SHARE
 from distmp.utils.settings import from_mapping

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distmp.errors import ConfigError, TrainingError
-from distmp.integrations.lightning import MixedPrecision, check_parallel, resolved, scale_rules
+from distmp.integrations.lightning import MixedPrecision, check_parallel, resolved
 from distmp.integrations.step_weights import StepWeights
 from distmp.precision.policy import PRESETS
 from distmp.scaling import LossScaleConfig
@@ -365,9 +365,9 @@ def test_deepspeed_is_refused() -> None:
 
 
 def test_scale_rules_without_loss_scale_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    assert scale_rules(PRESETS["fp32"], RULES) is None
+    assert MixedPrecision("fp32", "cpu", loss_scale=RULES).scaler is None
     assert "init" in caplog.text
-    assert scale_rules(PRESETS["fp16"], RULES) == RULES
+    assert MixedPrecision("fp16-autocast", "cpu", loss_scale=RULES).scaler is not None
 
 
 def test_lightning_names_and_auto_become_policies() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.figures import ROOT
 from distmp import cli
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery
 from distmp.commands.explain.explanation import explain
 from distmp.config import load
 from distmp.distributed.world import World
@@ -177,7 +177,7 @@ def test_adapter_training_agrees_with_peft_under_strategies(tmp_path: Path) -> N
         assert_same_bits({n: weights[n] for n in frozen}, {n: start[n] for n in frozen})
         check_bytes(case, held, trained)
         # peft loads the exported directory, and computes with the FP32 adapters.
-        saved = store.resolve(str(tmp_path / "saved" / case), Path(), setting="checkpoint")
+        saved = recovery.resolve(str(tmp_path / "saved" / case), Path(), setting="checkpoint")
         assert saved is not None
         exported = CheckpointWeights(saved, torch.float32, adapters=True)
         write_adapter(tmp_path / case, exported, described, tmp_path / model)

@@ -7,7 +7,7 @@ import torch
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.fsdp_accumulation import AccumulationChoice, choose, least_free_bytes
+from distmp.parallel.fsdp_setup import AccumulationChoice, choose, least_free_bytes
 from distmp.precision import policy
 from distmp.utils import processes
 from tests.ranks import ranks

@@ -17,6 +17,7 @@ from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.models.loss import next_token_loss
 from distmp.models.transformer import Head, Transformer, TransformerConfig
+from distmp.parallel.build import build_strategy
 from distmp.parallel.fsdp import FullySharded
 from distmp.parallel.strategy import Strategy
 from distmp.precision import policy
@@ -354,10 +355,10 @@ def test_a_parameter_without_rows_is_named() -> None:
     model = nn.Module()
     model.temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(ConfigError, match=r"'temperature' has the shape \(\); .* shape \(1,\)"):
-        FullySharded(model, policy("fp32"), World.current("cpu"))
+        build_strategy("fsdp", model, policy("fp32"), World.current("cpu"))
     model.temperature = nn.Parameter(torch.ones(3, 0))
     with pytest.raises(ConfigError, match=r"cannot shard 'temperature' of shape \(3, 0\), which"):
-        FullySharded(model, policy("fp32"), World.current("cpu"))
+        build_strategy("fsdp", model, policy("fp32"), World.current("cpu"))
 
 
 def tied(first: str, second: str) -> nn.Module:
@@ -373,8 +374,8 @@ def test_weights_that_blocks_share_are_named() -> None:
     message = r"strategy = 'fsdp': .*'{}\.weight' and '{}\.weight' are one parameter; use 'ddp'"
     for first, second in [("blocks.0", "blocks.1"), ("blocks.1", "b")]:
         with pytest.raises(ConfigError, match=message.format(first, second)):
-            FullySharded(tied(first, second), policy("fp32"), World.current("cpu"))
-    FullySharded(tied("a", "b"), policy("fp32"), World.current("cpu"))
+            build_strategy("fsdp", tied(first, second), policy("fp32"), World.current("cpu"))
+    build_strategy("fsdp", tied("a", "b"), policy("fp32"), World.current("cpu"))
 
 
 @ranks(2)

@@ -13,8 +13,9 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 
 import distmp
+from distmp.distributed import collectives
 from distmp.errors import SetupError
-from distmp.parallel import fsdp_collectives, fsdp_internals
+from distmp.parallel import fsdp_internals
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
 from tests.reference import Batch, make_engine
@@ -53,8 +54,8 @@ def test_building_gathers_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
         gathers.append(output.numel())
         return original(output, *args)
 
-    original = fsdp_collectives.all_gather_on_stream
-    monkeypatch.setattr(fsdp_collectives, "all_gather_on_stream", gather)
+    original = collectives.all_gather_on_stream
+    monkeypatch.setattr(collectives, "all_gather_on_stream", gather)
     engine = make_engine(**sharded("fsdp"))
     assert gathers == []
     engine.step([Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))])

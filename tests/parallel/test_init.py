@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel import STRATEGIES, ParallelConfig, build_strategy, resolve_strategy
+from distmp.parallel import ParallelConfig
+from distmp.parallel.build import build_strategy, resolve_strategy
 from distmp.parallel.replicated import Replicated
+from distmp.parallel.settings import STRATEGIES
 from distmp.precision import policy
 from tests.optim.test_optimizer_tensors import Own
 from tests.ranks import ranks
@@ -89,7 +91,7 @@ import sys, torch
 before = set(sys.modules)
 import distmp
 from distmp.distributed.world import World
-from distmp.parallel import build_strategy
+from distmp.parallel.build import build_strategy
 build_strategy("single", torch.nn.Linear(1, 1), distmp.policy("bf16"), World.current("cpu"))
 print([name for name in sorted(set(sys.modules) - before) if "fsdp" in name
        or (name.startswith("torch.") and "_tensor" in name)

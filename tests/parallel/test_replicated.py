@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel import build_strategy
-from distmp.parallel.replicated import Replicated
+from distmp.parallel.build import build_strategy
 from distmp.precision import policy
 from tests.ranks import ranks
 from tests.reference import (
@@ -96,12 +95,12 @@ def test_integer_parameters_stay_where_nothing_is_cast(precision: str) -> None:
 def test_policy_determines_which_tensors_the_optimizer_updates() -> None:
     for name in ("fp32", "bf16-autocast"):
         model = make_model()
-        strategy = Replicated(model, policy(name), ALONE)
+        strategy = build_strategy("single", model, policy(name), ALONE)
         assert [id(value) for _, value in strategy.optimizer_parameters()] == [
             id(value) for value in model.parameters()
         ]
     model = make_model()
-    strategy = Replicated(model, policy("bf16"), ALONE)
+    strategy = build_strategy("single", model, policy("bf16"), ALONE)
     masters = dict(strategy.optimizer_parameters())
     assert list(masters) == [name for name, _ in model.named_parameters()]
     assert {master.dtype for master in masters.values()} == {torch.float32}

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from distmp.config import PrecisionConfig, RunConfig, load
 from distmp.errors import ConfigError
-from distmp.precision import PRESETS, PrecisionPolicy, as_mapping, as_text, policy
+from distmp.precision import PRESETS, PrecisionPolicy, policy
+from distmp.precision.notation import as_text
+from distmp.precision.policy import FIELDS, dtype_word
 from distmp.utils.settings import from_mapping
 from distmp.utils.settings.yaml_files import read_yaml, write_yaml
 
@@ -131,6 +133,17 @@ def policies(draw: st.DrawFn) -> PrecisionPolicy:
         with contextlib.suppress(ConfigError):
             drawn = replace(drawn, **{field: draw(_CHANGES[field])})
     return drawn
+
+
+def as_mapping(described: PrecisionPolicy) -> dict[str, Any]:
+    """Return all fields by their keys, as values that YAML and JSON can represent."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return dtype_word(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {key: plain(getattr(described, name)) for key, name in FIELDS.items()}
 
 
 @settings(max_examples=150, deadline=None)

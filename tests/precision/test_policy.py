@@ -17,7 +17,7 @@ from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
 from distmp.precision.builders import autocast_context, prepare
 from distmp.precision.policy import MEASURED, costs, dtype_word
-from distmp.quantization import low_precision_layers
+from distmp.quantization.layers import low_precision_layers
 from distmp.utils.dtypes import dtype_name
 from tests.reference import make_engine
 

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.precision import policy
-from distmp.quantization import (
-    LowPrecisionState,
-    ProductFormats,
-    low_precision_layers,
-    low_precision_linear,
-)
+from distmp.quantization.layers import low_precision_layers
 from distmp.quantization.linear import (
     GRAD,
     INPUT,
@@ -22,7 +17,10 @@ from distmp.quantization.linear import (
     WEIGHT,
     WGRAD_GRAD,
     WGRAD_INPUT,
+    LowPrecisionState,
+    ProductFormats,
     hadamard,
+    low_precision_linear,
     random_transform,
 )
 from distmp.quantization.operands import quantize

@@ -315,10 +315,9 @@ def _held_out(config: CalibrationConfig, parts: RunComponents, engine: Engine) -
     assert parts.datasets.validation is not None  # see `compare`
     batches = evaluation_batches(
         parts.datasets.validation,
-        samples=config.validation.samples,
-        microbatch_size=config.batch.microbatch_size,
-        rank=engine.world.rank,
-        world_size=engine.world.world_size,
+        config.validation.samples,
+        config.batch.microbatch_size,
+        engine.world,
     )
     loss, values = engine.evaluate_metrics(batches, find_metrics(config.compared_metrics))
     return {"loss": loss, **values}

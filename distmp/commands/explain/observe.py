@@ -17,9 +17,8 @@ from distmp.parallel.blocks import find_blocks, outermost
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision.keep import modules_in_fp32
 from distmp.precision.policy import PrecisionPolicy
-from distmp.quantization import LowPrecisionLayers
-from distmp.quantization.layers import product_formats
-from distmp.quantization.operands import Operand
+from distmp.quantization.layers import LowPrecisionLayers, product_formats
+from distmp.quantization.operands import FORMATS, Operand
 from distmp.quantization.products import Product
 from distmp.quantization.selection import select
 from distmp.utils.dtypes import dtype_name
@@ -273,9 +272,10 @@ class DtypeRecorder(TorchDispatchMode):
 
     def _watched(self, layer: str, product: Product) -> Product:
         formats = self.observed.low_precision.setdefault(group_name(layer), set())
+        names = {number_format: name for name, number_format in FORMATS.items()}
 
         def watched(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-            formats.update((a.number_format.name, b.number_format.name))
+            formats.update((names[a.number_format], names[b.number_format]))
             self._in_low_precision_matmul = True
             try:
                 return product(a, b, dtype)

@@ -19,7 +19,7 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.replays import STEPS_KEPT
 from distmp.precision import PrecisionPolicy
-from distmp.quantization import LowPrecisionLayers
+from distmp.quantization.layers import LowPrecisionLayers
 from distmp.training.components import Progress, RunComponents, build_engine, training_batches
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.live_bytes import LiveBytes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, store
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.progress import SAVING, current_phase
@@ -186,7 +186,7 @@ def _saves_later(trainer: TrainingLoop, step: int) -> bool:
 
 def _last_healthy(directory: Path) -> str:
     try:
-        healthy = store.newest_healthy(directory)
+        healthy = recovery.newest_healthy(directory)
     except OSError as error:
         return f"{directory} cannot be searched for a healthy checkpoint: {describe(error)}"
     if healthy is None:

@@ -137,11 +137,7 @@ class Validation(Callback):
         """Evaluate the first `samples` held-out samples, or all; None if a rank is to stop."""
         batches = until_stop_requested(
             evaluation_batches(
-                self._dataset,
-                samples=samples,
-                microbatch_size=trainer.config.batch.microbatch_size,
-                rank=trainer.world.rank,
-                world_size=trainer.world.world_size,
+                self._dataset, samples, trainer.config.batch.microbatch_size, trainer.world
             ),
             trainer.is_asked_to_stop,
             trainer.world.group,

@@ -24,9 +24,9 @@ from distmp.commands.explain.observe import differences
 from distmp.commands.explain.report import report, seen
 from distmp.commands.explain.trace_steps import trace_steps
 from distmp.config import RunConfig
+from distmp.distributed import collectives
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
-from distmp.parallel import fsdp_collectives
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
 from distmp.precision import resolve
 from distmp.training.components import prepare
@@ -97,7 +97,7 @@ def sums_of_gradients(name: str, wire: str, device: torch.device) -> set[str]:
 
 def collectives_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the ranks of this machine use the collectives of ranks with GPUs."""
-    for module in (gradients, fsdp_collectives):
+    for module in (gradients, collectives):
         monkeypatch.setattr(module, "has_native_reduce_scatter", lambda device: True)
 
 

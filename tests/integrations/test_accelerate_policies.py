@@ -11,14 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from distmp.errors import ConfigError
-from distmp.precision import PRESETS, PrecisionPolicy, policy
-from distmp.precision.accelerate import (
-    autocast_kwargs,
+from distmp.integrations.accelerate import (
     check_replicated,
     fsdp_plugin,
     mixed_precision,
     prepare_to_shard,
 )
+from distmp.precision import PRESETS, PrecisionPolicy, policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -47,9 +46,7 @@ def test_every_preset_is_expected() -> None:
     "build",
     [
         mixed_precision,
-        check_replicated,
         fsdp_plugin,
-        lambda built: prepare_to_shard(nn.Linear(16, 16), built, "cpu", mixed_dtypes=True),
     ],
 )
 def test_low_precision_matmuls_are_refused(
@@ -64,7 +61,7 @@ def test_preset_fields_agree_with_plugin(text: str) -> None:
     word, autocast, cast, refused = WANTED[text]
     requested = policy(text)
     assert mixed_precision(requested) == word
-    assert autocast_kwargs(requested).enabled == autocast
+    assert requested.autocast == autocast
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_replicated(requested)
     plugin = fsdp_plugin(requested, FullyShardedDataParallelPlugin(fsdp_version=2))
