@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -135,6 +135,21 @@ class RecordWriter:
         """
         self._buffered.append(_line(record))
         self._flush()
+
+    def rewind(self, last_step: int) -> None:
+        """Drop the records of later steps."""
+        self.close()
+        self._buffered.clear()
+        self._file, self._last_kept = None, last_step
+        self._flush()
+
+    def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Add the numbers of a validation to the record of the last step, if that is `step`."""
+        last = read_records(self._path)[-1:]
+        self.rewind(step - 1)
+        if last and last[0].step == step:
+            numbers = {"validation_loss": loss, "validation_metrics": dict(metrics) or None}
+            self.write(dataclasses.replace(last[0], **numbers))
 
     def close(self) -> None:
         """Close the file; warn if buffered records are lost."""
