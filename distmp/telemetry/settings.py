@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from distmp.errors import ConfigError, nearest, require
 from distmp.utils.imports import parse_entries
@@ -37,10 +37,6 @@ class LogConfig:
     """Trackers that log every step: tensorboard, wandb and others that accelerate supports, or the
     import path 'module:Class' of an accelerate.tracking.GeneralTracker. With arguments:
     '{name: wandb, options: {project: first, mode: offline}}'."""
-
-    ranks_every: ClassVar[int] = 50
-    """Steps between two comparisons of the ranks' step times without waiting. A comparison reports
-    slow ranks."""
 
     def __post_init__(self) -> None:
         hint = "use 1 or more; `log.console: off` prints nothing"
