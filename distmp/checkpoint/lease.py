@@ -51,12 +51,10 @@ class SchedulerJob:
     Attributes:
         name: Unique name, which the job keeps when it is requeued.
         restarts: How often the job was requeued.
-        array: Name of the array that the job is a task of; None for others.
     """
 
     name: str
     restarts: int
-    array: str | None = None
 
 
 @dataclass(frozen=True)
@@ -254,9 +252,11 @@ class Lease:
         seen, since = _read(self.directory, number), self._clock()
         while True:
             content = Content.decode(seen)
-            if not number or (content is not None and self._may_replace(content)):
+            if not number:
                 return True
             if content is not None:
+                if content.state == RELEASED or self._content.owner.replaces(content.owner):
+                    return True
                 on_wait(content.owner)
             seconds = self._content.seconds if content is None else content.seconds
             self._sleep(seconds / LOOKS)
@@ -273,9 +273,6 @@ class Lease:
             if content is not None and renewed is not None and renewed.state == RUNNING:
                 raise HeldError(renewed.owner)
             seen, since = now, self._clock()
-
-    def _may_replace(self, content: Content) -> bool:
-        return content.state == RELEASED or self._content.owner.replaces(content.owner)
 
     def _create(self, number: int) -> bool:
         """Try to create the lease of a number; return whether this job owns the directory now."""

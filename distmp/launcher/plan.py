@@ -24,6 +24,7 @@ from distmp.launcher.network import (
     selected_interface,
 )
 from distmp.masking import masked, masked_text
+from distmp.utils.units import counted
 
 
 def log(message: str) -> None:
@@ -221,7 +222,7 @@ def _threads(
 ) -> dict[str, ExplainedValue[str]]:
     if "OMP_NUM_THREADS" in variables:
         return {}
-    reason = f"{_count(cores, 'core')} / {_count(ranks, 'rank')}"
+    reason = f"{counted(cores, 'core')} / {counted(ranks, 'rank')}"
     return {"OMP_NUM_THREADS": ExplainedValue(str(max(1, cores // ranks)), reason)}
 
 
@@ -353,7 +354,3 @@ def _seconds(conf: Mapping[str, str], key: str, default: int) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--rdzv-conf {key}", text, "use an integer above 0, in seconds")
     return int(text)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -34,7 +34,7 @@ from distmp.utils import settings
 from distmp.utils.settings.yaml_files import write_yaml
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """The components of a training run on one rank, as `build_run` returns them.
 

@@ -176,7 +176,7 @@ def test_incomplete_lease_file_counts_as_owned(tmp_path: Path) -> None:
 
 def test_lease_content_round_trips(tmp_path: Path) -> None:
     here = ProcessIdentity.of_this_process()
-    content = Content(Owner("a", "host", here, SchedulerJob("1_2", 3, "1")), "ending", 4, 5.0)
+    content = Content(Owner("a", "host", here, SchedulerJob("1_2", 3)), "ending", 4, 5.0)
     assert Content.decode(content.encode()) == content
     for damaged in (b"", b"{", b"[]", b'{"owner": 3}', content.encode()[:100]):
         assert Content.decode(damaged) is None

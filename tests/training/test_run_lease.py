@@ -25,7 +25,6 @@ from distmp.training.run_directory import RunDirectory
 from distmp.training.run_lease import (
     DirectoryChoice,
     LostLeaseError,
-    RunDirectoryInUseError,
     RunLease,
 )
 from distmp.training.trainer import Trainer
@@ -281,7 +280,7 @@ def test_concurrent_start_in_same_directory_is_refused(tmp_path: Path) -> None:
     assert first.continued(None) is None
     assert second.continued(None) is None
     assert first.final(None).path.name == "run"
-    with pytest.raises(RunDirectoryInUseError, match="process 7 on node9"):
+    with pytest.raises(ConfigError, match="process 7 on node9"):
         second.final(None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     first.release()
@@ -323,10 +322,10 @@ def test_directory_without_checkpoint_stays_leased_until_save(tmp_path: Path) ->
     (tmp_path / "run").mkdir()
     first, second = (choice(tmp_path, other(name)) for name in "ab")
     assert first.continued(None) is not None
-    with pytest.raises(RunDirectoryInUseError):
+    with pytest.raises(ConfigError, match="belongs to another job"):
         second.continued(None)
     assert first.final(None).path.name == "run-2"
-    with pytest.raises(RunDirectoryInUseError):
+    with pytest.raises(ConfigError, match="belongs to another job"):
         second.continued(None)
     first.release()
 
@@ -340,7 +339,7 @@ def test_checkpoints_in_other_directory_have_lease(tmp_path: Path) -> None:
     )
     first = RunLease(here, other("a"))
     first.claim(str)
-    with pytest.raises(RunDirectoryInUseError):
+    with pytest.raises(ConfigError, match="belongs to another job"):
         RunLease(there, other("b")).claim(str)
     first.release()
     second = RunLease(there, other("b"))

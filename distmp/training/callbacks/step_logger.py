@@ -18,8 +18,8 @@ from distmp.training.callbacks.checkpointing import exit_context
 from distmp.training.callbacks.validation import weight_unit
 from distmp.utils import settings
 
-# Fields of a record that are those of `StepNumbers`.
-_OF_NUMBERS = [each.name for each in fields(StepRecord) if each.name in StepNumbers._fields]
+# Fields of a record that are those of `StepNumbers`; the overflow of a record has its cause.
+_OF_NUMBERS = {each.name for each in fields(StepRecord)} & {*StepNumbers._fields} - {"overflow"}
 
 
 class StepLogger(Callback):
