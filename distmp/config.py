@@ -252,8 +252,6 @@ class EarlyStoppingConfig:
         require(valid, "early_stopping.patience", self.patience, "use 0 or more validations")
         valid = 0 <= self.min_delta < math.inf
         require(valid, "early_stopping.min_delta", self.min_delta, "use a number of 0 or more")
-        valid = self.mode in ("auto", "min", "max")
-        require(valid, "early_stopping.mode", self.mode, "use auto, min or max")
 
     @property
     def maximizes(self) -> bool:

@@ -34,12 +34,12 @@ from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.distributed.world import World, join
 from distmp.errors import LISTED, ConfigError, SetupError, rank_names, ranks_by_value
 from distmp.training.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
+from distmp.utils.processes import holds_within
 from distmp.utils.settings import digest
 from distmp.utils.units import bytes_text
 
 # A network file system may show a new file late.
 _APPEARS_SECONDS = 5.0
-_POLL_SECONDS = 0.1
 
 
 class _Ranks(NamedTuple):
@@ -212,7 +212,9 @@ def _ranks_without_directory(ranks: _Ranks, config: RunConfig) -> list[int]:
                     tempfile.NamedTemporaryFile(dir=directory, prefix=".distmp-preflight-")
                 ).name
         name = ranks.gather("file", name)[0]
-        seen = ranks.gather("seen", name is None or _appears(Path(name)))
+        seen = ranks.gather(
+            "seen", name is None or holds_within(Path(name).exists, _APPEARS_SECONDS)
+        )
     return [rank for rank in range(ranks.world_size) if not seen[rank]]
 
 
@@ -223,15 +225,6 @@ def _checkpoint_directory(config: RunConfig) -> Path | None:
         path = locate("checkpoint.path", config.checkpoint.path)
     path = path.absolute()
     return next((parent for parent in (path, *path.parents) if parent.is_dir()), None)
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _APPEARS_SECONDS
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def _not_shared(config: RunConfig, ranks: Collection[int], hosts: Sequence[str]) -> str:

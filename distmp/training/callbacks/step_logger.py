@@ -14,7 +14,6 @@ from distmp.telemetry.records import RecordWriter, StepRecord
 from distmp.telemetry.trackers import Trackers
 from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult, TrainingLoop
-from distmp.training.callbacks.checkpointing import exit_context
 from distmp.training.callbacks.validation import weight_unit
 from distmp.utils import settings
 
@@ -163,9 +162,9 @@ class Profiling(Callback):
 
     def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Stop, and report if no step was recorded."""
-        exit_context(self._profiler, None)
+        self._profiler.__exit__(None)
 
     def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """After an error, write what was recorded."""
         if error is not None:
-            exit_context(self._profiler, error)
+            self._profiler.__exit__(type(error))
