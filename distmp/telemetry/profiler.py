@@ -268,31 +268,17 @@ class _Ranges:
 
     def __init__(self) -> None:
         self.steps = (0, 0)
-        self._step: Any = None
-        self._place: Any = None
+        self._step, self._place = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __call__(self, doing: CurrentPhase) -> None:
-        if self._step is None or doing.step != self.steps[1]:
-            self.close()
+        self._place.close()
+        if doing.step != self.steps[1]:
+            self._step.close()
             self.steps = (self.steps[0] or doing.step, doing.step)
-            self._step = _begin(f"step {doing.step}")
-        else:
-            _end(self._place)
-        self._place = _begin(doing.place)
+            self._step.enter_context(record_function(f"step {doing.step}"))
+        self._place.enter_context(record_function(doing.place))
 
     def close(self) -> None:
         """End the open ranges."""
-        _end(self._place)
-        _end(self._step)
-        self._place = self._step = None
-
-
-def _begin(name: str) -> Any:
-    opened = record_function(name)
-    opened.__enter__()
-    return opened
-
-
-def _end(opened: Any) -> None:
-    if opened is not None:
-        opened.__exit__(None, None, None)
+        self._place.close()
+        self._step.close()
