@@ -29,10 +29,12 @@ from distmp.distributed.limits import (
     PROBE_SECONDS,
     ROSTER,
     SAY_AFTER_SECONDS,
+    SILENT_SECONDS,
     STORE_SECONDS,
-    Beats,
+    beats,
     connection_error,
     responds,
+    send_beat,
 )
 from distmp.errors import DistmpError
 from distmp.launcher.network import join_port
@@ -183,7 +185,8 @@ class Rendezvous:
         self.endpoint = endpoint
         self.store = store
         self._number = store.add(ROSTER, 1)
-        self._beats = Beats(store, self._number)
+        # Heartbeats of each launcher, and when their number was first seen.
+        self._seen: dict[int, tuple[int, float]] = {}
         self.this = Member(platform.node(), endpoint.local_address, endpoint.node_rank)
         entry = json.dumps([self.this.name, self.this.address, self.this.node_rank])
         store.set(f"{ROSTER}/{self._number}", entry)
@@ -242,10 +245,9 @@ class Rendezvous:
                 # Blocks while the host is silent; raises if the host closed the connection, which
                 # torchrun detects itself.
                 with contextlib.suppress(RuntimeError):
-                    launchers = self.store.add(ROSTER, 0)
+                    send_beat(self.store, self._number)
                     last_response[0] = time.monotonic()
-                    self._beats.beat()
-                    alive = self._beats.alive(launchers)
+                    alive = self._alive()
                     if running_ranks():
                         since, logged = time.monotonic(), ""
                     elif time.monotonic() - since > SAY_AFTER_SECONDS:
@@ -265,6 +267,14 @@ class Rendezvous:
 
         with _threads([beat] if self.endpoint.is_host else [beat, watch], done):
             yield
+
+    def _alive(self) -> set[int]:
+        """Return the numbers of the launchers that run."""
+        now = time.monotonic()
+        for number, count in beats(self.store).items():
+            if self._seen.get(number, (None,))[0] != count:
+                self._seen[number] = (count, now)
+        return {n for n, (_, since) in self._seen.items() if now - since < SILENT_SECONDS}
 
     def _waiting_for(self, alive: Collection[int]) -> str:
         """Return what the start of ranks waits for.

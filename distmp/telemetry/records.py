@@ -238,7 +238,8 @@ def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _line(record: StepRecord) -> bytes:
-    values = _renamed({name: getattr(record, name) for name in _FIELDS}, _name)
+    fields = {name: getattr(record, name) for name in _FIELDS}
+    values = _renamed(fields, lambda value: _NAMES.get(repr(value), value))
     return json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
@@ -262,14 +263,8 @@ def _renamed(value: Any, rename: Callable[[Any], Any]) -> Any:
     return rename(value)
 
 
-def _name(value: Any) -> Any:
-    """Return the name of NaN or an infinity, and every other value unchanged."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
 _NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NAMES = {repr(value): name for name, value in _NAMED.items()}
 _FIELDS = [field.name for field in dataclasses.fields(StepRecord)]
 _TEXTS = {
     field.name for field in dataclasses.fields(StepRecord) if str(field.type).startswith("str")
