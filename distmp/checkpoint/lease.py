@@ -174,31 +174,27 @@ class Lease:
         owned = self._number is not None and self._lost_to is None
         return owned and self._clock() < self._expires
 
-    def claim(self, on_wait: Callable[[Owner], object] = lambda owner: None) -> None:
+    def claim(
+        self, on_wait: Callable[[Owner], object] = lambda owner: None, *, first: bool = False
+    ) -> None:
         """Become the owner. Waits while the directory may still belong to a job that has ended.
 
         Args:
             on_wait: Called before each check with the owner that the job waits for. It may raise an
                 exception to end the wait.
+            first: Only if the directory never had an owner; does not wait.
 
         Raises:
-            HeldError: If another job owns the directory and still runs.
+            HeldError: If another job owns the directory and still runs; with `first`, if the
+                directory has an owner, or had one.
             OSError: If the lease cannot be read or written.
         """
         while True:
             number = _latest(self.directory)
+            if first and number:
+                raise HeldError(_owner(self.directory, number) or self._content.owner)
             if self._is_free(number, on_wait) and self._create(number + 1):
                 return
-
-    def claim_first(self) -> None:
-        """Become the first owner of a new directory.
-
-        Raises:
-            HeldError: If the directory has an owner, or had one.
-        """
-        number = _latest(self.directory)
-        if number or not self._create(1):
-            raise HeldError(_owner(self.directory, _latest(self.directory)) or self._content.owner)
 
     def renew(self, state: str | None = None) -> None:
         """Extend the lease, or find out that another job owns the directory.

@@ -97,10 +97,7 @@ class RunLease:
 
         for lease in self._leases:
             try:
-                if first:
-                    lease.claim_first()
-                else:
-                    lease.claim(on_wait)
+                lease.claim(on_wait, first=first)
             except OSError as error:
                 self._warn(lease, error)
             except DistmpError as error:

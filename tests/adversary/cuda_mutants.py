@@ -702,9 +702,9 @@ MUTANTS = [
     Mutant(
         "the log waits for the device in every step",
         "distmp/training/callbacks/step_logger.py",
-        "        self._log.write(self._record(result, trainer))\n",
+        "        record = self._record(result, trainer)\n",
         "        trainer.engine.step_counts.tolist()\n"
-        "        self._log.write(self._record(result, trainer))\n",
+        "        record = self._record(result, trainer)\n",
         EACH_STEP,
     ),
     Mutant(

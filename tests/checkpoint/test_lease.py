@@ -196,12 +196,12 @@ def test_deleted_directory_is_claimed_again(tmp_path: Path) -> None:
 
 def test_only_a_new_directory_has_a_first_owner(directory: Path) -> None:
     _, first, second = pair(directory)
-    first.claim_first()
+    first.claim(first=True)
     with pytest.raises(HeldError, match="host of a"):
-        second.claim_first()
+        second.claim(first=True)
     first.release()
     with pytest.raises(HeldError, match="host of a"):
-        second.claim_first()
+        second.claim(first=True)
 
 
 # Every interleaving

@@ -1,4 +1,4 @@
-"""Records each step and reports it: record file, trackers, console, profiles."""
+"""Records each step and reports it: record file, trackers, console."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from distmp.engine.outcome import StepNumbers, advice
 from distmp.telemetry import trackers
 from distmp.telemetry.measurements import peak_memory_bytes, summarize
-from distmp.telemetry.profiler import StepProfiler
 from distmp.telemetry.records import RecordWriter, StepRecord
 from distmp.telemetry.trackers import Trackers
 from distmp.training.build import Run
@@ -136,35 +135,3 @@ def _start_trackers(run: Run) -> Trackers:
         after_step=run.progress.step,
         warn=run.console.message,
     )
-
-
-class Profiling(Callback):
-    """Starts and stops a `StepProfiler`.
-
-    Args:
-        run: The run.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._profiler = StepProfiler(
-            run.config.profile, run.directory.profile, run.world, run.console.message
-        )
-
-    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
-        """Start before the first step to record, stop before the step after the last one."""
-        with trainer.timer.paused():
-            self._profiler.before(step)
-
-    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
-        """Stop before a rollback, which is not part of a step."""
-        if result.rolls_back:
-            self._profiler.finish()
-
-    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
-        """Stop, and report if no step was recorded."""
-        self._profiler.__exit__(None)
-
-    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
-        """After an error, write what was recorded."""
-        if error is not None:
-            self._profiler.__exit__(type(error))
