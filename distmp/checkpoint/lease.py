@@ -45,19 +45,6 @@ def clock() -> float:
 
 
 @dataclass(frozen=True)
-class SchedulerJob:
-    """The job of a scheduler.
-
-    Attributes:
-        name: Unique name, which the job keeps when it is requeued.
-        restarts: How often the job was requeued.
-    """
-
-    name: str
-    restarts: int
-
-
-@dataclass(frozen=True)
 class Owner:
     """The job that owns a directory.
 
@@ -65,30 +52,27 @@ class Owner:
         job: Identity of the job, which the restarts of its ranks share.
         host: Name of the machine of rank 0, for messages.
         process: The process of rank 0.
-        scheduler: The scheduler's job; None without one.
+        scheduler: Name of the scheduler's job, which it keeps when it is requeued; "" without one.
+        requeues: How often that job was requeued.
     """
 
     job: str
     host: str
     process: ProcessIdentity
-    scheduler: SchedulerJob | None = None
+    scheduler: str = ""
+    requeues: int = 0
 
     def __str__(self) -> str:
-        name = "" if self.scheduler is None else f" of job {self.scheduler.name}"
+        name = f" of job {self.scheduler}" if self.scheduler else ""
         return f"process {self.process.pid}{name} on {self.host}"
 
     def replaces(self, other: Owner) -> bool:
         """Return whether the other owner is known to have ended, or is an earlier attempt."""
-        requeued = (
-            self.scheduler is not None
-            and other.scheduler is not None
-            and self.scheduler.name == other.scheduler.name
-            and self.scheduler.restarts > other.scheduler.restarts
-        )
+        same = self.scheduler and self.scheduler == other.scheduler
         return (
             self.job == other.job
             or self.process == other.process
-            or requeued
+            or bool(same and self.requeues > other.requeues)
             or other.process.has_ended()
         )
 
@@ -120,9 +104,7 @@ class Content:
             fields = json.loads(data)
             owner = fields.pop("owner")
             process = ProcessIdentity(*owner.pop("process"))
-            scheduler = owner.pop("scheduler")
-            job = scheduler and SchedulerJob(**scheduler)
-            return cls(Owner(**owner, process=process, scheduler=job), **fields)
+            return cls(Owner(**owner, process=process), **fields)
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 

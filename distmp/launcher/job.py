@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from distmp.checkpoint.lease import SchedulerJob
 from distmp.distributed.rank_environment import (
     MACHINES,
     PROCESSES,
@@ -319,13 +318,10 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
     )
 
 
-def scheduled_job(variables: Variables) -> SchedulerJob | None:
-    """Return the scheduler's job; None without a scheduler that names it."""
-    if "SLURM_JOB_ID" not in variables:
-        return None
-    restarts = variables.get("SLURM_RESTART_COUNT", "0")
-    requeued = int(restarts) if restarts.isdecimal() else 0
-    return SchedulerJob(variables["SLURM_JOB_ID"], requeued)
+def scheduled_job(variables: Variables) -> tuple[str, int]:
+    """Return the name of the scheduler's job, and how often it was requeued; "" without one."""
+    requeues = variables.get("SLURM_RESTART_COUNT", "0")
+    return variables.get("SLURM_JOB_ID", ""), int(requeues) if requeues.isdecimal() else 0
 
 
 # Shared helpers

@@ -48,8 +48,8 @@ def this_job(name: str) -> Owner:
     Args:
         name: Its identity, the same in all its attempts.
     """
-    process, scheduler = ProcessIdentity.of_this_process(), scheduled_job(os.environ)
-    return Owner(name, socket.gethostname(), process, scheduler)
+    process = ProcessIdentity.of_this_process()
+    return Owner(name, socket.gethostname(), process, *scheduled_job(os.environ))
 
 
 class RunLease:
@@ -257,8 +257,8 @@ class DirectoryChoice:
     def _to_continue(self) -> RunDirectory | None:
         """Return the newest directory, but for a scheduler's job preferably the one it wrote to."""
         runs = run_directory.existing_runs(self._config.run_dir, self._config.checkpoint.path)
-        if (scheduler := self._job.scheduler) is not None:
-            runs = [run for run in runs if _scheduler_job(run) == scheduler.name] or runs
+        if scheduler := self._job.scheduler:
+            runs = [run for run in runs if _scheduler_job(run) == scheduler] or runs
         return runs[-1] if runs else None
 
     def _create(self) -> RunDirectory:
@@ -293,4 +293,4 @@ class DirectoryChoice:
 def _scheduler_job(run: RunDirectory) -> str | None:
     """Return the name of the scheduler's job that was the last to own a run, if it is known."""
     owner = next(filter(None, map(last_owner, run.leased_paths())), None)
-    return owner.scheduler.name if owner and owner.scheduler else None
+    return None if owner is None else owner.scheduler

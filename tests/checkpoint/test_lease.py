@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from distmp.checkpoint import lease as leases
-from distmp.checkpoint.lease import Content, HeldError, Lease, Owner, SchedulerJob
+from distmp.checkpoint.lease import Content, HeldError, Lease, Owner
 from distmp.utils.processes import ProcessIdentity
 
 ELSEWHERE = ProcessIdentity("another machine", 1, "1")
@@ -140,17 +140,17 @@ def test_stopped_job_without_successor_continues(directory: Path) -> None:
 
 def test_replacement_depends_on_process_and_scheduler_job(tmp_path: Path) -> None:
     here = ProcessIdentity.of_this_process()
-    job = owner("a", process=here, scheduler=SchedulerJob("7", 1))
+    job = owner("a", process=here, scheduler="7", requeues=1)
     assert job.replaces(owner("a"))
     assert job.replaces(owner("b", process=here))
     assert not job.replaces(owner("b"))
     assert not job.replaces(owner("b", process=here._replace(pid=os.getppid(), started=parent())))
     assert job.replaces(owner("b", process=here._replace(started="0")))
     assert not job.replaces(owner("b", process=here._replace(machine="x", started="0")))
-    assert job.replaces(owner("b", scheduler=SchedulerJob("7", 0)))
+    assert job.replaces(owner("b", scheduler="7", requeues=0))
     # Two steps of one allocation, and another job.
-    assert not job.replaces(owner("b", scheduler=SchedulerJob("7", 1)))
-    assert not job.replaces(owner("b", scheduler=SchedulerJob("8", 0)))
+    assert not job.replaces(owner("b", scheduler="7", requeues=1))
+    assert not job.replaces(owner("b", scheduler="8", requeues=0))
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -176,7 +176,7 @@ def test_incomplete_lease_file_counts_as_owned(tmp_path: Path) -> None:
 
 def test_lease_content_round_trips(tmp_path: Path) -> None:
     here = ProcessIdentity.of_this_process()
-    content = Content(Owner("a", "host", here, SchedulerJob("1_2", 3)), "ending", 4, 5.0)
+    content = Content(Owner("a", "host", here, "1_2", 3), "ending", 4, 5.0)
     assert Content.decode(content.encode()) == content
     for damaged in (b"", b"{", b"[]", b'{"owner": 3}', content.encode()[:100]):
         assert Content.decode(damaged) is None

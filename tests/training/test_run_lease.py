@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from distmp.checkpoint import lease as leases
-from distmp.checkpoint.lease import Lease, Owner, SchedulerJob
+from distmp.checkpoint.lease import Lease, Owner
 from distmp.config import RunConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -38,8 +38,8 @@ from tests.torchrun import environment, python, run, tiny
 ELSEWHERE = ProcessIdentity("another machine", 7, "1")
 
 
-def other(job: str, scheduler: SchedulerJob | None = None) -> Owner:
-    return Owner(job, "node9", ELSEWHERE._replace(started=job), scheduler)
+def other(job: str, *scheduled: Any) -> Owner:
+    return Owner(job, "node9", ELSEWHERE._replace(started=job), *scheduled)
 
 
 def trainer(directory: Path, *arguments: str) -> Trainer:
@@ -246,17 +246,15 @@ def begin(chosen: DirectoryChoice) -> RunDirectory:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("again", "directory"), [(SchedulerJob("1", 1), "run"), (SchedulerJob("3", 0), "run-2")]
-)
+@pytest.mark.parametrize(("again", "directory"), [(("1", 1), "run"), (("3", 0), "run-2")])
 def test_requeued_job_continues_its_own_directory(
-    again: SchedulerJob, directory: str, tmp_path: Path
+    again: tuple[str, int], directory: str, tmp_path: Path
 ) -> None:
     for name in ("1", "2"):
-        job = choice(tmp_path, other(name, SchedulerJob(name, 0)), resume=None)
+        job = choice(tmp_path, other(name, name, 0), resume=None)
         begin(job)
         job.release()
-    third = choice(tmp_path, other("3", again))
+    third = choice(tmp_path, other("3", *again))
     assert begin(third).path.name == directory
     third.release()
 

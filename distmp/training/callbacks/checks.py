@@ -65,19 +65,7 @@ class LeaseCheck(Callback):
         self._lease = run.lease
         self._restarts = run.restarts
 
-    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
-        """Check before the step."""
-        self._check()
-
-    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
-        """Check before the record of the step."""
-        self._check()
-
-    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
-        """Check before the last files."""
-        self._check()
-
-    def _check(self) -> None:
+    def _check(self, *_: object, **__: object) -> None:
         if self._lease is None:
             return
         try:
@@ -86,3 +74,6 @@ class LeaseCheck(Callback):
             if not error.is_same_job:
                 self._restarts.give_up(error.exit_code)
             raise
+
+    # Before the step, before its record, and before the last files.
+    on_step_begin = on_step_end = on_train_end = _check

@@ -79,6 +79,10 @@ class TimeLimit(Callback):
         return f"max_minutes = {self._minutes:g}" if left <= needed else None
 
 
+# Attributes of `EarlyStopping` that a checkpoint stores.
+_STATE = ("best", "best_step", "last_step", "without_improvement")
+
+
 class EarlyStopping(Callback):
     """Compares each validation with the best one so far.
 
@@ -101,19 +105,12 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of validations since then."""
-        return {
-            "best": self._best,
-            "best_step": self._best_step,
-            "last_step": self._last_step,
-            "without_improvement": self._without_improvement,
-        }
+        return {name: getattr(self, f"_{name}") for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
-        self._best = state["best"]
-        self._best_step = state["best_step"]
-        self._last_step = state["last_step"]
-        self._without_improvement = state["without_improvement"]
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name])
         # Also after a rollback, which saves next and would remove the best checkpoint.
         self._checkpointing.keep(self._best_step)
 
