@@ -34,7 +34,7 @@ from distmp.utils import settings
 from distmp.utils.settings.yaml_files import write_yaml
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """The components of a training run on one rank, as `build_run` returns them.
 
