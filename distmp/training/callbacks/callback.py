@@ -111,10 +111,13 @@ class Rollback(NamedTuple):
 class TrainingLoop(Run):
     """What callbacks may read and call; the trainer implements it.
 
-    It also has the attributes of `distmp.training.build.Run`: configuration, ranks, console,
-    engine, directory, and `progress`, the steps and samples up to now.
-
     Attributes:
+        config: The configuration of the run.
+        world: The ranks.
+        console: Prints messages; quiet on all ranks but the first.
+        engine: Takes the steps; holds model, optimizer and loss scale.
+        directory: The directory of the run.
+        progress: Steps and samples up to now.
         timer: Measures the time of steps.
         pending: The step that was launched last, until its numbers are read.
         rollback_from: The step that was out of bounds, until the run has gone back to a checkpoint.
