@@ -25,7 +25,7 @@ from distmp.precision.notation import as_text
 from distmp.training.components import configured_weights
 from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
-from distmp.utils.settings import digest, flat, leaf_names, to_mapping
+from distmp.utils.settings import digest, flat, leaf_names, to_mapping, value_text
 
 _OTHER_SAMPLES = ResumeRule("dangerous", "the position in the data refers to other samples")
 _OTHER_TOKENS = ResumeRule("dangerous", "token ids have another meaning")
@@ -119,10 +119,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def _as_configured(value: Any) -> str:
-    """Return a value as it is written in a configuration."""
-    if value is _MISSING:
-        return "(unknown)"
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return "(unknown)" if value is _MISSING else value_text(value)
 
 
 def run_fingerprint(
