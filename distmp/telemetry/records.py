@@ -148,8 +148,9 @@ class RecordWriter:
         last = read_records(self._path)[-1:]
         self.rewind(step - 1)
         if last and last[0].step == step:
-            numbers = {"validation_loss": loss, "validation_metrics": dict(metrics) or None}
-            self.write(dataclasses.replace(last[0], **numbers))
+            values: dict[str, Any] = {"validation_loss": loss}
+            values["validation_metrics"] = dict(metrics) or None
+            self.write(dataclasses.replace(last[0], **values))
 
     def close(self) -> None:
         """Close the file; warn if buffered records are lost."""
