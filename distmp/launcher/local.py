@@ -26,7 +26,7 @@ from distmp.distributed.stopping import (
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.job import ExplainedValue, detect
 from distmp.launcher.network import Network
-from distmp.launcher.orderly_stop import OrderlyStop, running_ranks
+from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import (
     Endpoint,
     Plan,
@@ -130,8 +130,8 @@ def launch(
 
 def _run_with_others(endpoint: Endpoint, options: Namespace) -> int:
     """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
-    rendezvous = Rendezvous.open(endpoint, log)
-    with failures_explained(rendezvous), rendezvous.watched(_give_up, running_ranks, log):
+    rendezvous = Rendezvous.open(endpoint)
+    with failures_explained(rendezvous), rendezvous.watched(_give_up):
         # Without these, torchrun's agent of rank 0 hosts a second store. It publishes the address
         # once, so an agent that joins later waits forever; and if rank 0 moves to another agent,
         # the others keep the old address (torch 2.13).
