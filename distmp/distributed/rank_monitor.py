@@ -35,7 +35,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from distmp.distributed import flight_recorder
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
-from distmp.distributed.progress import PhaseTracker, current_phase
+from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_status import PendingDecision, RankProcess, RankStatus, Statuses
 from distmp.distributed.ranks import lost_peer_error
 from distmp.errors import DistmpError, LostPeerError
@@ -70,7 +70,6 @@ class RankMonitor:
         store: Store shared by the ranks; nothing else on this rank uses this connection.
         rank: This rank in the default process group.
         world_size: Number of ranks.
-        phase: The progress of this rank.
 
     Attributes:
         rank: This rank.
@@ -79,14 +78,12 @@ class RankMonitor:
         own: The recorded fields of this rank's status; `status` adds those that it observes.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, phase: PhaseTracker = current_phase
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self.rank = rank
         self.world_size = world_size
         self.process = RankProcess(socket.gethostname(), ProcessIdentity.of_this_process())
-        self._phase = phase
+        self._phase = current_phase
         self._interval: float | None = None  # None reads INTERVAL_SECONDS
         self._group: Callable[[], dist.ProcessGroup | None] | None = None
         self._processes: dict[int, RankProcess] = {}
