@@ -127,24 +127,13 @@ class Lease:
     Args:
         directory: The directory, which exists.
         owner: This job.
-        seconds: Length of the lease.
-        clock: Returns the seconds of a monotonic clock.
-        sleep: Waits for some seconds.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        owner: Owner,
-        *,
-        seconds: float = SECONDS,
-        clock: Callable[[], float] = clock,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, directory: Path, owner: Owner) -> None:
         self.directory = directory
-        self._content = Content(owner, seconds=seconds)
-        self._clock = clock
-        self._sleep = sleep
+        self._content = Content(owner)
+        self._clock: Callable[[], float] = clock
+        self._sleep: Callable[[float], object] = time.sleep
         self._number: int | None = None
         self._expires = 0.0
         self._lost_to: Owner | None = None

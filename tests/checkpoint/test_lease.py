@@ -61,7 +61,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 def lease(directory: Path, job: str, clock: Clock, **changes: Any) -> Lease:
-    return Lease(directory, owner(job, **changes), clock=clock, sleep=clock.sleep)
+    made = Lease(directory, owner(job, **changes))
+    made._clock, made._sleep = clock, clock.sleep
+    return made
 
 
 def pair(directory: Path) -> tuple[Clock, Lease, Lease]:
@@ -280,7 +282,8 @@ class Process:
         self.job = job
         self.last = ""
         directory: Any = SharedPath(content, self._pause)
-        self.lease = Lease(directory, owner(job), clock=self._clock, sleep=self._sleep)
+        self.lease = Lease(directory, owner(job))
+        self.lease._clock, self.lease._sleep = self._clock, self._sleep
         self._now = now
         self._thread: threading.Thread | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
