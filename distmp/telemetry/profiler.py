@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from distmp.distributed.progress import COMPARISON, SAVING, VALIDATION
 from distmp.utils.intervals import Interval, difference, intersection, length, union
 
+# Events of torch's profiler, in Chrome's format.
+Events = Sequence[Mapping[str, Any]]
 # Phases between steps that are not part of any step.
 PAUSES = (VALIDATION, COMPARISON, SAVING)
 # Operators have a namespace, Python functions of autograd have none. Autograd nodes and user
@@ -58,7 +60,7 @@ def summary(ranks: Sequence[RankTimes]) -> Iterator[str]:
         )
 
 
-def measured(events: Sequence[Mapping[str, Any]], *, on_cuda: bool) -> tuple[float, float] | None:
+def measured(events: Events, *, on_cuda: bool) -> tuple[float, float] | None:
     """Return the time of a step and its exposed communication, in seconds, or None without steps.
 
     Args:
@@ -81,11 +83,7 @@ def measured(events: Sequence[Mapping[str, Any]], *, on_cuda: bool) -> tuple[flo
     return length(window) / len(steps) / 1e6, length(exposed) / len(steps) / 1e6
 
 
-def _window(
-    steps: Sequence[Mapping[str, Any]],
-    device: Sequence[Mapping[str, Any]],
-    pauses: Sequence[Mapping[str, Any]],
-) -> list[Interval]:
+def _window(steps: Events, device: Events, pauses: Events) -> list[Interval]:
     """Return the times of the steps without the pauses between them."""
     spans = [_span(step) for step in steps]
     if device:

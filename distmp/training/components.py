@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -215,9 +215,8 @@ def build_engine(
     world: World,
     *,
     policy: PolicyLike,
-    attribution: bool = True,
-    first_step_checks: bool = True,
     load: bool = False,
+    **changes: Any,
 ) -> Engine:
     """Build the engine of a configuration.
 
@@ -226,21 +225,15 @@ def build_engine(
         parts: What `prepare` returned.
         world: The ranks; all have to call it.
         policy: The precision policy.
-        attribution: Whether the engine records what `Engine.explain` needs.
-        first_step_checks: Whether the engine checks for common mistakes in the first step.
         load: Whether a checkpoint is loaded next, so that initial values are not needed.
+        **changes: Other fields of the engine's settings.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
     """
     resolved, _ = resolve(policy, world.device)
     round_frozen(config, parts, resolved)
-    settings = replace(
-        config.engine(parts.microbatches),
-        policy=policy,
-        attribution=attribution,
-        first_step_checks=first_step_checks,
-    )
+    settings = replace(config.engine(parts.microbatches), policy=policy, **changes)
     return Engine(
         parts.model,
         parts.loss,

@@ -94,13 +94,13 @@ def _started(pid: int) -> str | None:
     return None if state in "ZX" else fields[18]
 
 
-def holds_within(condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:
+def holds_within(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait for a condition; return whether it holds within some seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(pause)
+        time.sleep(0.05)
     return True
 
 

@@ -86,7 +86,7 @@ def expected_groups(
             continue
         counted.update(map(id, own))
         key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in low_precision)
-        group = groups.get(key) or _group(*key, part, policy, strategy)
+        group = groups.get(key) or _group(key, part, policy, strategy)
         count = sum(value.numel() for value in own)
         groups[key] = replace(group, modules=group.modules + 1, parameters=group.parameters + count)
     return list(groups.values())
@@ -103,13 +103,9 @@ def _low_precision_modules(
 
 
 def _group(
-    name: str,
-    kept: bool,
-    low_precision: bool,
-    part: nn.Module,
-    policy: PrecisionPolicy,
-    strategy: str,
+    key: tuple[str, bool, bool], part: nn.Module, policy: PrecisionPolicy, strategy: str
 ) -> ModuleGroup:
+    name, kept, low_precision = key
     fp32 = torch.float32
     sharded = strategy in SHARDED_STRATEGIES
     updated = fp32 if kept else policy.param_dtype
