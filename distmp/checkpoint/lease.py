@@ -109,6 +109,10 @@ class Content:
             return None
 
 
+# Called with the owner that a job waits for.
+OnWait = Callable[[Owner], object]
+
+
 class HeldError(DistmpError):
     """Another job owns the directory.
 
@@ -145,9 +149,7 @@ class Lease:
         owned = self._number is not None and self._lost_to is None
         return owned and self._clock() < self._expires
 
-    def claim(
-        self, on_wait: Callable[[Owner], object] = lambda owner: None, *, first: bool = False
-    ) -> None:
+    def claim(self, on_wait: OnWait = lambda owner: None, *, first: bool = False) -> None:
         """Become the owner. Waits while the directory may still belong to a job that has ended.
 
         Args:
@@ -214,7 +216,7 @@ class Lease:
             if number is not None and valid:
                 self._overwrite(number, replace(self._content, state=RELEASED))
 
-    def _is_free(self, number: int, on_wait: Callable[[Owner], object]) -> bool:
+    def _is_free(self, number: int, on_wait: OnWait) -> bool:
         """Wait for the owner to end; return False if another one has replaced it."""
         seen, since = _read(self.directory, number), self._clock()
         while True:

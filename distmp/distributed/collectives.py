@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -91,9 +90,7 @@ def all_to_all(
     return _start("all_to_all", sent, dist.all_to_all_single, *parts, group=group)
 
 
-def _start(
-    name: str, tensor: Tensor, collective: Callable[..., Any], *arguments: Any, group: Any
-) -> dist.Work:
+def _start(name: str, tensor: Tensor, collective: Any, *arguments: Any, group: Any) -> dist.Work:
     current_phase.collective = name
     work = collective(*arguments, group=group, async_op=True)
     assert work is not None  # None means that this rank is not in the group

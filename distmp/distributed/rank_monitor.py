@@ -60,6 +60,9 @@ _NO_ANSWER = (
     "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
 )
 
+# Returns the error if a rank cannot reach a point, from the status of each rank.
+Problem = Callable[[Statuses], DistmpError | None]
+
 logger = logging.getLogger("distmp")
 
 
@@ -183,12 +186,7 @@ class RankMonitor:
             for rank, status in statuses.items()
         )
 
-    def meet(
-        self,
-        point: str,
-        problem: Callable[[Statuses], DistmpError | None],
-        patience_seconds: float,
-    ) -> None:
+    def meet(self, point: str, problem: Problem, patience_seconds: float) -> None:
         """Wait until all ranks have reached a point of the program.
 
         Args:
@@ -215,9 +213,7 @@ class RankMonitor:
             self.own.waits_in = ""
         self._last_point = (point, all_key)
 
-    def _wait_for_all(
-        self, key: str, problem: Callable[[Statuses], DistmpError | None], patience_seconds: float
-    ) -> None:
+    def _wait_for_all(self, key: str, problem: Problem, patience_seconds: float) -> None:
         pause, ask_at = 1e-4, time.monotonic() + patience_seconds
         unanswered: Counter[int] = Counter()
         while not self._store.check([key]):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
-from distmp.launcher.job import ExplainedValue, Job
+from distmp.launcher.job import ExplainedValue, Job, Variables
 from distmp.launcher.network import (
     Network,
     address_of,
@@ -153,7 +153,7 @@ def make_plan(
     network: Network,
     cores: int,
     ranks: ExplainedValue[int],
-    variables: Mapping[str, str],
+    variables: Variables,
 ) -> Plan:
     """Derive the options that the user has not set.
 
@@ -203,9 +203,7 @@ def make_plan(
     return plan
 
 
-def _on_loopback(
-    plan: Plan, given: UserOptions, network: Network, variables: Mapping[str, str]
-) -> Plan:
+def _on_loopback(plan: Plan, given: UserOptions, network: Network, variables: Variables) -> Plan:
     """Let a run on one machine listen on the loopback interface only."""
     loopback = network.interface_of(_LOOPBACK)
     if loopback is None:
@@ -217,9 +215,7 @@ def _on_loopback(
     return replace(plan, variables={**plan.variables, **additions})
 
 
-def _threads(
-    cores: int, ranks: int, variables: Mapping[str, str]
-) -> dict[str, ExplainedValue[str]]:
+def _threads(cores: int, ranks: int, variables: Variables) -> dict[str, ExplainedValue[str]]:
     if "OMP_NUM_THREADS" in variables:
         return {}
     reason = f"{counted(cores, 'core')} / {counted(ranks, 'rank')}"
@@ -227,7 +223,7 @@ def _threads(
 
 
 def _several(
-    plan: Plan, given: UserOptions, nodes: int, network: Network, variables: Mapping[str, str]
+    plan: Plan, given: UserOptions, nodes: int, network: Network, variables: Variables
 ) -> Plan:
     """Add the options for a rendezvous of several machines."""
     job = plan.job

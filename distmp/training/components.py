@@ -171,12 +171,10 @@ def _with_weights(
     return model, rest
 
 
-def _check_ties(
-    built: Mapping[str, str], loaded: Mapping[str, str], weights: StoredWeights
-) -> None:
+def _check_ties(built: Mapping[str, str], loaded: Mapping[str, str], stored: StoredWeights) -> None:
     """Refuse stored weights with different values that the model ties: transformers unties them."""
     if untied := sorted(name for name, first in loaded.items() if built[name] != first):
-        raise weights.error(
+        raise stored.error(
             f"has other values for {listed(untied)} than for the weights that the model ties to "
             "them; set model.options: {tie_word_embeddings: false}"
         )

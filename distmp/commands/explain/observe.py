@@ -76,7 +76,7 @@ def expected_groups(
     Raises:
         ConfigError: If the policy has low-precision matmuls and does not fit the model.
     """
-    low_precision = _low_precision_modules(model, policy, wrap)
+    low_precision = _in_low_precision(model, policy, wrap)
     kept = {id(part) for top in modules_in_fp32(model, policy).values() for part in top.modules()}
     groups: dict[tuple[str, bool, bool], ModuleGroup] = {}
     counted: set[int] = set()
@@ -92,9 +92,7 @@ def expected_groups(
     return list(groups.values())
 
 
-def _low_precision_modules(
-    model: nn.Module, policy: PrecisionPolicy, wrap: Sequence[str]
-) -> set[int]:
+def _in_low_precision(model: nn.Module, policy: PrecisionPolicy, wrap: Sequence[str]) -> set[int]:
     """Return the `id` of each linear layer with low-precision matmuls."""
     if not policy.has_low_precision_matmuls:
         return set()
